@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# usage: launch/deepspeed.sh CONFIG [GPUS] [--job-index N] [key=value ...]
+# Train on one node, on the first GPUS of the visible GPUs (all of them when not given).
+# SIGTERM, SIGINT and SIGUSR1 go on to every process of the run, which gets GRACE seconds (90) to
+# save and stop before it is killed: killing the `deepspeed` launcher alone would orphan its workers.
+set -euo pipefail
+
+if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
+config=$1; shift
+gpus=() options=()
+if [[ ${1:-} =~ ^[0-9]+$ ]]; then
+    # Told a number, deepspeed would ignore CUDA_VISIBLE_DEVICES and take GPU 0 upwards.
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$1" <<<"$CUDA_VISIBLE_DEVICES")
+    else
+        gpus=(--num_gpus "$1")
+    fi
+    shift
+fi
+if [ "${1:-}" = --job-index ]; then options=(--job-index "$2"); shift 2; fi
+
+run='' deadline='' status=0
+forward() {
+    deadline=$((SECONDS + ${GRACE:-90}))
+    if [ -n "$run" ]; then kill -s "$1" -- "-$run" 2>/dev/null || true; fi
+}
+for name in TERM INT USR1; do trap "forward $name" "$name"; done
+
+set -m  # gives the run a process group of its own
+deepspeed --no_local_rank ${gpus[@]+"${gpus[@]}"} --master_port "${MASTER_PORT:-29500}" \
+    --module lm train --config "$config" ${options[@]+"${options[@]}"} resume=auto "$@" &
+run=$!
+set +m
+
+wait "$run" || true  # until the launcher is gone, or a signal has been forwarded
+deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
+while kill -0 -- "-$run" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+kill -KILL -- "-$run" 2>/dev/null || true
+wait "$run" || status=$?
+exit "$status"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# usage: launch/demo.sh [key=value ...]
+# The whole way on a CPU: train the demo, export it, evaluate it, sample from it, draw its figures.
+# PY names the Python to use (default .venv/bin/python); key=value overrides go to the training.
+set -eu
+
+cd "$(dirname "$0")/.."
+PY=${PY:-.venv/bin/python}
+
+echo "== train: configs/lm/demo.yaml into runs/demo"
+"$PY" -m lm train --config configs/lm/demo.yaml "$@"
+
+echo "== export: runs/demo/hf, a folder that from_pretrained loads"
+"$PY" -m lm export runs/demo runs/demo/hf
+
+echo "== eval: 100 questions on small stories"
+"$PY" -m lm eval runs/demo/hf --tasks catbabi_mini --limit 100
+
+echo "== generate: runs/demo/sample.txt"
+"$PY" -m lm generate runs/demo/hf --prompt "The following" --out runs/demo/sample.txt
+
+echo "== report: the figures of runs/demo"
+"$PY" -m lm report runs/demo

@@ -1,0 +1,64 @@
+"""The language-model stack. Importing it registers the model classes with transformers' Auto classes.
+
+Registration waits for transformers' own registries to be imported, so that `import lm` (and
+`fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or
+`…modeling_auto` has been executed, the hook below adds our classes to it.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+
+__version__ = "0.1.0"
+
+
+def _register_config():
+    from transformers import AutoConfig
+
+    from lm.model.configuration_fprnn import FPRNNConfig
+
+    AutoConfig.register(FPRNNConfig.model_type, FPRNNConfig, exist_ok=True)
+
+
+def _register_models():
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
+
+    _register_config()
+    AutoModel.register(FPRNNConfig, FPRNNModel, exist_ok=True)
+    AutoModelForCausalLM.register(FPRNNConfig, FPRNNForCausalLM, exist_ok=True)
+
+
+_REGISTRIES = {
+    "transformers.models.auto.configuration_auto": _register_config,
+    "transformers.models.auto.modeling_auto": _register_models,
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls the registration once the registry's module has run."""
+
+    def find_spec(self, name, path=None, target=None):
+        register = _REGISTRIES.pop(name, None)
+        if register is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                run(module)
+                register()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+for _name, _register in list(_REGISTRIES.items()):
+    if _name in sys.modules:
+        _REGISTRIES.pop(_name)
+        _register()
+if _REGISTRIES:
+    sys.meta_path.insert(0, _AfterImport())

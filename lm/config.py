@@ -1,0 +1,358 @@
+"""The whole YAML schema as one typed tree: unknown keys are errors, dotted overrides, sweeps."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message says which key, why, and what would do."""
+
+
+class Section(BaseModel):
+    """A part of the YAML: typed, closed (no unknown keys), validated again on assignment."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+
+class Model(Section):
+    """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them);
+    `name: mamba` builds transformers' Mamba from the same d_model, n_layer, d_state, …"""
+
+    name: Literal["fprnn", "mamba"] = "fprnn"
+    vocab_size: int | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
+    d_model: int = Field(768, gt=0)
+    n_layer: int = Field(12, gt=0)
+    d_state: int = Field(16, gt=0)
+    expand: int = Field(2, gt=0)
+    dt_rank: int | Literal["auto"] = "auto"
+    d_conv: int = Field(4, gt=0)
+    norm_epsilon: float = Field(1e-5, gt=0)
+    residual_in_fp32: bool = True
+    tie_embeddings: bool = True
+    block: Literal["fp_mamba1"] = "fp_mamba1"
+    mixer: Literal["householder", "dplr", "kronecker"] = "householder"
+    mixer_rank: int = Field(1, gt=0)
+    mixer_proj_rank: int | None = Field(None, gt=0)
+    mixer_act: Literal["silu", "relu", "identity"] = "silu"
+    mixer_h_dep: bool = True
+    symm_mixer: bool = False
+    bc_norm: bool = True
+    glu_in_loop: bool = False
+    use_short_conv: bool = False
+    out_norm_epsilon: float = Field(1e-5, gt=0)
+    eps: float = Field(1e-5, gt=0)
+    reset_at_eos: bool = True
+    schedule: Literal["parallel"] = "parallel"
+    stopping: Literal["paper"] = "paper"
+    tol: float = Field(0.1, gt=0)
+    max_iters: int = Field(100, gt=0)
+    eval_max_iters: int = Field(1000, gt=0)
+    quantile: float = Field(0.75, ge=0, le=1)
+    stepsize: float = Field(0.99, gt=0, le=1)
+    stepsize_decay: float = Field(0.9, gt=0, le=1)
+    patience: int = Field(15, gt=0)
+    n_backwards: int = Field(1, gt=0)
+    gradient_checkpointing: bool = False
+
+
+class Tokenizer(Section):
+    """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with the
+    run; anything else is a HuggingFace tokenizer, by hub name or folder."""
+
+    name: str = "bpe"
+    vocab_size: int = Field(4096, gt=257)
+    train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
+
+
+class Data(Section):
+    """Where text comes from and how it becomes blocks of seq_len + 1 tokens."""
+
+    source: Literal["builtin", "fineweb", "parquet", "jsonl", "text"] = "builtin"
+    path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
+    dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
+    name: str = "sample-10BT"  # its configuration
+    text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
+    seq_len: int = Field(256, gt=0)
+    leading_eos: bool = False  # EOS before each document as well as after it
+    val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
+    val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
+    shuffle_buffer: int = Field(1024, ge=1)  # blocks, for streamed sources
+    workers: int = Field(0, ge=0)  # loader processes per rank, for streamed sources
+
+    @model_validator(mode="after")
+    def _path_for_local_sources(self):
+        if self.source in ("parquet", "jsonl", "text") and not self.path:
+            raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
+        return self
+
+
+class Optim(Section):
+    """AdamW with decoupled weight decay and a warm-up schedule, counted in updates."""
+
+    lr: float = Field(4e-3, gt=0)
+    min_lr: float = Field(1e-5, ge=0)
+    warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: float = Field(1.0, ge=0)  # 0: off
+
+    @model_validator(mode="after")
+    def _floor_below_peak(self):
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
+        return self
+
+
+class Train(Section):
+    """How much is trained at once, and for how long."""
+
+    steps: int = Field(4800, gt=0)  # optimizer updates
+    micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
+    grad_accum_steps: int = Field(1, gt=0)
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
+    threads: int | None = Field(None, gt=0)  # CPU threads per rank; null: torch's choice
+
+
+class Engine(Section):
+    """DeepSpeed. Its JSON is generated from the whole config; `deepspeed` (a mapping or the path of
+    a JSON file) is merged over it last."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    deepspeed: dict[str, Any] | str | None = None
+    timeout_s: int = Field(1800, gt=0)  # a collective that takes longer is an error
+
+
+class Checkpoint(Section):
+    every: int = Field(500, gt=0)  # updates
+    keep: int = Field(2, gt=0)  # newest checkpoints kept
+
+
+class Log(Section):
+    every: int = Field(10, gt=0)  # updates
+    wandb: bool = False  # offline when no key is configured
+    wandb_project: str = "fprnn"
+    tensorboard: bool = False
+
+
+class Eval(Section):
+    every: int = Field(500, gt=0)  # updates; always once more at the end
+    micro_batch_size: int | None = Field(None, gt=0)  # null: that of training
+
+
+class Config(Section):
+    """One run. `out_dir/name` is its run directory."""
+
+    name: str = "run"
+    out_dir: str = "runs"
+    seed: int = Field(0, ge=0)
+    resume: str = "never"  # never | auto (newest good checkpoint of this run) | a checkpoint's path
+    model: Model = Model()
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    optim: Optim = Optim()
+    train: Train = Train()
+    engine: Engine = Engine()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    eval: Eval = Eval()
+    sweep: dict[str, list[Any]] = {}
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value):
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out_dir) / self.name
+
+    def tokens_per_step(self, world_size: int = 1) -> int:
+        """Tokens an optimizer update sees, over all ranks."""
+        t = self.train
+        return t.micro_batch_size * t.grad_accum_steps * world_size * self.data.seq_len
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _section(cls: type, dotted: tuple[str, ...]) -> type | None:
+    """The section class that holds the last key of a dotted path, or None."""
+    for key in dotted[:-1]:
+        field = getattr(cls, "model_fields", {}).get(key)
+        if field is None or not isinstance(field.annotation, type):
+            return None
+        cls = field.annotation
+    return cls
+
+
+def _all_keys(cls: type = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in cls.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _nearest(key: str) -> str:
+    """'; did you mean `x.y`?' for a mistyped dotted key, or ''."""
+    keys = _all_keys()
+    parent, _, last = key.rpartition(".")
+    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    close = difflib.get_close_matches(key, siblings, 1, 0.6)
+    close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]
+    close = close or difflib.get_close_matches(key, keys, 1, 0.6)
+    return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(siblings)}"
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    """pydantic's findings as sentences: which key, what was wrong, what would be right."""
+    lines, seen = [], set()
+    for e in error.errors():
+        # Union members appear in `loc` as type names; keep only the keys themselves.
+        loc = tuple(p for p in e["loc"] if isinstance(p, str))
+        while len(loc) > 1 and not hasattr(_section(Config, loc), "model_fields"):
+            loc = loc[:-1]
+        key = ".".join(loc)
+        owner = _section(Config, loc)
+        if e["type"] == "extra_forbidden":
+            line = f"unknown key `{key}`{_nearest(key)}"
+        elif owner and loc and loc[-1] in owner.model_fields and e["type"] != "value_error":
+            annotation = owner.model_fields[loc[-1]].annotation
+            if key in seen:
+                continue
+            options = [a for a in get_args(annotation) if isinstance(a, str | int)]
+            message = e["msg"][0].lower() + e["msg"][1:]
+            if options and all(isinstance(a, str) for a in options):
+                close = difflib.get_close_matches(str(e["input"]), options, 1, 0.5)
+                message = f"must be one of {', '.join(options)}" + (
+                    f"; did you mean `{close[0]}`?" if close else ""
+                )
+            line = f"`{key}` is {e['input']!r}: {message}"
+        else:
+            message = e["msg"].removeprefix("Value error, ")
+            line = f"`{key}`: {message}" if key else message
+        seen.add(key)
+        lines.append(line)
+    return ConfigError(f"{where}: " + "; ".join(lines))
+
+
+def _set(tree: dict, dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for key in parents:
+        if isinstance(tree.get(key), str) and key == "model":
+            tree[key] = {"name": tree[key]}
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override `{dotted}`: `{key}` is a value, not a section")
+    tree[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
+    key, sep, value = text.partition("=")
+    if not sep or not key:
+        raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
+    if key not in _all_keys() and not key.startswith(("engine.deepspeed.", "sweep.")):
+        raise ConfigError(f"unknown key `{key}`{_nearest(key)}")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"override `{text}`: the value is not YAML ({e})") from None
+    if isinstance(parsed, str):  # YAML 1.1 reads 1e-3 as a string
+        try:
+            parsed = float(parsed)
+        except ValueError:
+            parsed = value
+    return key, parsed
+
+
+def build(tree: dict, where: str = "config") -> Config:
+    """A mapping → Config.
+
+    Raises:
+        ConfigError: naming every key that is unknown, mistyped or out of range.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        raise _explain(e, where) from None
+
+
+def load_tree(path: str | Path) -> dict:
+    """The YAML file as a mapping, unvalidated."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path} is not valid YAML: {e}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return tree
+
+
+def load(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = (), job_index: int | None = None
+) -> Config:
+    """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
+
+    Raises:
+        ConfigError: bad file, key, value or index.
+    """
+    tree = load_tree(path)
+    if job_index is not None:
+        points = sweep_points(tree, str(path))
+        if not 0 <= job_index < len(points):
+            raise ConfigError(
+                f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
+            )
+        for key, value in points[job_index].items():
+            _set(tree, key, value)
+        tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
+    for text in overrides:
+        _set(tree, *parse_override(text))
+    return build(tree, str(path))
+
+
+def sweep_points(tree: dict, where: str = "config") -> list[dict[str, Any]]:
+    """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
+
+    Raises:
+        ConfigError: no sweep, an empty list, or a key that does not exist.
+    """
+    sweep = tree.get("sweep") or {}
+    if not isinstance(sweep, dict) or not sweep:
+        raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
+    for key, values in sweep.items():
+        if key not in _all_keys():
+            raise ConfigError(f"{where}: sweep over unknown key `{key}`{_nearest(key)}")
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+    points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
+    for point in points:  # a bad value is found now, not by task 37 of the array
+        candidate = copy.deepcopy(tree)
+        for key, value in point.items():
+            _set(candidate, key, value)
+        build(candidate, where)
+    return points
+
+
+def point_name(name: str, index: int, point: dict[str, Any]) -> str:
+    """Directory name of a sweep point: `name/003-lr=0.001-mixer_rank=4`."""
+    parts = [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()]
+    return f"{name}/{index:03d}-" + "-".join(parts).replace("/", "_").replace(" ", "")

@@ -1,0 +1,354 @@
+"""Where text comes from: FineWeb streaming, local parquet/jsonl/text, the built-in corpus."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from lm.config import Data
+
+SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
+WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
+MIN_DOCUMENT, MAX_DOCUMENT = 4_096, 16_384  # so many characters
+OPEN_ATTEMPTS = 4
+BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
+OFFLINE_HINT = "`data.source: builtin`, `parquet`, `jsonl` and `text` work offline"
+
+
+class DataError(ValueError):
+    """Text that cannot be read or used; the message says what, where, and what would do."""
+
+
+def is_validation(text: str, val_fraction: float) -> bool:
+    """Whether a document is held out: decided by a hash of its content alone, so that the splits
+    never overlap, whatever the order, sharding or duplication of documents."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < val_fraction * 2**64
+
+
+def documents(
+    data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None
+) -> LocalDocuments | HubDocuments:
+    """The documents (non-blank strings) of shard `(index, count)` of the source, from its start or
+    from the `state_dict()` of an earlier iterator over the same shard.
+
+    Raises:
+        DataError: here or while iterating; something is missing, unreadable or empty.
+    """
+    return (HubDocuments if data.source == "fineweb" else LocalDocuments)(data, shard, state)
+
+
+class LocalDocuments:
+    """Iterator over a finite source; its position is the number of documents read."""
+
+    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
+        self._read = state["read"] if state else 0
+        index, count = shard
+        start = index + self._read * count
+        self._texts = itertools.islice(_local_documents(data), start, None, count)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        text = next(self._texts)
+        self._read += 1
+        return text
+
+    def state_dict(self) -> dict:
+        return {"read": self._read}
+
+
+class HubDocuments:
+    """Iterator over a streamed hub dataset; faults are retried from the last good position.
+
+    Shards are whole files when there are enough of them, else every count-th example.
+    """
+
+    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
+        self._data = data
+        self._dataset = _shard(_open_hub(data), *shard)
+        self._resume_from = state
+        if state:
+            self._dataset.load_state_dict(state)
+        self._texts = self._iterate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._texts)
+
+    def state_dict(self) -> dict | None:
+        """The dataset's own position, plain data; None before the first document."""
+        return self._resume_from if self._resume_from else self._dataset.state_dict()
+
+    def _iterate(self) -> Iterator[str]:
+        failures, started = 0, False
+        while True:
+            try:
+                # `iter`, not `__iter__`: the latter would split once more over torch's workers.
+                for batch in self._dataset.iter(batch_size=1):
+                    failures, started, self._resume_from = 0, True, None
+                    (text,) = batch[self._data.text_field]
+                    if text and text.strip():
+                        yield text
+                return
+            except Exception as error:
+                _raise_if_hopeless(self._data, error)
+                failures += 1
+                if failures == OPEN_ATTEMPTS:
+                    raise DataError(
+                        f"reading {_hub_name(self._data)} failed {failures} times in a row at the "
+                        f"same place: {_first_line(error)}"
+                    ) from None
+                time.sleep(2 ** (failures - 1))
+                if started or self._resume_from:
+                    self._dataset.load_state_dict(self.state_dict())
+
+
+def source_files(data: Data) -> list[Path]:
+    """The files behind `data.path` (a file, folder or glob), sorted.
+
+    Raises:
+        DataError: there are none.
+    """
+    path = Path(data.path).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        suffixes = SUFFIXES[data.source]
+        found = [p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file()]
+        if not found:
+            wanted = ", ".join(f"*{s}" for s in suffixes)
+            raise DataError(f"data.path {path} is a folder without any {wanted} file in it")
+        return sorted(found)
+    found = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
+    if not found:
+        raise DataError(f"data.path {data.path}: no such file or folder, and no file matches it")
+    return sorted(found)
+
+
+def _local_documents(data: Data) -> Iterator[str]:
+    if data.source == "builtin":
+        texts, where = iter(builtin_documents()), "the standard library (its .py files are absent)"
+    else:
+        files = source_files(data)
+        read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[data.source]
+        texts = itertools.chain.from_iterable(read(path, data.text_field) for path in files)
+        where = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
+    empty = True
+    for text in texts:
+        if text.strip():
+            empty = False
+            yield text
+    if empty:
+        raise DataError(f"the corpus is empty: no text in {where}")
+
+
+@functools.cache
+def builtin_documents() -> tuple[str, ...]:
+    """The text every Python carries: the language reference's topics, then the docstrings of each
+    standard-library file in source order, files in sorted order. Nothing is imported but the
+    topics; tests and third-party packages are left out."""
+    from pydoc_data.topics import topics
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if s not in skip and not s.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [topics[key] for key in sorted(topics)]
+    for path in sorted(files, key=lambda p: p.relative_to(root).as_posix()):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue  # templates and deliberately broken files
+        texts.append("\n\n".join(_docstrings(tree)))
+    return tuple(texts)
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+        yield text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield from _docstrings(child)
+
+
+def cut_at_blank_lines(text: str) -> Iterator[str]:
+    """Pieces of MIN_DOCUMENT to MAX_DOCUMENT characters (the last may be shorter) whose
+    concatenation is `text`, cut after blank lines, failing that after a line, failing that
+    anywhere."""
+    start = 0
+    while len(text) - start > MAX_DOCUMENT:
+        low, high = start + MIN_DOCUMENT, start + MAX_DOCUMENT
+        blank = BLANK_LINES.search(text, low, high)
+        end = blank.end() if blank else text.rfind("\n", low, high) + 1 or high
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _read_text(path: Path, _field: str) -> Iterator[str]:
+    """One document per file; a file over WHOLE_FILE_BYTES is cut so that it has several."""
+    raw = _read_bytes(path)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise DataError(f"{path} is not UTF-8 text: invalid byte at offset {e.start}") from None
+    if len(raw) > WHOLE_FILE_BYTES:
+        yield from cut_at_blank_lines(text)
+    else:
+        yield text
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise DataError(f"{path} cannot be read: {e.strerror}") from None
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    try:
+        lines = open(path, "rb")
+    except OSError as e:
+        raise DataError(f"{path} cannot be read: {e.strerror}") from None
+    with lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
+                raise DataError(f"{where} is not JSON: {e}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object but a {type(row).__name__}")
+            if field not in row:
+                keys = ", ".join(row) or "none"
+                raise DataError(
+                    f"{where} has no key `{field}` (its keys: {keys}); set data.text_field"
+                )
+            if not isinstance(row[field], str):
+                raise DataError(f"{where}: `{field}` is not a string but {row[field]!r:.40}")
+            yield row[field]
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if field not in schema.names:
+                raise DataError(
+                    f"{path} has no column `{field}` (its columns: {', '.join(schema.names)}); "
+                    "set data.text_field"
+                )
+            kind = schema.field(field).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise DataError(f"{path}: column `{field}` holds {kind}, not strings")
+            for group in range(file.num_row_groups):
+                column = file.read_row_group(group, columns=[field]).column(0)
+                yield from (text for text in column.to_pylist() if text is not None)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise DataError(f"{path} is not a whole parquet file: {_first_line(e)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _hub_name(data: Data) -> str:
+    return f"dataset {data.dataset} ({data.name})"
+
+
+def check_hub(what: str) -> None:
+    """Raises DataError, within seconds, when the Hugging Face hub cannot be reached for `what`."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(
+            f"{what} is on the Hugging Face hub, but HF_HUB_OFFLINE forbids going there"
+        )
+    for last in (False, True):
+        try:
+            httpx.get(constants.ENDPOINT, timeout=8)  # any answer will do
+            return
+        except httpx.HTTPError as error:
+            if last:
+                raise DataError(
+                    f"{what} is on the Hugging Face hub, but {constants.ENDPOINT} cannot be "
+                    f"reached ({_first_line(error)}; 2 attempts)"
+                ) from None
+            time.sleep(1)
+
+
+def _open_hub(data: Data):
+    """The streaming dataset, its text column only. One 503 while opening is fatal to `datasets`,
+    so opening is tried OPEN_ATTEMPTS times."""
+    import datasets
+
+    name = _hub_name(data)
+    try:
+        check_hub(name)
+    except DataError as e:
+        raise DataError(f"{e}; {OFFLINE_HINT}") from None
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            return datasets.load_dataset(
+                data.dataset,
+                name=data.name,
+                split="train",
+                streaming=True,
+                columns=[data.text_field],
+            )
+        except Exception as e:
+            error = e
+            _raise_if_hopeless(data, error)
+        if attempt + 1 < OPEN_ATTEMPTS:
+            time.sleep(2**attempt)
+    raise DataError(
+        f"{name} could not be opened in {OPEN_ATTEMPTS} attempts: {_first_line(error)}; "
+        f"{OFFLINE_HINT}"
+    )
+
+
+def _raise_if_hopeless(data: Data, error: Exception) -> None:
+    """DataError for a fault that trying again will not cure."""
+    name, text = _hub_name(data), str(error)
+    if "FieldRef" in text or (isinstance(error, KeyError) and data.text_field in text):
+        raise DataError(
+            f"{name} has no column `{data.text_field}`; set data.text_field to the text's column"
+        ) from None
+    if isinstance(error, ValueError) and "BuilderConfig" in text:
+        raise DataError(f"{name}: {text.strip().splitlines()[0]}; set data.name") from None
+
+
+def _shard(dataset, index: int, count: int):
+    from datasets.distributed import split_dataset_by_node
+
+    if count == 1:
+        return dataset
+    if dataset.num_shards >= count:
+        return dataset.shard(num_shards=count, index=index)
+    return split_dataset_by_node(dataset, index, count, strategy="examples")

@@ -1,0 +1,187 @@
+"""Load or train the tokenizer: byte-level BPE, GPT-2 files, sentencepiece, any HuggingFace one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lm.config import Config
+from lm.data.sources import DataError, check_hub, documents, is_validation
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+RECORD = "made_from.json"  # in the saved folder: the settings it answers to
+
+
+def load_tokenizer(
+    cfg: Config, run_dir: Path, log: Callable[[str], None] = warnings.warn
+) -> PreTrainedTokenizerFast:
+    """The run's tokenizer: the one in `run_dir/tokenizer`, else a new one, saved there at once.
+
+    Args:
+        log: receives a sentence when a trained vocabulary came out smaller than asked.
+
+    Raises:
+        DataError: it cannot be found, has no EOS, or the run already has another one.
+    """
+    folder, wanted = Path(run_dir) / "tokenizer", _wanted(cfg)
+    if folder.is_dir():
+        record = folder / RECORD
+        made_from = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else wanted
+        if made_from != wanted:
+            raise DataError(
+                f"{folder} was made from {made_from}, but the config asks for {wanted}; "
+                "use another run name, or the old tokenizer settings"
+            )
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    name = cfg.tokenizer.name
+    tokenizer = train_bpe(cfg, log) if name == "bpe" else _from_huggingface(name)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(f"tokenizer {name} has no fast (`tokenizers`) implementation")
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {name} has no EOS token, which ends each document; set `eos_token` in its "
+            "tokenizer_config.json, or use `tokenizer.name: bpe`"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    _save(tokenizer, folder, wanted)
+    return tokenizer
+
+
+def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
+    on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=cfg.tokenizer.vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_training_texts(cfg), trainer)
+    size = backend.get_vocab_size()
+    if size < cfg.tokenizer.vocab_size:
+        log(
+            f"the corpus yields a vocabulary of {size} tokens only, fewer than the "
+            f"{cfg.tokenizer.vocab_size} of tokenizer.vocab_size"
+        )
+    return _wrap(backend, eos_token=EOS, pad_token=PAD)
+
+
+def _training_texts(cfg: Config) -> Iterator[str]:
+    left = cfg.tokenizer.train_bytes
+    for text in documents(cfg.data):
+        if not is_validation(text, cfg.data.val_fraction):
+            yield text
+            left -= len(text.encode("utf-8", "surrogatepass"))
+            if left <= 0:
+                return
+    if left == cfg.tokenizer.train_bytes:
+        raise DataError(
+            "no training document to train a tokenizer on: every document of the corpus is held "
+            "out; lower data.val_fraction or add documents"
+        )
+
+
+def _wanted(cfg: Config) -> dict:
+    t = cfg.tokenizer
+    return {"name": t.name} | ({"vocab_size": t.vocab_size} if t.name == "bpe" else {})
+
+
+def _wrap(backend: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
+    )
+
+
+def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_folder(folder)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise DataError(f"tokenizer.name {name}: no such folder")
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # the hub's local cache
+    except (OSError, ValueError):
+        pass
+    try:
+        check_hub(f"tokenizer {name}")
+        return AutoTokenizer.from_pretrained(name)
+    except DataError as e:
+        raise DataError(
+            f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
+        ) from None
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise DataError(f"tokenizer {name} could not be loaded from the hub: {reason}") from None
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+    has = {p.name for p in folder.iterdir()}
+    try:
+        if has & {"tokenizer.json", "tokenizer_config.json"}:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if {"vocab.json", "merges.txt"} <= has:
+            return _from_gpt2_files(folder)
+        if "tokenizer.model" in has:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except DataError:
+        raise
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+    raise DataError(
+        f"{folder} holds no tokenizer: tokenizer.json, vocab.json with merges.txt, or "
+        f"tokenizer.model (it holds {', '.join(sorted(has)) or 'nothing'})"
+    )
+
+
+def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE from vocab.json and merges.txt; the `#version` line is optional there."""
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    merges = [tuple(line.split(" ")) for line in lines if line.strip()]
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    eos = next((token for token in (EOS, "</s>") if token in vocab), None)
+    return _wrap(backend, **({"eos_token": eos} if eos else {}))
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
+    """Writes the folder beside its place and moves it there, so that it is whole or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
+    try:
+        draft.chmod(0o755)
+        tokenizer.save_pretrained(str(draft))
+        path = draft / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        # transformers 4 knows neither the class name nor the key that version 5 writes.
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        named = {v for k, v in config.items() if k.endswith("_token")}
+        extra = [t for t in config.pop("extra_special_tokens", []) if t not in named]
+        if extra:
+            config["additional_special_tokens"] = extra
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        try:
+            os.replace(draft, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,255 @@
+"""lm-eval on an exported checkpoint: our own offline tasks and the standard ones, to a results file.
+
+Importing this file imports `lm`, which registers our model classes with transformers' Auto classes;
+lm-eval itself is heavy and imported only when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm.tasks import TASKS_DIR
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation that cannot be run; the message says why, and what would do."""
+
+
+def evaluate(
+    checkpoint: Path,
+    tasks: list[str],
+    *,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    out: Path | None = None,
+) -> dict:
+    """Run lm-eval's `tasks` (names of tasks, groups or tags) on the HuggingFace folder `checkpoint`.
+
+    `limit` takes only that many documents of each task; `include_path` is a folder with further task
+    files. Weights are float32 on the CPU and as saved elsewhere. The results go to `out`, by default
+    checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric: {"value",
+    "stderr"}}, …}}, "versions": …, …}; a number that is not finite is None there.
+
+    Raises:
+        EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
+            whose data cannot be had.
+    """
+    checkpoint = Path(checkpoint)
+    _check_checkpoint(checkpoint)
+    if not tasks:
+        raise EvaluationError("no tasks given; try `catbabi_mini`, which needs no network")
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise EvaluationError(f"include_path {include_path} is not a folder")
+    _check_lm_eval()
+    with _quiet():
+        import lm_eval
+        import torch
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        manager, selected = _load_tasks(tasks, include_path)
+        raw = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={
+                "pretrained": str(checkpoint),
+                "trust_remote_code": True,
+                "dtype": "float32" if device == "cpu" else "auto",
+            },
+            tasks=selected,
+            task_manager=manager,
+            num_fewshot=num_fewshot,
+            batch_size=batch_size,
+            device=device,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
+        )
+    results = {
+        "checkpoint": checkpoint.resolve().name,
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "batch_size": batch_size,
+        "device": str(device),
+        "versions": {p: _version(p) for p in ("fprnn", "lm_eval", "transformers", "torch")},
+        "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
+    }
+    write_json(Path(out) if out else checkpoint / "eval" / "results.json", results)
+    return results
+
+
+def table(results: dict) -> Table:
+    """What `evaluate` returned, as a table: a row for each metric, value ± standard error."""
+    from rich.table import Table
+
+    title = results["checkpoint"]
+    if results["limit"]:
+        title += f" (first {results['limit']} documents)"
+    out = Table("task", "n", "metric", "value", title=title)
+    for column in (1, 3):
+        out.columns[column].justify = "right"
+    for name, task in results["tasks"].items():
+        label, count = name, "" if task["samples"] is None else str(task["samples"])
+        for metric, entry in task["metrics"].items():
+            arrow = {True: " ↑", False: " ↓"}.get(entry["higher_is_better"], "")
+            value = "not finite" if entry["value"] is None else f"{entry['value']:.4g}"
+            if entry["stderr"] is not None:
+                value += f" ± {entry['stderr']:.2g}"
+            out.add_row(label, count, metric + arrow, value)
+            label = count = ""
+    return out
+
+
+def write_json(path: Path, tree: dict) -> None:
+    """Write JSON so that `path` holds either what it held before or all of the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_checkpoint(checkpoint: Path) -> None:
+    if not checkpoint.is_dir():
+        raise EvaluationError(f"no checkpoint folder at {checkpoint}")
+    if not (checkpoint / "config.json").is_file():
+        raise EvaluationError(
+            f"{checkpoint} has no config.json, so it is not a HuggingFace checkpoint; "
+            "a run directory becomes one with `python -m lm export RUN_DIR OUT_DIR`"
+        )
+
+
+def _check_lm_eval() -> None:
+    # accelerate comes with lm_eval[hf]; without it lm-eval fails late and obscurely.
+    for package in ("lm_eval", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise EvaluationError(
+                f'evaluation needs {package}, which is not installed: pip install "fprnn[eval]"'
+            )
+
+
+def _load_tasks(names: list[str], include_path: Path | None) -> tuple[Any, list[Any]]:
+    """lm-eval's TaskManager and the named tasks and groups, loaded before the model is, so that
+    errors come early."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(TASKS_DIR)] + ([str(include_path)] if include_path else [])
+    # Reading lm-eval's own thousands of task files takes seconds; ours alone take none.
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folders)
+    known = set(manager.all_tasks)
+    problems = []
+    for name in sorted(set(names) - known):
+        close = difflib.get_close_matches(name, sorted(known), 3, 0.6)
+        problems.append(
+            f"unknown task `{name}`"
+            + (f"; the nearest are {', '.join(f'`{c}`' for c in close)}" if close else "")
+        )
+    if problems:
+        raise EvaluationError("; ".join(problems) + " (`lm_eval ls tasks` lists lm-eval's own)")
+    selected = []
+    for name in dict.fromkeys(names):
+        try:
+            loaded = manager.load([name])
+        except (OSError, ValueError, ImportError) as error:
+            raise EvaluationError(f"task `{name}` could not be loaded: {error}") from error
+        grouped = {task for group in loaded["groups"].values() for task in group.get_all_tasks()}
+        nested = {child for children in loaded["group_map"].values() for child in children}
+        selected += [g for n, g in loaded["groups"].items() if n not in nested]
+        selected += [t for t in loaded["tasks"].values() if t not in grouped]
+    return manager, selected
+
+
+def _task_results(raw: dict, name: str) -> dict:
+    """lm-eval's flat {"acc,none": …, "acc_stderr,none": …} of one task, unfolded."""
+    flat = raw["results"][name]
+    better = raw.get("higher_is_better", {}).get(name, {})
+    metrics = {}
+    for key, value in flat.items():
+        metric, comma, chain = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        metrics[metric if chain == "none" else f"{metric}/{chain}"] = {
+            "value": _finite(value),
+            "stderr": _finite(flat.get(f"{metric}_stderr,{chain}")),
+            "higher_is_better": better.get(metric),
+        }
+    return {
+        "version": raw.get("versions", {}).get(name),
+        "samples": raw.get("n-samples", {}).get(name, {}).get("effective"),
+        "num_fewshot": raw.get("n-shot", {}).get(name),
+        "metrics": metrics,
+    }
+
+
+def _finite(value: Any) -> float | None:
+    """A number JSON can hold, or None (lm-eval writes "N/A" for a standard error it cannot give)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Leave the progress bars of the evaluation and real warnings, hush the rest."""
+    from transformers.utils import logging as hf_logging
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(text in record.getMessage() for text in _NOISE)
+
+    names = ("lm_eval.api.task", "lm_eval.evaluator", "lm_eval.models.huggingface")
+    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
+    hf_level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    serial = os.environ.get("DISABLE_MULTIPROC")
+    logger.setLevel(logging.WARNING)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    # lm-eval would fork one bootstrapping process a core out of a process that runs torch.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    for name in names:
+        logging.getLogger(name).addFilter(keep)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints about its bootstrapping
+            yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(keep)
+        logger.setLevel(level)
+        hf_logging.set_verbosity(hf_level)
+        if bars:
+            hf_logging.enable_progress_bar()
+        if serial is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = serial
+
+
+# lm-eval's warnings about what is as it should be.
+_NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")

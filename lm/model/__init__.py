@@ -1,0 +1,1 @@
+"""The model. Flat on purpose: an exported checkpoint carries these files."""

@@ -1,0 +1,134 @@
+"""`FPRNNConfig`: the architecture and solver of a fixed-point RNN, as HuggingFace expects them."""
+
+import math
+
+from transformers.configuration_utils import PretrainedConfig
+
+
+class FPRNNConfig(PretrainedConfig):
+    """Configuration of FPRNNModel and FPRNNForCausalLM. Every field has a default.
+
+    Args:
+        vocab_size, d_model, n_layer, d_state (N), expand (d_inner = expand · d_model),
+        dt_rank ("auto": ⌈d_model/16⌉), d_conv, norm_epsilon (RMSNorm of the residual stream),
+        residual_in_fp32, tie_embeddings: as in Mamba.
+        block: "fp_mamba1". mixer: "householder", "dplr" or "kronecker" (paper App. C.3).
+        mixer_rank: r. mixer_proj_rank: q of the low-rank map to the reflection vectors, None: full.
+        mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
+        symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
+        glu_in_loop: the output gate is inside the iteration. use_short_conv: convolution on x.
+        out_norm_epsilon: of the LayerNorm that ends an iteration. eps: floor of the norms that
+        vectors inside the iteration are divided by.
+        reset_at_eos: a token after `eos_token_id` starts from an empty state (packed documents).
+        schedule, stopping: how the fixed point is found (solver.py). tol: relative residual.
+        max_iters: ℓmax in training; eval_max_iters: in evaluation. quantile: share of the batch
+        that must converge in training. stepsize, stepsize_decay, patience: damping (App. B.4).
+        n_backwards: gradient steps at the fixed point (App. B.2).
+        max_position_embeddings: the length trained on; a recurrence has no limit, but
+        lm-evaluation-harness cuts contexts to it.
+    Raises:
+        ValueError: a size that no model can have.
+    """
+
+    model_type = "fprnn"
+    attribute_map = {  # noqa: RUF012 (HuggingFace's convention)
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layer",
+        "state_size": "d_state",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+    def __init__(
+        self,
+        vocab_size=50280,
+        d_model=768,
+        n_layer=12,
+        d_state=16,
+        expand=2,
+        dt_rank="auto",
+        d_conv=4,
+        norm_epsilon=1e-5,
+        residual_in_fp32=True,
+        tie_embeddings=True,
+        block="fp_mamba1",
+        mixer="householder",
+        mixer_rank=1,
+        mixer_proj_rank=None,
+        mixer_act="silu",
+        mixer_h_dep=True,
+        symm_mixer=False,
+        bc_norm=True,
+        glu_in_loop=False,
+        use_short_conv=False,
+        out_norm_epsilon=1e-5,
+        eps=1e-5,
+        reset_at_eos=True,
+        schedule="parallel",
+        stopping="paper",
+        tol=0.1,
+        max_iters=100,
+        eval_max_iters=1000,
+        quantile=0.75,
+        stepsize=0.99,
+        stepsize_decay=0.9,
+        patience=15,
+        n_backwards=1,
+        max_position_embeddings=2048,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **kwargs,
+    ):
+        for name, value in [
+            ("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer),
+            ("d_state", d_state), ("expand", expand), ("mixer_rank", mixer_rank),
+            ("max_iters", max_iters), ("n_backwards", n_backwards), ("patience", patience),
+        ]:  # fmt: skip
+            if value < 1:
+                raise ValueError(f"FPRNNConfig: {name} is {value}; it must be at least 1")
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.n_layer = n_layer
+        self.d_state = d_state
+        self.expand = expand
+        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.d_conv = d_conv
+        self.norm_epsilon = norm_epsilon
+        self.residual_in_fp32 = residual_in_fp32
+        self.tie_embeddings = kwargs.pop("tie_word_embeddings", tie_embeddings)
+        self.block = block
+        self.mixer = mixer
+        self.mixer_rank = mixer_rank
+        self.mixer_proj_rank = mixer_proj_rank
+        self.mixer_act = mixer_act
+        self.mixer_h_dep = mixer_h_dep
+        self.symm_mixer = symm_mixer
+        self.bc_norm = bc_norm
+        self.glu_in_loop = glu_in_loop
+        self.use_short_conv = use_short_conv
+        self.out_norm_epsilon = out_norm_epsilon
+        self.eps = eps
+        self.reset_at_eos = reset_at_eos
+        self.schedule = schedule
+        self.stopping = stopping
+        self.tol = tol
+        self.max_iters = max_iters
+        self.eval_max_iters = eval_max_iters
+        self.quantile = quantile
+        self.stepsize = stepsize
+        self.stepsize_decay = stepsize_decay
+        self.patience = patience
+        self.n_backwards = n_backwards
+        self.max_position_embeddings = max_position_embeddings
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=self.tie_embeddings,
+            **kwargs,
+        )
+
+    @property
+    def d_inner(self):
+        """Width of the recurrence, expand · d_model."""
+        return self.expand * self.d_model

@@ -1,0 +1,295 @@
+"""The HuggingFace classes: FPRNNModel (backbone) and FPRNNForCausalLM, with loss and generation.
+
+Shape suffixes: b batch, l length. This file and those it imports travel with an exported checkpoint.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import initialization as init
+from transformers.generation import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .blocks import BLOCKS, FPMamba1, Sequences
+from .configuration_fprnn import FPRNNConfig
+from .mixers import Kronecker, Reflections, WNLinear
+from .scan import selective_scan
+from .solver import FixedPointStats, NonFiniteError
+
+# transformers copies only files that the modeling file itself names; these keep the list whole.
+_TRAVELS = (Kronecker, Reflections, selective_scan)
+
+LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
+
+
+@dataclass
+class FPRNNOutput(ModelOutput):
+    """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, the
+    solver's FixedPointStats with tensors of shape (n_layer,b)."""
+
+    last_hidden_state: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    fixed_point: FixedPointStats | None = None
+
+
+@dataclass
+class FPRNNCausalLMOutput(ModelOutput):
+    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; the rest as in
+    FPRNNOutput."""
+
+    loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    fixed_point: FixedPointStats | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
+
+    def __init__(self, d, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d))
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * rms).to(self.weight.dtype) * self.weight
+
+
+class FPRNNLayer(nn.Module):
+    """residual += hidden; hidden = block(norm(residual))."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.d_model, config.norm_epsilon)
+        self.block = BLOCKS[config.block](config)
+
+    def forward(self, hidden, residual, seqs):
+        residual = hidden if residual is None else residual + hidden
+        if self.residual_in_fp32:
+            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        hidden, stats = self.block(self.norm(residual), seqs)
+        return hidden, residual, stats
+
+
+class FPRNNPreTrainedModel(PreTrainedModel):
+    """Initialisation and loading shared by the model classes."""
+
+    config_class = FPRNNConfig
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FPRNNLayer"]  # noqa: RUF012
+    _is_stateful = True
+    # exp() and softplus() of these need more digits than half precision has.
+    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj.bias"]  # noqa: RUF012
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """Mamba's initialisation (math.md, 'Language model'). Only `init.*` calls: they leave
+        alone what a checkpoint has loaded."""
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Linear | nn.Conv1d | WNLinear):
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+            if isinstance(module, WNLinear):
+                norm = torch.linalg.vector_norm(module.weight, dim=1, keepdim=True)
+                init.copy_(module.gain, norm)
+        elif isinstance(module, RMSNorm | nn.LayerNorm):
+            init.ones_(module.weight)
+            if isinstance(module, nn.LayerNorm):
+                init.zeros_(module.bias)
+        elif isinstance(module, FPMamba1):
+            cfg = self.config
+            n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
+            init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
+            init.ones_(module.D)
+            bound = cfg.dt_rank**-0.5
+            init.uniform_(module.dt_proj.weight, -bound, bound)
+            low, high = math.log(1e-3), math.log(1e-1)
+            u = torch.rand(cfg.d_inner, device=module.D.device)
+            dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
+            init.copy_(module.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+            init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
+            init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+
+
+class FPRNNModel(FPRNNPreTrainedModel):
+    """Embedding, n_layer fixed-point blocks on an fp32 residual stream, final norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(FPRNNLayer(config) for _ in range(config.n_layer))
+        self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings
+
+    def set_input_embeddings(self, value):
+        self.embeddings = value
+
+    def _sequences(self, input_ids, attention_mask):
+        """Padding and document starts of a batch; None where there are none."""
+        mask = starts = None
+        if attention_mask is not None and not attention_mask.all():
+            mask = attention_mask.bool()
+        if self.config.reset_at_eos and self.config.eos_token_id is not None:
+            starts = F.pad(input_ids[:, :-1] == self.config.eos_token_id, (1, 0))
+            starts = starts if starts.any() else None
+        return Sequences(mask, starts)
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
+        either side → FPRNNOutput.
+
+        Raises:
+            ValueError: both or neither of input_ids and inputs_embeds.
+            NonFiniteError: an iterate became NaN or infinite; names the layer.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if input_ids is None:
+            seqs = Sequences(None if attention_mask is None else attention_mask.bool())
+        else:
+            seqs = self._sequences(input_ids, attention_mask)
+        residual, states, stats = None, [], []
+        for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                states.append(hidden if residual is None else residual + hidden)
+            try:
+                hidden, residual, layer_stats = layer(hidden, residual, seqs)
+            except NonFiniteError as e:
+                raise NonFiniteError(f"layer {index}: {e}") from None
+            stats.append(layer_stats)
+        hidden = self.norm_f(residual + hidden)
+        fixed_point = FixedPointStats(*(torch.stack(field) for field in zip(*stats)))
+        states = (*states, hidden) if output_hidden_states else None
+        output = FPRNNOutput(hidden, states, fixed_point)
+        return output if return_dict is not False else output.to_tuple()
+
+
+class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
+    """FPRNNModel with a language-model head, tied to the embedding or not."""
+
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.backbone = FPRNNModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        # No cache yet: every new token is a forward pass over the whole prefix.
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        labels=None,
+        shift_labels=None,
+        logits_to_keep=0,
+        loss_only=False,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """Next-token logits and, with labels, the mean cross-entropy.
+
+        Args:
+            labels: (b,l), shifted inside as everywhere in HuggingFace (labels = input_ids).
+            shift_labels: (b,l), already shifted: shift_labels[t] is the token after input_ids[t];
+                wins over labels. −100 is ignored in both.
+            logits_to_keep: only the last so many positions' logits (0: all).
+            loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
+        """
+        outputs = self.backbone(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states
+        )
+        hidden = outputs.last_hidden_state
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        loss = logits = None
+        if loss_only:
+            if shift_labels is None:
+                raise ValueError("loss_only needs labels or shift_labels")
+            loss = self._chunked_loss(hidden, shift_labels)
+        else:
+            keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+            logits = self.lm_head(hidden[:, keep])
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if shift_labels is not None:
+                targets = shift_labels[:, keep]
+                loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
+        output = FPRNNCausalLMOutput(loss, logits, outputs.hidden_states, outputs.fixed_point)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _chunked_loss(self, hidden, targets):
+        """Mean cross-entropy without ever holding all logits: each chunk's are computed again in
+        the backward."""
+
+        def chunk_nll(h, t):
+            logits = self.lm_head(h)
+            return _nll(logits.to(torch.promote_types(logits.dtype, torch.float32)), t)
+
+        pairs = zip(
+            hidden.flatten(0, 1).split(LOSS_CHUNK_TOKENS),
+            targets.flatten().split(LOSS_CHUNK_TOKENS),
+        )
+        total = sum(checkpoint(chunk_nll, h, t, use_reentrant=False) for h, t in pairs)
+        return total / _count(targets)
+
+    def flops_per_token(self, num_iters, training=True):
+        """FLOPs per token with `num_iters` (ℓ*) iterations per layer.
+
+        Training: the solve forward, then prepare, gradient steps and finish forward and backward
+        (three times the forward); the head likewise. A multiply-add counts two.
+        """
+        layers = [layer.block.flops_per_token() for layer in self.backbone.layers]
+        once, step = sum(o for o, _ in layers), sum(s for _, s in layers)
+        head = 2 * self.lm_head.weight.numel()
+        differentiated = once + self.config.n_backwards * step + head
+        return num_iters * step + (3 if training else 1) * differentiated
+
+
+def _nll(logits, targets):
+    """Summed cross-entropy over targets that are not −100."""
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+def _count(targets):
+    return (targets != -100).sum().clamp_min(1)
+
+
+__all__ = ["FPRNNForCausalLM", "FPRNNModel", "FPRNNPreTrainedModel"]

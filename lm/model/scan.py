@@ -1,0 +1,215 @@
+"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, forward and backward.
+
+Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk.
+
+    h_t = exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t          (paper Eq. 12)
+
+Time is cut into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all chunks at
+once. A first pass from a zero state gives what each chunk adds; the states at the chunk boundaries
+follow by a loop over chunks; a second pass from the right states gives y. Nothing of size (b,l,d,n) is
+stored: the forward keeps only the boundary states, the backward recomputes the rest, a slice of
+channels at a time.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+# Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
+MAX_TEMPORARY = 512 * 2**20
+
+
+def _chunk_size(length):
+    """Steps per chunk: the power of two at or above √length."""
+    return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
+
+
+def _chunked(x, c):
+    """(b,l,…) → (b,i,c,…), padded at the end with zeros (dt = 0 leaves the state as it is)."""
+    pad = -x.shape[1] % c
+    if pad:
+        x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1)
+    return x.unflatten(1, (-1, c))
+
+
+def _decay(dt_bicd, A_nd, keep_bic, j):
+    """exp(dt A) of step j in every chunk, (b,i,n,d); zero where a document starts."""
+    a = torch.exp(dt_bicd[:, :, j].unsqueeze(-2) * A_nd)
+    return a if keep_bic is None else a * keep_bic[:, :, j, None, None]
+
+
+def chunk_decays(dt, A, keep=None):
+    """The decays exp(dt A) of all steps, shared by the iterations of one solve.
+
+    Args: as in `selective_scan`.
+    Returns:
+        (c,b,i,n,d), or None where that would take more than MAX_TEMPORARY bytes.
+    """
+    c = _chunk_size(dt.shape[1])
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    dt_bicd = _chunked(dt.to(dtype), c)
+    if dt_bicd.numel() * A.shape[1] * dt_bicd.element_size() > MAX_TEMPORARY:
+        return None
+    A_nd = A.to(dtype).t().contiguous()
+    keep_bic = None if keep is None else _chunked_keep(keep, c, dtype)
+    return torch.stack([_decay(dt_bicd, A_nd, keep_bic, j) for j in range(c)])
+
+
+def _chunked_keep(keep, c, dtype):
+    pad = -keep.shape[1] % c
+    return F.pad(keep.to(dtype), (0, pad), value=1.0).unflatten(1, (-1, c))
+
+
+def _advance(h, a, B_bin, u_bid):
+    """h ← a ⊙ h + u Bᵀ in place; h (b,i,n,d)."""
+    return h.mul_(a).addcmul_(B_bin.unsqueeze(-1), u_bid.unsqueeze(-2))
+
+
+def _carry(first, decay_bind, local_bind, reverse=False):
+    """States entering every chunk: s_0 = first, s_{i+1} = decay_i s_i + local_i.
+
+    Returns the entering states (b,i,n,d) and what leaves the last chunk (b,n,d).
+    """
+    order = range(decay_bind.shape[1])
+    entering, state = torch.empty_like(local_bind), first
+    for i in reversed(order) if reverse else order:
+        entering[:, i] = state
+        state = torch.addcmul(local_bind[:, i], decay_bind[:, i], state)
+    return entering, state
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dt, A, B, C, h0, keep, decays):
+        length, c = x.shape[1], _chunk_size(x.shape[1])
+        A_nd = A.t().contiguous()
+        dt_c, B_c, C_c = _chunked(dt, c), _chunked(B, c), _chunked(C, c)
+        u_c = _chunked(x * dt, c)
+        keep_c = None if keep is None else _chunked_keep(keep, c, x.dtype)
+
+        def decay(j):
+            return _decay(dt_c, A_nd, keep_c, j) if decays is None else decays[j]
+
+        h = x.new_zeros(x.shape[0], u_c.shape[1], *A_nd.shape)
+        for j in range(c):
+            _advance(h, decay(j), B_c[:, :, j], u_c[:, :, j])
+        over_chunk = torch.exp(dt_c.sum(2).unsqueeze(-2) * A_nd)
+        if keep_c is not None:
+            over_chunk = over_chunk * keep_c.prod(2)[..., None, None]
+        start = h0.transpose(1, 2) if h0 is not None else h.new_zeros(h[:, 0].shape)
+        states, final = _carry(start, over_chunk, h)
+
+        y = torch.empty_like(u_c)
+        h = states.clone()
+        for j in range(c):
+            _advance(h, decay(j), B_c[:, :, j], u_c[:, :, j])
+            y[:, :, j] = torch.matmul(C_c[:, :, j].unsqueeze(-2), h).squeeze(-2)
+        ctx.save_for_backward(x, dt, A, B, C, keep, states)
+        ctx.has_h0 = h0 is not None
+        return y.flatten(1, 2)[:, :length], final.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, grad_final):
+        x, dt, A, B, C, keep, states = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            per_channel = A.shape[1] * x.shape[0] * x.shape[1] * x.element_size() * 2
+            width = max(1, min(x.shape[2], MAX_TEMPORARY // per_channel))
+            parts = [
+                _backward_slice(
+                    x[..., s], dt[..., s], A[s], B, C, keep, states[..., s], grad_y[..., s],
+                    grad_final[:, s],
+                )
+                for s in (slice(k, k + width) for k in range(0, x.shape[2], width))
+            ]  # fmt: skip
+            dx, ddt, dA, dB, dC, dh0 = zip(*parts)
+            return (
+                torch.cat(dx, -1), torch.cat(ddt, -1), torch.cat(dA, 0), sum(dB), sum(dC),
+                torch.cat(dh0, 1) if ctx.has_h0 else None, None, None,
+            )  # fmt: skip
+
+
+def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
+    """Gradients for some of the channels; see `_SelectiveScan`. dB and dC are summed over them."""
+    length, c = x.shape[1], _chunk_size(x.shape[1])
+    A_nd = A.t().contiguous()
+    x_c, dt_c, B_c, C_c = (_chunked(t, c) for t in (x, dt, B, C))
+    gy_c, u_c = _chunked(grad_y.to(x.dtype), c), x_c * dt_c
+    keep_c = None if keep is None else _chunked_keep(keep, c, x.dtype)
+
+    a = torch.stack([_decay(dt_c, A_nd, keep_c, j) for j in range(c)])
+    hs = torch.empty_like(a)
+    h, g = states.clone(), torch.zeros_like(states)
+    for j in range(c):
+        hs[j] = _advance(h, a[j], B_c[:, :, j], u_c[:, :, j])
+    for j in reversed(range(c)):  # what each chunk sends back to the state that entered it
+        g.addcmul_(C_c[:, :, j].unsqueeze(-1), gy_c[:, :, j].unsqueeze(-2)).mul_(a[j])
+    over_chunk = torch.exp(dt_c.sum(2).unsqueeze(-2) * A_nd)
+    if keep_c is not None:
+        over_chunk = over_chunk * keep_c.prod(2)[..., None, None]
+    g, dh0 = _carry(grad_final.transpose(1, 2), over_chunk, g, reverse=True)
+
+    du, ddt = torch.empty_like(u_c), torch.empty_like(u_c)
+    dB, dC, dA_nd = torch.empty_like(B_c), torch.empty_like(C_c), torch.zeros_like(A_nd)
+    for j in reversed(range(c)):
+        gy_j = gy_c[:, :, j]
+        dC[:, :, j] = torch.matmul(hs[j], gy_j.unsqueeze(-1)).squeeze(-1)
+        g.addcmul_(C_c[:, :, j].unsqueeze(-1), gy_j.unsqueeze(-2))
+        dB[:, :, j] = torch.matmul(g, u_c[:, :, j].unsqueeze(-1)).squeeze(-1)
+        du[:, :, j] = torch.matmul(B_c[:, :, j].unsqueeze(-2), g).squeeze(-2)
+        g.mul_(a[j])
+        d_log = g * (hs[j - 1] if j else states)
+        ddt[:, :, j] = (d_log * A_nd).sum(-2)
+        dA_nd += (d_log * dt_c[:, :, j].unsqueeze(-2)).sum((0, 1))
+    ddt += du * x_c
+    dx = du * dt_c
+
+    def flat(t):
+        return t.flatten(1, 2)[:, :length]
+
+    return flat(dx), flat(ddt), dA_nd.t(), flat(dB), flat(dC), dh0.transpose(1, 2)
+
+
+def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
+    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once.
+
+    Args:
+        x: (b,l,d) input (already mixed), dt: (b,l,d) step sizes, A: (d,n) negative rates,
+        B, C: (b,l,n). Computed in fp32, or fp64 if any of them is.
+        h0: (b,d,n) initial state, zero if None.
+        keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
+        decays: `chunk_decays(dt, A, keep)`, to share it between calls; never changes the result.
+    Returns:
+        y (b,l,d) and the final state (b,d,n), in the dtype computed in.
+    """
+    tensors = [t for t in (x, dt, A, B, C, h0) if t is not None]
+    dtype = torch.float32
+    for t in tensors:
+        dtype = torch.promote_types(dtype, t.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
+        h0 = None if h0 is None else h0.to(dtype)
+        return _SelectiveScan.apply(x, dt, A, B, C, h0, keep, decays)
+
+
+def causal_conv(x, weight, bias, segments=None):
+    """Depthwise causal convolution over time that never looks across a document boundary.
+
+    Args:
+        x: (b,l,d). weight: (d,1,k). bias: (d,) or None. segments: (b,l) document index, or None.
+    Returns:
+        (b,l,d)
+    """
+    k = weight.shape[-1]
+    if segments is None:
+        return F.conv1d(x.transpose(1, 2), weight, bias, padding=k - 1, groups=x.shape[-1])[
+            ..., : x.shape[1]
+        ].transpose(1, 2)
+    taps = weight[:, 0].to(x.dtype)
+    y = x * taps[:, -1]
+    for lag in range(1, min(k, x.shape[1])):
+        same = (segments[:, lag:] == segments[:, :-lag]).unsqueeze(-1)
+        y = y + F.pad(x[:, :-lag] * same * taps[:, -1 - lag], (0, 0, lag, 0))
+    return y if bias is None else y + bias

@@ -1,0 +1,1 @@
+"""A small CatbAbI-style question-answering task on stories written here."""

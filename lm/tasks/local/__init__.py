@@ -1,0 +1,1 @@
+"""LAMBADA and ARC-Easy read from local files."""

@@ -1,0 +1,171 @@
+"""Golden vectors of the paper's own code, run against ours (formats: ../shared/golden/README.md)."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from lm.export import reference_name
+from lm.model import solver
+from lm.model.blocks import FPMamba1
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+HERE = Path(__file__).parent
+# tag prefix → (tolerance of the solve, ℓmax, largest relative error allowed)
+SETTINGS = {"exact": (1e-12, 1000, 1e-9), "tight_f64": (1e-6, 1000, 1e-9),
+            "tight_f32": (1e-5, 1000, 1e-4), "default": (0.1, 100, 1e-4)}  # fmt: skip
+MIXERS = {"householderproduct": "householder", "dplr": "dplr", "kronecker": "kronecker"}
+
+
+class NotYet(Exception):
+    """A case whose block or mixer is not built yet."""
+
+
+@dataclass
+class Result:
+    """What one setting (tag) of one case gave."""
+
+    tag: str
+    errors: dict[str, float] = field(default_factory=dict)  # quantity → largest relative error
+    iterations: list[int] = field(default_factory=list)  # per layer, loop iterations + 1
+    expected_iterations: list[int] = field(default_factory=list)
+    limit: float = 0.0
+
+    @property
+    def failures(self):
+        found = [f"{k} {v:.1e} > {self.limit:g}" for k, v in self.errors.items()
+                 if not v <= self.limit]  # fmt: skip
+        if self.tag.startswith("default") and self.iterations != self.expected_iterations:
+            found.append(f"iterations {self.iterations}, not {self.expected_iterations}")
+        return found
+
+
+def relative_error(ours, theirs):
+    """‖ours − theirs‖∞ / ‖theirs‖∞."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-300)).item()
+
+
+@contextmanager
+def recorded():
+    """Inside, every solve appends (y_star, trace) to the list yielded."""
+    original, solves = solver.SCHEDULES["parallel", "paper"], []
+
+    def recording(f, y, rule):
+        trace = []
+        y, stats = original(f, y, rule, trace=trace)
+        solves.append((y, trace))
+        return y, stats
+
+    solver.SCHEDULES["parallel", "paper"] = recording
+    try:
+        yield solves
+    finally:
+        solver.SCHEDULES["parallel", "paper"] = original
+
+
+def build(case):
+    """The module of a case, with parameters still to be loaded.
+
+    Raises:
+        NotYet: its class or mixer is not built yet.
+    """
+    if case["cls"] not in ("FPMamba", "FPLMHeadModel"):
+        raise NotYet(f"class {case['cls']}")
+    cfg = case.get("config") or case["ssm_cfg"]
+    if cfg["mixer_type"] not in MIXERS:
+        raise NotYet(f"mixer {cfg['mixer_type']}")
+    if cfg.get("layer", "FPMamba1") != "FPMamba1":
+        raise NotYet(f"layer {cfg['layer']}")
+    known = {"bc_norm", "glu_in_loop", "use_short_conv", "symm_mixer", "mixer_h_dep", "d_state",
+             "mixer_rank"}  # fmt: skip
+    kwargs = {k: v for k, v in cfg.items() if k in known}
+    if cfg.get("mixer_proj_rank", -1) > 0:
+        kwargs["mixer_proj_rank"] = cfg["mixer_proj_rank"]
+    kwargs.update(mixer=MIXERS[cfg["mixer_type"]])
+    for ours, theirs in [("quantile", "outlier_quantile"), ("stepsize", "stepsize0"),
+                         ("stepsize_decay", "stepsize_decay"), ("patience", "decay_patience")]:  # fmt: skip
+        if theirs in case:
+            kwargs[ours] = 1 - case[theirs] if ours == "quantile" else case[theirs]
+    if "norm_eps" in cfg:
+        kwargs["out_norm_epsilon"] = cfg["norm_eps"]
+    kwargs.update(case.get("model_config") or {"d_model": cfg["d_model"]})
+    if case["cls"] == "FPMamba":
+        return FPMamba1(FPRNNConfig(**kwargs))
+    return FPRNNForCausalLM(FPRNNConfig(**kwargs))
+
+
+def run_tag(case, tag, module, tensors, grads):
+    """One setting of one case → Result."""
+    prefix = "default" if tag.startswith("default") else tag.rsplit("_", 1)[0]
+    tol, max_iters, limit = SETTINGS["exact" if prefix.startswith("exact") else prefix]
+    dtype = torch.float64 if "f64" in tag else torch.float32
+    state = {reference_name(k[6:]): v.to(dtype)
+             for k, v in tensors.items() if k.startswith("param/")}  # fmt: skip
+    is_lm = case["cls"] == "FPLMHeadModel"
+    if is_lm:
+        state["lm_head.weight"] = state["backbone.embeddings.weight"]
+    module = module.to(dtype)
+    module.load_state_dict(state, strict=True)
+    if is_lm:
+        module.tie_weights()
+    module.zero_grad()
+    module.train(tag.endswith("train"))
+    module.config.tol, module.config.max_iters = tol, max_iters
+    expected = case["iters"][tag]
+    result = Result(tag, limit=limit, expected_iterations=list(
+        expected if isinstance(expected, list) else [expected]))  # fmt: skip
+
+    def compare(name, ours, key, source=tensors):
+        if f"{tag}/{key}" in source:
+            result.errors[name] = relative_error(ours.detach(), source[f"{tag}/{key}"])
+
+    with recorded() as solves:
+        if is_lm:
+            out = module(tensors["input/input_ids"], shift_labels=tensors["input/labels"])
+            scalar = out.loss
+            compare("logits", out.logits, "logits")
+            compare("loss", out.loss.reshape(1), "loss")
+        else:
+            u = tensors["input/hidden_states"].to(dtype).requires_grad_()
+            out, _ = module(u)
+            scalar = (out * tensors["input/cotangent"].to(dtype)).sum()
+            compare("output", out, "output")
+    for i, (y_star, _) in enumerate(solves):
+        compare(f"y_star{i}" if is_lm else "y_star", y_star,
+                f"layer{i}/y_star" if is_lm else "y_star")  # fmt: skip
+    result.iterations = [len(trace) + 1 for _, trace in solves]
+    wanted = {reference_name(k.split("/grad/")[1]): k.split("/", 1)[1]
+              for k in grads if k.startswith(f"{tag}/grad/")}  # fmt: skip
+    if wanted:
+        scalar.backward()
+        parameters = dict(module.named_parameters())
+        assert set(wanted) == set(parameters), set(wanted) ^ set(parameters)
+        for name, key in wanted.items():
+            grad = parameters[name].grad
+            compare(f"grad {name}", grad, key, grads)
+        if not is_lm:
+            compare("grad input", u.grad, "grad_input", grads)
+    return result
+
+
+def run_case(path):
+    """Every setting of the case at `path` (its .json) → list of Result."""
+    path = Path(path)
+    case = json.loads(path.read_text())
+    if "cls" not in case:
+        raise NotYet("the solver alone")
+    module = build(case)
+    tensors = load_file(path.with_suffix(".safetensors"))
+    grads = {}
+    for kind in ("exact", "train"):
+        file = path.with_suffix(f".grads_{kind}.safetensors")
+        if file.exists():
+            grads.update(load_file(file))
+    tags = [t for t in case["iters"] if any(k.startswith(f"{t}/") for k in tensors)]
+    return [run_tag(case, tag, module, tensors, grads) for tag in tags]
