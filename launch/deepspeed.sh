@@ -1,28 +1,29 @@
 #!/usr/bin/env bash
 # usage: launch/deepspeed.sh CONFIG [GPUS] [--job-index N] [key=value ...]
 # Train on one node, on the first GPUS of the visible GPUs (all of them when not given).
-# SIGTERM, SIGINT and SIGUSR1 go on to every process of the run, which gets GRACE seconds (90) to
-# save and stop before it is killed: killing the `deepspeed` launcher alone would orphan its workers.
+# SIGTERM, SIGINT and SIGUSR1 go on to every process of the run (killing `deepspeed` alone would
+# orphan its workers), which then has GRACE seconds (90) to save and stop before it is killed.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
 config=$1; shift
 gpus=() options=()
 if [[ ${1:-} =~ ^[0-9]+$ ]]; then
-    # Told a number, deepspeed would ignore CUDA_VISIBLE_DEVICES and take GPU 0 upwards.
-    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-        CUDA_VISIBLE_DEVICES=$(cut -d, -f "1-$1" <<<"$CUDA_VISIBLE_DEVICES")
-    else
-        gpus=(--num_gpus "$1")
+    gpus=(--num_gpus "$1")
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then  # which deepspeed would ignore, told a number
+        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+        [ "$1" -le ${#visible[@]} ] || { echo "$1 GPUs asked, ${#visible[@]} visible" >&2; exit 2; }
+        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${visible[*]:0:$1}") gpus=()
     fi
     shift
 fi
 if [ "${1:-}" = --job-index ]; then options=(--job-index "$2"); shift 2; fi
 
-run='' deadline='' status=0
+deadline='' status=0
 forward() {
+    [ -n "${!:-}" ] || exit 1  # nothing runs yet
     deadline=$((SECONDS + ${GRACE:-90}))
-    if [ -n "$run" ]; then kill -s "$1" -- "-$run" 2>/dev/null || true; fi
+    kill -s "$1" -- "-$!" 2>/dev/null || true
 }
 for name in TERM INT USR1; do trap "forward $name" "$name"; done
 

@@ -119,6 +119,7 @@ class Train(Section):
     steps: int = Field(4800, gt=0)  # optimizer updates
     micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
     grad_accum_steps: int = Field(1, gt=0)
+    world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0)  # CPU threads per rank; null: torch's choice
 

@@ -1,7 +1,7 @@
-"""lm-eval on an exported checkpoint: our own offline tasks and the standard ones, to a results file.
+"""lm-eval on an exported checkpoint: our offline tasks and the standard ones, to a results file.
 
-Importing this file imports `lm`, which registers our model classes with transformers' Auto classes;
-lm-eval itself is heavy and imported only when it is used.
+`import lm` registers our model classes with transformers' Auto classes, so our own code is run and
+not the copy in the checkpoint; lm-eval itself is heavy and imported only when it is used.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lm
 from lm.tasks import TASKS_DIR
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+# lm-eval's warnings about what is as it should be.
+_NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")
 
 
 class EvaluationError(RuntimeError):
@@ -39,12 +43,12 @@ def evaluate(
     num_fewshot: int | None = None,
     out: Path | None = None,
 ) -> dict:
-    """Run lm-eval's `tasks` (names of tasks, groups or tags) on the HuggingFace folder `checkpoint`.
+    """Run lm-eval's `tasks` (names of tasks, groups, tags) on the HuggingFace folder `checkpoint`.
 
-    `limit` takes only that many documents of each task; `include_path` is a folder with further task
-    files. Weights are float32 on the CPU and as saved elsewhere. The results go to `out`, by default
-    checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric: {"value",
-    "stderr"}}, …}}, "versions": …, …}; a number that is not finite is None there.
+    `limit` takes only that many documents of each task; `include_path` is a folder with further
+    task files. Weights are float32 on the CPU, elsewhere as saved. The results go to `out`, by
+    default checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric:
+    {"value", "stderr", …}}, …}}, "versions": …, …}; a number that is not finite is None there.
 
     Raises:
         EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
@@ -87,7 +91,8 @@ def evaluate(
         "num_fewshot": num_fewshot,
         "batch_size": batch_size,
         "device": str(device),
-        "versions": {p: _version(p) for p in ("fprnn", "lm_eval", "transformers", "torch")},
+        "versions": {"fprnn": lm.__version__}
+        | {package: _version(package) for package in ("lm_eval", "transformers", "torch")},
         "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
     }
     write_json(Path(out) if out else checkpoint / "eval" / "results.json", results)
@@ -203,7 +208,7 @@ def _task_results(raw: dict, name: str) -> dict:
 
 
 def _finite(value: Any) -> float | None:
-    """A number JSON can hold, or None (lm-eval writes "N/A" for a standard error it cannot give)."""
+    """A number JSON can hold, or None (lm-eval writes "N/A" where it has no standard error)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -249,7 +254,3 @@ def _quiet():
             del os.environ["DISABLE_MULTIPROC"]
         else:
             os.environ["DISABLE_MULTIPROC"] = serial
-
-
-# lm-eval's warnings about what is as it should be.
-_NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")

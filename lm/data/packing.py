@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 IGNORE = -100  # the label of a position without a target
+MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
 
 
 def encode_documents(
@@ -80,3 +82,11 @@ def block_rows(stream: np.ndarray, seq_len: int, indices: np.ndarray) -> np.ndar
         piece = stream[index * seq_len : index * seq_len + seq_len + 1]
         row[: len(piece)] = piece
     return rows
+
+
+def micro_batch(blocks: np.ndarray) -> MicroBatch:
+    """Blocks (b, L + 1) → inputs and labels (b, L); padding is id 0 in the inputs."""
+    blocks = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
+    inputs = blocks[:, :-1].clone()
+    inputs[inputs == IGNORE] = 0
+    return {"input_ids": inputs, "labels": blocks[:, 1:].clone()}

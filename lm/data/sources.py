@@ -1,4 +1,4 @@
-"""Where text comes from: FineWeb streaming, local parquet/jsonl/text, the built-in corpus."""
+"""Where text comes from: the built-in corpus, local text/jsonl/parquet, a streamed hub dataset."""
 
 from __future__ import annotations
 
@@ -11,42 +11,51 @@ import json
 import os
 import re
 import sysconfig
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from lm.config import Data
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
 MIN_DOCUMENT, MAX_DOCUMENT = 4_096, 16_384  # so many characters
-OPEN_ATTEMPTS = 4
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
-OFFLINE_HINT = "`data.source: builtin`, `parquet`, `jsonl` and `text` work offline"
 
 
 class DataError(ValueError):
     """Text that cannot be read or used; the message says what, where, and what would do."""
 
 
+class Documents(Protocol):
+    """An iterator of document strings whose position can be saved, as plain data."""
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __next__(self) -> str: ...
+    def state_dict(self) -> dict | None: ...
+
+
 def is_validation(text: str, val_fraction: float) -> bool:
     """Whether a document is held out: decided by a hash of its content alone, so that the splits
     never overlap, whatever the order, sharding or duplication of documents."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
-def documents(
-    data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None
-) -> LocalDocuments | HubDocuments:
+def documents(data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None) -> Documents:
     """The documents (non-blank strings) of shard `(index, count)` of the source, from its start or
     from the `state_dict()` of an earlier iterator over the same shard.
 
     Raises:
         DataError: here or while iterating; something is missing, unreadable or empty.
     """
-    return (HubDocuments if data.source == "fineweb" else LocalDocuments)(data, shard, state)
+    if data.source == "fineweb":
+        from lm.data.hub import HubDocuments
+
+        return HubDocuments(data, shard, state)
+    return LocalDocuments(data, shard, state)
 
 
 class LocalDocuments:
@@ -68,54 +77,6 @@ class LocalDocuments:
 
     def state_dict(self) -> dict:
         return {"read": self._read}
-
-
-class HubDocuments:
-    """Iterator over a streamed hub dataset; faults are retried from the last good position.
-
-    Shards are whole files when there are enough of them, else every count-th example.
-    """
-
-    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
-        self._data = data
-        self._dataset = _shard(_open_hub(data), *shard)
-        self._resume_from = state
-        if state:
-            self._dataset.load_state_dict(state)
-        self._texts = self._iterate()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._texts)
-
-    def state_dict(self) -> dict | None:
-        """The dataset's own position, plain data; None before the first document."""
-        return self._resume_from if self._resume_from else self._dataset.state_dict()
-
-    def _iterate(self) -> Iterator[str]:
-        failures, started = 0, False
-        while True:
-            try:
-                # `iter`, not `__iter__`: the latter would split once more over torch's workers.
-                for batch in self._dataset.iter(batch_size=1):
-                    failures, started, self._resume_from = 0, True, None
-                    (text,) = batch[self._data.text_field]
-                    if text and text.strip():
-                        yield text
-                return
-            except Exception as error:
-                _raise_if_hopeless(self._data, error)
-                failures += 1
-                if failures == OPEN_ATTEMPTS:
-                    raise DataError(
-                        f"reading {_hub_name(self._data)} failed {failures} times in a row at the "
-                        f"same place: {_first_line(error)}"
-                    ) from None
-                time.sleep(2 ** (failures - 1))
-                if started or self._resume_from:
-                    self._dataset.load_state_dict(self.state_dict())
 
 
 def source_files(data: Data) -> list[Path]:
@@ -207,7 +168,7 @@ def cut_at_blank_lines(text: str) -> Iterator[str]:
 
 def _read_text(path: Path, _field: str) -> Iterator[str]:
     """One document per file; a file over WHOLE_FILE_BYTES is cut so that it has several."""
-    raw = _read_bytes(path)
+    raw = b"".join(_lines(path))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -218,22 +179,17 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
         yield text
 
 
-def _read_bytes(path: Path) -> bytes:
+def _lines(path: Path) -> Iterator[bytes]:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as lines:
+            yield from lines
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror}") from None
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:
-    try:
-        lines = open(path, "rb")
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
-    with lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
@@ -248,7 +204,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
                 )
             if not isinstance(row[field], str):
                 raise DataError(f"{where}: `{field}` is not a string but {row[field]!r:.40}")
-            yield row[field]
+            yield LONE_SURROGATE.sub("\ufffd", row[field])  # JSON can spell what UTF-8 cannot
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
@@ -270,85 +226,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[str]:
                 column = file.read_row_group(group, columns=[field]).column(0)
                 yield from (text for text in column.to_pylist() if text is not None)
     except (pa.ArrowInvalid, OSError) as e:
-        raise DataError(f"{path} is not a whole parquet file: {_first_line(e)}") from None
+        raise DataError(f"{path} is not a whole parquet file: {first_line(e)}") from None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-
-def _hub_name(data: Data) -> str:
-    return f"dataset {data.dataset} ({data.name})"
-
-
-def check_hub(what: str) -> None:
-    """Raises DataError, within seconds, when the Hugging Face hub cannot be reached for `what`."""
-    import httpx
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise DataError(
-            f"{what} is on the Hugging Face hub, but HF_HUB_OFFLINE forbids going there"
-        )
-    for last in (False, True):
-        try:
-            httpx.get(constants.ENDPOINT, timeout=8)  # any answer will do
-            return
-        except httpx.HTTPError as error:
-            if last:
-                raise DataError(
-                    f"{what} is on the Hugging Face hub, but {constants.ENDPOINT} cannot be "
-                    f"reached ({_first_line(error)}; 2 attempts)"
-                ) from None
-            time.sleep(1)
-
-
-def _open_hub(data: Data):
-    """The streaming dataset, its text column only. One 503 while opening is fatal to `datasets`,
-    so opening is tried OPEN_ATTEMPTS times."""
-    import datasets
-
-    name = _hub_name(data)
-    try:
-        check_hub(name)
-    except DataError as e:
-        raise DataError(f"{e}; {OFFLINE_HINT}") from None
-    for attempt in range(OPEN_ATTEMPTS):
-        try:
-            return datasets.load_dataset(
-                data.dataset,
-                name=data.name,
-                split="train",
-                streaming=True,
-                columns=[data.text_field],
-            )
-        except Exception as e:
-            error = e
-            _raise_if_hopeless(data, error)
-        if attempt + 1 < OPEN_ATTEMPTS:
-            time.sleep(2**attempt)
-    raise DataError(
-        f"{name} could not be opened in {OPEN_ATTEMPTS} attempts: {_first_line(error)}; "
-        f"{OFFLINE_HINT}"
-    )
-
-
-def _raise_if_hopeless(data: Data, error: Exception) -> None:
-    """DataError for a fault that trying again will not cure."""
-    name, text = _hub_name(data), str(error)
-    if "FieldRef" in text or (isinstance(error, KeyError) and data.text_field in text):
-        raise DataError(
-            f"{name} has no column `{data.text_field}`; set data.text_field to the text's column"
-        ) from None
-    if isinstance(error, ValueError) and "BuilderConfig" in text:
-        raise DataError(f"{name}: {text.strip().splitlines()[0]}; set data.name") from None
-
-
-def _shard(dataset, index: int, count: int):
-    from datasets.distributed import split_dataset_by_node
-
-    if count == 1:
-        return dataset
-    if dataset.num_shards >= count:
-        return dataset.shard(num_shards=count, index=index)
-    return split_dataset_by_node(dataset, index, count, strategy="examples")

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm.config import Config
-from lm.data.sources import DataError, check_hub, documents, is_validation
+from lm.data.hub import check_hub
+from lm.data.sources import DataError, documents, is_validation
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings it answers to
@@ -84,7 +85,7 @@ def _training_texts(cfg: Config) -> Iterator[str]:
     for text in documents(cfg.data):
         if not is_validation(text, cfg.data.val_fraction):
             yield text
-            left -= len(text.encode("utf-8", "surrogatepass"))
+            left -= len(text.encode())
             if left <= 0:
                 return
     if left == cfg.tokenizer.train_bytes:
@@ -135,7 +136,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
         if {"vocab.json", "merges.txt"} <= has:
             return _from_gpt2_files(folder)
         if "tokenizer.model" in has:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+            return _from_sentencepiece(folder)
     except DataError:
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
@@ -159,6 +160,52 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     eos = next((token for token in (EOS, "</s>") if token in vocab), None)
     return _wrap(backend, **({"eos_token": eos} if eos else {}))
+
+
+def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
+    """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
+    transformers 5.23 loses its leading space and orders its merges by id, not by score."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString((folder / "tokenizer.model").read_bytes())
+    trainer, rules = model.trainer_spec, model.normalizer_spec
+    if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if rules.remove_extra_whitespaces:
+        raise DataError(
+            f"{folder}/tokenizer.model removes repeated spaces and line ends; train it with "
+            "remove_extra_whitespaces=False, or give a tokenizer.json"
+        )
+    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    splits = [
+        (-piece.score, cut, piece.piece[:cut], piece.piece[cut:])
+        for piece in model.pieces
+        if piece.type == piece.NORMAL
+        for cut in range(1, len(piece.piece))
+        if piece.piece[:cut] in ids and piece.piece[cut:] in ids
+    ]
+    merges = [(left, right) for *_, left, right in sorted(splits, key=lambda split: split[:2])]
+    backend = Tokenizer(
+        models.BPE(
+            ids,
+            merges,
+            unk_token=trainer.unk_piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    )
+    prefix = rules.add_dummy_prefix
+    space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [space])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)] * prefix
+    )
+    special = {"unk_token": trainer.unk_piece}
+    special |= {"bos_token": trainer.bos_piece} if trainer.bos_id >= 0 else {}
+    special |= {"eos_token": trainer.eos_piece} if trainer.eos_id >= 0 else {}
+    return _wrap(backend, **special)
 
 
 def _save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:

@@ -15,9 +15,15 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 HERE = Path(__file__).parent
-# tag prefix → (tolerance of the solve, ℓmax, largest relative error allowed)
-SETTINGS = {"exact": (1e-12, 1000, 1e-9), "tight_f64": (1e-6, 1000, 1e-9),
-            "tight_f32": (1e-5, 1000, 1e-4), "default": (0.1, 100, 1e-4)}  # fmt: skip
+# tag without its mode → (tolerance of the solve, ℓmax, largest relative error allowed). In fp32 at
+# tol 0.1 the iterate has not converged and rounding is still amplified: the counts are the check.
+SETTINGS = {
+    "exact_f64": (1e-12, 1000, 1e-9),
+    "tight_f64": (1e-6, 1000, 1e-9),
+    "tight_f32": (1e-5, 1000, 1e-4),
+    "default_f64": (0.1, 100, 1e-9),
+    "default_f32": (0.1, 100, 1e-2),
+}
 MIXERS = {"householderproduct": "householder", "dplr": "dplr", "kronecker": "kronecker"}
 
 
@@ -102,8 +108,7 @@ def build(case):
 
 def run_tag(case, tag, module, tensors, grads):
     """One setting of one case → Result."""
-    prefix = "default" if tag.startswith("default") else tag.rsplit("_", 1)[0]
-    tol, max_iters, limit = SETTINGS["exact" if prefix.startswith("exact") else prefix]
+    tol, max_iters, limit = SETTINGS[tag.rsplit("_", 1)[0]]
     dtype = torch.float64 if "f64" in tag else torch.float32
     state = {reference_name(k[6:]): v.to(dtype)
              for k, v in tensors.items() if k.startswith("param/")}  # fmt: skip

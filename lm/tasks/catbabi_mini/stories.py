@@ -2,8 +2,10 @@
 
 As in CatbAbI, a context concatenates stories (one a line) and its questions stand among the facts,
 each with its answer; the last question is left to the model. Every story starts from an unknown
-world, so only the facts of the last line bear on that question. lm-eval loads this file by its path:
-it imports nothing of the package, and defines no dataclass (they need their module in sys.modules).
+world, so only the facts of the last line bear on that question.
+
+lm-eval loads this file by its path: it imports nothing of the package, and defines no dataclass
+(which would look for its module in sys.modules).
 """
 
 from __future__ import annotations
@@ -157,8 +159,8 @@ def documents(count: int, seed: int | str) -> list[dict]:
 
 
 def load(num_docs: int = 200, seed: int = 2026, **_):
-    """lm-eval's `custom_dataset`: `test` is scored, `train` serves few-shot examples. Both arguments
-    can be given on its command line: --metadata '{"num_docs": 1000}'."""
+    """lm-eval's `custom_dataset`: `test` is scored, `train` gives few-shot examples. The
+    arguments can be set on its command line: --metadata '{"num_docs": 1000}'."""
     from datasets import Dataset, DatasetDict
 
     splits = {"test": documents(num_docs, seed), "train": documents(40, f"train/{seed}")}

@@ -61,6 +61,4 @@ def lambada(**_):
 def arc_easy(**_):
     """lm-eval's `custom_dataset` for ARC-Easy: arc_easy_val.jsonl, the validation split with the
     hub's columns."""
-    return _dataset(
-        "validation", read("arc_easy_val.jsonl", ("question", "choices", "answerKey"))
-    )
+    return _dataset("validation", read("arc_easy_val.jsonl", ("question", "choices", "answerKey")))

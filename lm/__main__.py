@@ -1,0 +1,7 @@
+"""`python -m lm`."""
+
+import sys
+
+from lm.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Baselines behind the same config, training and export as the fixed-point models."""

@@ -1,0 +1,70 @@
+"""One place that makes a model from a Config: ours, or a baseline."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+
+from lm.config import Config, ConfigError
+
+
+def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
+    """The model's vocabulary: as configured, or the tokenizer's rounded up to a multiple of 8.
+
+    Args:
+        tokenizer_size: number of ids the tokenizer uses; None when it is not at hand (dry run).
+    Raises:
+        ConfigError: the tokenizer does not fit, or nothing says how large the vocabulary is.
+    """
+    size = cfg.model.vocab_size
+    if size == "auto":
+        known = tokenizer_size or (cfg.tokenizer.vocab_size if cfg.tokenizer.name == "bpe" else 0)
+        if not known:
+            raise ConfigError(
+                f"model.vocab_size is `auto` and tokenizer `{cfg.tokenizer.name}` is not loaded:"
+                " set model.vocab_size (50264 for gpt2)"
+            )
+        return -(-known // 8) * 8
+    if tokenizer_size is not None and tokenizer_size > size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer_size} tokens but model.vocab_size is {size}:"
+            f" set model.vocab_size to at least {tokenizer_size}, or to auto"
+        )
+    return size
+
+
+def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=None):
+    """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
+    # transformers says on every build which CUDA packages of Mamba are absent; `fprnn train` says
+    # it once, in its own words.
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return _build(cfg, vocab_size, eos_token_id, pad_token_id)
+    finally:
+        logger.setLevel(level)
+
+
+def _build(cfg: Config, vocab_size: int, eos_token_id, pad_token_id):
+    if cfg.model.name == "mamba":
+        from lm.baselines.mamba import build_mamba
+
+        return build_mamba(cfg.model, vocab_size, eos_token_id, pad_token_id, cfg.data.seq_len)
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+    fields = cfg.model.model_dump(exclude={"name", "vocab_size", "gradient_checkpointing"})
+    try:
+        config = FPRNNConfig(
+            **fields,
+            vocab_size=vocab_size,
+            max_position_embeddings=cfg.data.seq_len,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    return FPRNNForCausalLM(config)

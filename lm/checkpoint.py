@@ -1,0 +1,192 @@
+"""Save, verify, find the newest good one, resume.
+
+A checkpoint is a folder `RUN/checkpoints/step-NNNNNN` that DeepSpeed and each rank's loader have
+written into; `manifest.json` lists every file with size and SHA-256 and is written last, so a folder
+without it, or whose files differ from it, is incomplete and never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import yaml
+
+from lm.config import Config, load_tree
+from lm.engine import Engine
+
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the message says which file and why."""
+
+
+def write_json(path: Path, value) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never half of it."""
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(tmp, path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def verify(path: Path) -> dict:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        CheckpointError: no such folder, no manifest, or a file missing, cut short or changed.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint folder at {path}")
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"checkpoint {path} is incomplete: it has no {MANIFEST} (was the run killed while"
+            " saving?); resume=auto picks the newest complete one"
+        )
+    manifest = json.loads((path / MANIFEST).read_text())
+    for name, (size, digest) in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing")
+        if file.stat().st_size != size:
+            raise CheckpointError(
+                f"checkpoint {path}: {name} has {file.stat().st_size} bytes, not {size}"
+            )
+        if _digest(file) != digest:
+            raise CheckpointError(f"checkpoint {path}: {name} is damaged (its SHA-256 differs)")
+    return manifest
+
+
+def newest(run_dir: Path, warn=print) -> Path | None:
+    """The newest complete checkpoint of a run, or None; says which ones it passed over."""
+    for path in sorted((Path(run_dir) / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            verify(path)
+            return path
+        except CheckpointError as e:
+            warn(f"passed over: {e}")
+    return None
+
+
+def save(engine: Engine, run_dir: Path, step: int, loader_state: dict, keep: int) -> Path:
+    """Write checkpoint `step`, then drop all but the newest `keep` (called on every rank)."""
+    ranks, folder = engine.ranks, Path(run_dir) / "checkpoints"
+    path = folder / f"step-{step:06d}"
+    if ranks.is_main and path.exists():
+        shutil.rmtree(path)
+    ranks.barrier()
+    engine.deepspeed.save_checkpoint(str(folder), tag=path.name, client_state={"step": step})
+    torch.save(loader_state, path / f"loader-rank{ranks.rank:04d}.pt")
+    ranks.barrier()
+
+    def finish():
+        files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
+        write_json(
+            path / MANIFEST,
+            {
+                "step": step,
+                "world_size": ranks.world_size,
+                "zero_stage": engine.zero_stage,
+                "files": {str(f.relative_to(path)): [f.stat().st_size, _digest(f)] for f in files},
+            },
+        )
+        complete = [p for p in sorted(folder.glob("step-*")) if (p / MANIFEST).is_file()]
+        for old in complete[:-keep]:
+            shutil.rmtree(old)
+
+    ranks.first(finish)
+    return path
+
+
+def load(engine: Engine, path: Path, verified: dict) -> tuple[int, dict]:
+    """Put weights, optimizer and schedule of a verified checkpoint into the engine.
+
+    Returns:
+        the step it was written at and this rank's loader state.
+    Raises:
+        CheckpointError: it was written by another number of ranks or another ZeRO stage.
+    """
+    path, ranks = Path(path), engine.ranks
+    for what, now in [("world_size", ranks.world_size), ("zero_stage", engine.zero_stage)]:
+        if verified[what] != now:
+            raise CheckpointError(
+                f"checkpoint {path} was written with {what} {verified[what]}, this run has {now}:"
+                f" resume it with {what} {verified[what]}"
+            )
+    loaded, _ = engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise CheckpointError(f"DeepSpeed could not load {path}")
+    state = torch.load(path / f"loader-rank{ranks.rank:04d}.pt", weights_only=False)
+    return verified["step"], state
+
+
+def consolidated(path: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+    """
+    manifest = verify(path)
+    path = Path(path)
+    if manifest["zero_stage"] == 0:
+        file = path / "mp_rank_00_model_states.pt"
+        return torch.load(file, map_location="cpu", weights_only=False)["module"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+
+
+# What a resumed run may not change: these decide the weights' shapes and the order of the data.
+FIXED = ("seed", "model", "tokenizer", "data", "train.micro_batch_size", "train.grad_accum_steps")
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+    return flat
+
+
+def claim(cfg: Config, overwrite: bool) -> None:
+    """Make the run directory ours: new, or the same run continued.
+
+    Raises:
+        CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
+            it holds something else; the run to be continued is another one.
+    """
+    run_dir = cfg.run_dir
+    if run_dir.exists() and not run_dir.is_dir():
+        raise CheckpointError(f"{run_dir} is a file, not a run directory")
+    saved = run_dir / "config.yaml"
+    if overwrite and saved.exists():
+        shutil.rmtree(run_dir)
+    if saved.exists():
+        if cfg.resume == "never":
+            raise CheckpointError(
+                f"{run_dir} already holds a run: continue it with resume=auto, choose another"
+                " `name`, or delete it with --overwrite"
+            )
+        old, new = (_flat(load_tree(saved)), _flat(yaml.safe_load(cfg.to_yaml())))
+        changed = [
+            f"{k} was {old.get(k)!r}, is {new.get(k)!r}"
+            for k in sorted(old.keys() | new.keys())
+            if k.startswith(FIXED) and old.get(k) != new.get(k)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"{run_dir} holds a run of another config ({'; '.join(changed)}): choose another"
+                " `name`, or delete it with --overwrite"
+            )
+    elif run_dir.exists() and any(run_dir.iterdir()):
+        raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,166 @@
+"""`python -m lm COMMAND` (and the console script `fprnn`): thin, one function a command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+EPILOG = """examples:
+  fprnn train --config configs/lm/demo.yaml
+  fprnn train --config configs/lm/fpmamba_160m_fineweb2b.yaml --dry-run
+  deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
+  fprnn export runs/demo runs/demo/hf
+  fprnn eval runs/demo/hf --tasks catbabi_mini
+  fprnn generate runs/demo/hf --prompt "The list"
+  fprnn report runs/demo
+"""
+
+
+def _train(args) -> int:
+    from lm import config
+
+    cfg = config.load(args.config, args.override, args.job_index)
+    if args.dry_run:
+        from lm.console import say
+        from lm.plan import describe, plan
+
+        gpus = args.gpus or cfg.train.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        say(cfg.to_yaml())
+        say(describe(plan(cfg, gpus), cfg))
+        return 0
+    from lm.train import train
+
+    train(cfg, overwrite=args.overwrite)
+    return 0
+
+
+def _sweep(args) -> int:
+    from lm import config
+
+    tree = config.load_tree(args.config)
+    for i, point in enumerate(config.sweep_points(tree, args.config)):
+        print(config.point_name(tree.get("name", "run"), i, point))
+    return 0
+
+
+def _export(args) -> int:
+    from lm.export import export
+
+    print(export(args.run, args.out, args.checkpoint))
+    return 0
+
+
+def _eval(args) -> int:
+    from lm.console import say
+    from lm.evaluate import evaluate, table
+
+    results = evaluate(
+        args.checkpoint, args.tasks.split(","), limit=args.limit, batch_size=args.batch_size,
+        include_path=args.include_path, num_fewshot=args.num_fewshot, out=args.out,
+    )  # fmt: skip
+    say(table(results))
+    return 0
+
+
+def _generate(args) -> int:
+    from pathlib import Path
+
+    from lm.generate import generate
+
+    text = generate(
+        args.checkpoint, args.prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed
+    )
+    print(text)
+    if args.out:
+        Path(args.out).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _report(args) -> int:
+    from lm.console import say
+    from lm.report import summarise, table
+
+    say(table(summarise(args.run), f"Summary of {args.run}"))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Nothing heavy is imported to build it or to print its help."""
+    p = argparse.ArgumentParser(
+        prog="fprnn",
+        description="Pretrain, export and evaluate fixed-point RNN language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
+    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    c = commands.add_parser(
+        "train",
+        help="train a run, or continue it (resume=auto)",
+        description="Train the run a YAML describes. OVERRIDES are dotted keys of the YAML, e.g."
+        " optim.lr=1e-3 model.mixer=kronecker resume=auto; docs/config.md lists all keys.",
+    )
+    c.add_argument("--config", required=True, metavar="YAML")
+    c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
+    c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
+    c.add_argument("--gpus", type=int, help="number of GPUs a --dry-run plans for")
+    c.add_argument("--job-index", type=int, metavar="I", help="train point I of the sweep grid")
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_train)
+
+    c = commands.add_parser("sweep", help="list the grid of a YAML's sweep: section, a line a point")
+    c.add_argument("config", metavar="YAML")
+    c.set_defaults(run_command=_sweep)
+
+    c = commands.add_parser("export", help="run directory → HuggingFace directory")
+    c.add_argument("run", metavar="RUN")
+    c.add_argument("out", metavar="OUT")
+    c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
+    c.set_defaults(run_command=_export)
+
+    c = commands.add_parser("eval", help="lm-eval on an exported directory")
+    c.add_argument("checkpoint", metavar="OUT")
+    c.add_argument("--tasks", required=True, help="comma-separated; ours and lm-eval's own")
+    c.add_argument("--limit", type=int, help="documents per task")
+    c.add_argument("--batch-size", type=int, default=8)
+    c.add_argument("--num-fewshot", type=int)
+    c.add_argument("--include-path", help="a folder with more task YAMLs")
+    c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
+    c.set_defaults(run_command=_eval)
+
+    c = commands.add_parser("generate", help="sample from an exported directory")
+    c.add_argument("checkpoint", metavar="OUT")
+    c.add_argument("--prompt", required=True)
+    c.add_argument("--max-new-tokens", type=int, default=64)
+    c.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
+    c.add_argument("--top-k", type=int, default=50)
+    c.add_argument("--seed", type=int, default=0)
+    c.add_argument("--out", help="also write the text to this file")
+    c.set_defaults(run_command=_generate)
+
+    c = commands.add_parser("report", help="figures and one summary of a finished run")
+    c.add_argument("run", metavar="RUN")
+    c.set_defaults(run_command=_report)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Errors of ours are printed as a sentence, with exit status 1."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run_command(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as e:
+        if not type(e).__module__.startswith("lm."):
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""DeepSpeed: initialise, micro-step, accumulation, schedule, clip; the only file that imports it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from lm.config import Config, ConfigError, Optim
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says at which step and what is left."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        torch_dist.barrier()
+
+    def first(self, fn, *args):
+        """Rank 0 calls fn; every rank gets its result, or raises its error."""
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = fn(*args)
+            except Exception as e:
+                box[1] = e
+        if self.world_size > 1:
+            torch_dist.broadcast_object_list(box, src=0, device=self.device)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def sum(self, *values: float) -> list[float]:
+        """Element-wise sum over ranks, in fp64."""
+        t = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch_dist.all_reduce(t)
+        return t.tolist()
+
+    def gather(self, t: torch.Tensor) -> torch.Tensor:
+        """Tensors of equal shape from all ranks, concatenated along the last dimension."""
+        parts = [torch.empty_like(t) for _ in range(self.world_size)]
+        torch_dist.all_gather(parts, t.contiguous())
+        return torch.cat(parts, dim=-1)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(cfg: Config) -> Ranks:
+    """Join the process group; alone when no launcher has set RANK.
+
+    Also fixes the seed, the CPU threads and the environment DeepSpeed wants on a CPU.
+    """
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if cfg.train.threads:
+        torch.set_num_threads(cfg.train.threads)
+    warnings.filterwarnings("ignore", module="deepspeed")
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    # It would be compiled for 90 s at start, and nothing is lost without it on one host.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    deepspeed.init_distributed(
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=cfg.engine.timeout_s),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    torch.manual_seed(cfg.seed)
+    return Ranks(rank, world, device)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def lr_factor(optim: Optim, steps: int, update: int) -> float:
+    """Learning rate of an update as a fraction of the peak.
+
+    Linear warm-up to the peak at update W, then cosine (or linear) to min_lr at update `steps`.
+
+    Args:
+        update: 1 for the first.
+    """
+    warmup = optim.warmup * steps if optim.warmup < 1 else optim.warmup
+    warmup = min(max(1, round(warmup)), steps)
+    if update <= warmup:
+        return update / warmup
+    floor = optim.min_lr / optim.lr
+    done = min(1.0, (update - warmup) / max(1, steps - warmup))
+    if optim.schedule == "constant":
+        return 1.0
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    return floor + (1 - floor) * shape
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay acts on a parameter: not on A_log, D, biases, norms and the gains of
+    weight normalisation."""
+    *path, leaf = name.split(".")
+    owner = path[-1] if path else ""
+    return not (leaf in ("A_log", "D", "bias", "gain", "dt_bias") or "norm" in owner)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """AdamW groups: with and without decay."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in named if decays(n)], "weight_decay": weight_decay},
+        {"params": [p for n, p in named if not decays(n)], "weight_decay": 0.0},
+    ]
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def deepspeed_config(cfg: Config, world_size: int) -> dict:
+    """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
+
+    Raises:
+        ConfigError: engine.deepspeed names a file that is missing or is not JSON.
+    """
+    t = cfg.train
+    config = {
+        "train_micro_batch_size_per_gpu": t.micro_batch_size,
+        "gradient_accumulation_steps": t.grad_accum_steps,
+        "train_batch_size": t.micro_batch_size * t.grad_accum_steps * world_size,
+        "gradient_clipping": cfg.optim.grad_clip,
+        "zero_optimization": {
+            "stage": cfg.engine.zero_stage,
+            "overlap_comm": torch.cuda.is_available(),
+            "contiguous_gradients": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if t.precision == "bf16":  # fp32 weights; matrix products in bf16
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    over = cfg.engine.deepspeed
+    if isinstance(over, str):
+        try:
+            over = json.loads(Path(over).read_text())
+        except (OSError, json.JSONDecodeError) as e:
+            raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
+    return _merge(config, over or {})
+
+
+class Engine:
+    """A model under DeepSpeed: one `step` is one optimizer update over grad_accum_steps micro-batches."""
+
+    def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
+        import deepspeed
+
+        self.cfg, self.ranks = cfg, ranks
+        self.config = deepspeed_config(cfg, ranks.world_size)
+        self.zero_stage = self.config["zero_optimization"]["stage"]
+        self.losses_only = cfg.model.name == "fprnn"
+        if cfg.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.zero_stage == 3 and cfg.model.name == "fprnn":
+            # The number of iterations differs between ranks; a leaf is gathered once, whole.
+            from deepspeed.utils import set_z3_leaf_modules
+
+            from lm.model.blocks import BLOCKS
+
+            set_z3_leaf_modules(model, [BLOCKS[cfg.model.block]])
+        o = cfg.optim
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
+            fused=True if ranks.device.type == "cuda" else None,
+        )  # fmt: skip
+        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+            model=model.to(ranks.device),
+            optimizer=optimizer,
+            lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
+                opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
+            ),
+            config=self.config,
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return self.deepspeed.optimizer.param_groups[0]["lr"]
+
+    def forward(self, batch: dict[str, torch.Tensor]):
+        """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
+        batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
+        extra = {"loss_only": True} if self.losses_only else {}
+        return self.deepspeed(
+            input_ids=batch["input_ids"],
+            labels=batch["labels"],
+            shift_labels=batch["labels"],
+            **extra,
+        )
+
+    def step(self, batches) -> tuple[float, float, list]:
+        """One update. batches: an iterable of grad_accum_steps micro-batches.
+
+        Returns:
+            mean loss over all ranks and micro-batches, the gradient norm before clipping, and the
+            FixedPointStats of each micro-batch (empty for a baseline).
+        Raises:
+            TrainingError: the loss is NaN or infinite on some rank; no weight has moved.
+        """
+        self.deepspeed.train()
+        total, stats = torch.zeros((), device=self.ranks.device), []
+        count = self.cfg.train.grad_accum_steps
+        for i, batch in enumerate(batches):
+            output = self.forward(batch)
+            total += output.loss.detach().float() / count
+            if getattr(output, "fixed_point", None) is not None:
+                stats.append(output.fixed_point)
+            self.deepspeed.backward(output.loss)
+            if i < count - 1:
+                self.deepspeed.step()
+        loss = self.ranks.sum(total.item())[0] / self.ranks.world_size
+        if not math.isfinite(loss):
+            raise TrainingError(f"the loss is {loss}")
+        norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
+        self.deepspeed.step()
+        if norm is None:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        if not math.isfinite(norm):
+            raise TrainingError(f"the gradient norm is {norm} (the loss was {loss:.4f})")
+        return loss, norm, stats
+
+    def _norm_of_plain_gradients(self) -> float:
+        grads = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
+    @torch.no_grad()
+    def validate(self, batches: list[dict[str, torch.Tensor]], progress=None) -> dict[str, float]:
+        """Mean loss and perplexity over all targets of all ranks' micro-batches."""
+        self.deepspeed.eval()
+        nll = count = 0.0
+        for i, batch in enumerate(batches):
+            output = self.forward(batch)
+            targets = (batch["labels"] != -100).sum().item()
+            if targets:
+                nll += output.loss.item() * targets
+                count += targets
+            if progress:
+                progress(i + 1, len(batches))
+        nll, count = self.ranks.sum(nll, count)
+        loss = nll / max(1.0, count)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": int(count)}

@@ -1,0 +1,79 @@
+"""The figures a run leaves behind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from lm.metrics import read_metrics
+
+
+def _axes(title: str, ylabel: str):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    axes.set(title=title, xlabel="update", ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw(run_dir: Path) -> list[Path]:
+    """Draw what `metrics.jsonl` holds: loss.png always, iterations.png where a solver ran.
+
+    Raises:
+        FileNotFoundError: the run has no metrics yet.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir)
+    train = [r for r in records if "loss" in r]
+    if not train:
+        raise FileNotFoundError(f"{run_dir}/metrics.jsonl holds no training step: train first")
+    folder = run_dir / "figures"
+    folder.mkdir(exist_ok=True)
+    paths = [folder / "loss.png"]
+
+    figure, axes = _axes(f"{run_dir.name}: loss", "cross-entropy (nats per token)")
+    steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
+    axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.5, label="training")
+    span = max(1, len(losses) // 20)
+    smooth = [sum(w) / len(w) for w in (losses[max(0, i - span) : i + 1] for i in range(len(losses)))]
+    if span > 1:
+        axes.plot(steps, smooth, color="tab:blue", lw=1.8, label=f"mean of the last {span + 1}")
+    validation = [r for r in records if "validation" in r]
+    axes.plot(
+        [r["step"] for r in validation], [r["validation"]["loss"] for r in validation],
+        "o-", color="tab:orange", lw=1.2, ms=4, label="validation",
+    )  # fmt: skip
+    baselines = validation[-1].get("baselines", {}) if validation else {}
+    for name, perplexity in baselines.items():
+        axes.axhline(math.log(perplexity), color="gray", ls="--", lw=1)
+        axes.annotate(
+            name, (1, math.log(perplexity)), xycoords=("axes fraction", "data"),
+            ha="right", va="bottom", color="gray",
+        )  # fmt: skip
+    axes.legend()
+    figure.savefig(paths[0], dpi=140)
+
+    solved = [r for r in train if "num_iters" in r]
+    if solved:
+        figure, axes = _axes(f"{run_dir.name}: iterations to the fixed point", "ℓ* (mean, shade: to max)")
+        steps, layers = [r["step"] for r in solved], len(solved[0]["num_iters"]["mean"])
+        for i in range(layers):
+            shade = i / max(1, layers - 1)
+            color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
+            mean = [r["num_iters"]["mean"][i] for r in solved]
+            most = [r["num_iters"]["max"][i] for r in solved]
+            axes.plot(steps, mean, color=color, lw=1.4, label=f"layer {i}")
+            axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
+        axes.set_ylim(bottom=0)
+        axes.legend(ncols=2 if layers > 4 else 1, fontsize="small")
+        paths.append(folder / "iterations.png")
+        figure.savefig(paths[1], dpi=140)
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    return paths

@@ -1,0 +1,78 @@
+"""One summary of a run: what it reached, against what, how fast, and where everything lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lm import plots
+from lm.checkpoint import newest, write_json
+from lm.metrics import read_metrics
+from lm.train import result
+
+
+def summarise(run_dir: Path) -> dict:
+    """Draw the figures, gather the numbers of a finished run and write `summary.json`.
+
+    Raises:
+        CheckpointError: the run has not finished.
+    """
+    run_dir = Path(run_dir)
+    summary = result(run_dir)
+    solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
+    if solved:
+        keys = ("num_iters", "hit_max", "not_converged", "residual")
+        summary["fixed_point"] = {k: solved[-1][k] for k in keys}
+    scores = run_dir / "hf" / "eval" / "results.json"
+    if scores.exists():
+        summary["evaluation"] = json.loads(scores.read_text())["tasks"]
+    paths = {
+        "metrics": run_dir / "metrics.jsonl",
+        "checkpoint": newest(run_dir),
+        "HuggingFace export": run_dir / "hf",
+        "evaluation": scores,
+        "sample": run_dir / "sample.txt",
+        "summary": run_dir / "summary.json",
+    }
+    for figure in plots.draw(run_dir):
+        paths[f"figure: {figure.stem}"] = figure
+    write_json(run_dir / "summary.json", summary)
+    summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
+    return summary
+
+
+def table(summary: dict, title: str):
+    """The summary as a rich table."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    v, base = summary["validation"], summary.get("baselines", {})
+    table.add_row("validation perplexity", f"[bold]{v['perplexity']:.2f}[/] on {v['tokens']:,} tokens")
+    for name, perplexity in base.items():
+        table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}")
+    if base:
+        best = min(base.values())
+        verdict = "below" if v["perplexity"] < best else "NOT below"
+        table.add_row("  against the better baseline", f"{verdict}: ×{v['perplexity'] / best:.2f}")
+    fixed = summary.get("fixed_point")
+    if fixed:
+        rows = zip(*(fixed["num_iters"][k] for k in ("mean", "median", "max")),
+                   fixed["hit_max"], fixed["not_converged"])  # fmt: skip
+        for i, (mean, median, most, hit, missed) in enumerate(rows):
+            table.add_row(
+                f"ℓ* layer {i}",
+                f"mean {mean:.1f}, median {median:.0f}, max {most:.0f};"
+                f" hit ℓmax {hit:.0%}, not converged {missed:.0%}",
+            )
+    table.add_row(
+        "training",
+        f"{summary['updates']:,} updates, {summary['tokens']:,} tokens in"
+        f" {summary['training_seconds']:.0f} s: {summary['tokens_per_s']:,.0f} tokens/s",
+    )
+    for task, scores in summary.get("evaluation", {}).items():
+        values = {k: m["value"] for k, m in scores["metrics"].items() if m["value"] is not None}
+        shown = ", ".join(f"{k} {value:.3f}" for k, value in values.items())
+        table.add_row(f"lm-eval {task}", shown)
+    for name, path in summary["paths"].items():
+        table.add_row(name, path)
+    return table

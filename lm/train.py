@@ -1,0 +1,219 @@
+"""The training run, top to bottom: data, model, engine, resume, steps, validation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from pathlib import Path
+
+from lm import checkpoint
+from lm import engine as ds
+from lm.build import build_model, vocabulary
+from lm.config import Config, ConfigError
+from lm.console import Progress, say
+from lm.metrics import Throughput, Writer, fixed_point_metrics
+
+
+def environment(ranks) -> dict:
+    """What the run ran on: versions and devices, and which accelerators were missing."""
+    import deepspeed
+    import torch
+    import transformers
+
+    from lm.kernels import available
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "deepspeed": deepspeed.__version__,
+        "device": gpu or f"CPU, {torch.get_num_threads()} threads",
+        "world_size": ranks.world_size,
+        "kernels": available(),
+    }
+
+
+def train(cfg: Config, overwrite: bool = False) -> Path:
+    """Train (or continue) the run that `cfg` describes, and return its run directory.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: something asked for cannot be had.
+        TrainingError: the loss or gradient became NaN or infinite; the last checkpoint stands.
+    """
+    ranks = ds.start(cfg)
+    say.enabled = ranks.is_main
+    try:
+        return _train(cfg, ranks, overwrite)
+    finally:
+        ds.stop()
+
+
+def _train(cfg: Config, ranks, overwrite: bool) -> Path:
+    from lm.data import loader, prepare
+    from lm.data.ngram import ngram_baselines
+    from lm.data.tokenizer import load_tokenizer
+
+    wanted = cfg.train.world_size
+    if wanted and wanted != ranks.world_size:
+        raise ConfigError(
+            f"train.world_size is {wanted} but {ranks.world_size} process(es) were started: launch"
+            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
+            " train.grad_accum_steps to keep the global batch"
+        )
+    run_dir = cfg.run_dir
+    ranks.first(checkpoint.claim, cfg, overwrite)
+
+    # Data. Rank 0 tokenises, the others open what it wrote.
+    say(f"run      {run_dir} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
+    say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
+    ranks.first(lambda: bool(load_tokenizer(cfg, run_dir, say)))
+    tokenizer = load_tokenizer(cfg, run_dir)
+    vocab_size = vocabulary(cfg, len(tokenizer))
+    with Progress("tokenised", unit="documents") as bar:
+        ranks.first(
+            lambda: bool(
+                prepare.prepare(cfg, tokenizer, run_dir, lambda documents, _: bar.update(documents))
+            )
+        )
+    batches, validation = loader.build(cfg, tokenizer, run_dir, ranks.rank, ranks.world_size)
+
+    # Model and engine.
+    model = build_model(cfg, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    engine = ds.Engine(cfg, model, ranks)
+    parameters = sum(p.numel() for p in model.parameters()) if engine.zero_stage < 3 else None
+    env = environment(ranks)
+
+    # Resume.
+    done, seconds = 0, 0.0
+    path = None
+    if cfg.resume == "auto":
+        path = ranks.first(checkpoint.newest, run_dir, say)
+    elif cfg.resume != "never":
+        path = Path(cfg.resume)
+    if path is not None:
+        done, state = checkpoint.load(engine, path, ranks.first(checkpoint.verify, path))
+        batches.load_state_dict(state["loader"])
+        seconds = state["seconds"]
+        say(f"resumed  {path} at update {done}")
+    if ranks.is_main:
+        (run_dir / "config.yaml").write_text(cfg.to_yaml(), encoding="utf-8")
+        checkpoint.write_json(run_dir / "deepspeed.json", engine.config)
+        checkpoint.write_json(run_dir / "environment.json", env)
+    writer = Writer(cfg, run_dir, resumed_at=done) if ranks.is_main else None
+
+    steps, per_step = cfg.train.steps, cfg.tokens_per_step(ranks.world_size)
+    say(f"device   {env['device']}; kernels: {env['kernels']}")
+    if parameters:
+        say(f"model    {cfg.model.name}, {parameters / 1e6:.2f} M parameters, {vocab_size} tokens")
+    say(f"training {steps} updates of {per_step} tokens, ZeRO-{engine.zero_stage}")
+
+    def save(step):
+        state = {"loader": batches.state_dict(), "seconds": seconds + time.perf_counter() - began}
+        return checkpoint.save(engine, run_dir, step, state, cfg.checkpoint.keep)
+
+    def validate(step, final=False):
+        with Progress("validating", unit="batches") as bar:
+            record = {"step": step, "validation": engine.validate(validation, bar.update)}
+        if final and ranks.is_main:
+            corpus = prepare.open_corpus(run_dir)
+            targets = loader.validation_blocks(corpus.val, cfg.data, cfg.train.micro_batch_size)
+            record["baselines"] = ngram_baselines(corpus.train, targets, vocab_size)
+        if writer:
+            writer.write(record)
+        v = record["validation"]
+        say(f"update {step:>6}  validation loss {v['loss']:.4f}  perplexity {v['perplexity']:.2f}")
+        return record
+
+    # The loop.
+    began = time.perf_counter()
+    flops = getattr(model, "flops_per_token", None)
+    speed = Throughput(flops, ranks.world_size)
+    stream, stats = iter(batches), []
+    saved_at = done
+    with Progress("training", total=steps, start=done, unit="updates") as bar:
+        for step in range(done + 1, steps + 1):
+            lr = engine.lr
+            try:
+                micro = [next(stream) for _ in range(cfg.train.grad_accum_steps)]
+                loss, norm, step_stats = engine.step(micro)
+            except (ds.TrainingError, FloatingPointError) as e:
+                kept = f"checkpoint of update {saved_at} stands" if saved_at else "nothing saved yet"
+                raise ds.TrainingError(f"stopped at update {step}: {e}; {kept}") from None
+            stats += step_stats
+            speed.tokens += per_step
+            if step % cfg.log.every == 0 or step == steps:
+                solver = fixed_point_metrics(stats, ranks.gather)
+                mean_iters = _mean(solver.get("num_iters", {}).get("mean", []))
+                record = {
+                    "step": step,
+                    "loss": loss,
+                    "perplexity": math.exp(min(loss, 700.0)),
+                    "lr": lr,
+                    "grad_norm": norm,
+                    "tokens": step * per_step,
+                    **speed.read(mean_iters),
+                    **solver,
+                }
+                stats = []
+                if writer:
+                    writer.write(record)
+                bar.update(step, steps, _describe(record))
+            else:
+                bar.update(step, steps)
+            if step % cfg.eval.every == 0 and step < steps:
+                validate(step)
+                speed.restart()
+            if step % cfg.checkpoint.every == 0 or step == steps:
+                save(step)
+                saved_at = step
+                speed.restart()
+    seconds += time.perf_counter() - began
+    if done >= steps:
+        say(f"complete already: {done} of {steps} updates; --overwrite trains anew")
+    if done < steps or not (run_dir / "result.json").exists():
+        final = validate(steps, final=True)
+        if ranks.is_main:
+            result = {
+                "updates": steps,
+                "tokens": steps * per_step,
+                "training_seconds": round(seconds, 1),
+                "tokens_per_s": round(steps * per_step / max(seconds, 1e-9), 1),
+                "parameters": parameters,
+                "vocab_size": vocab_size,
+                **{k: v for k, v in final.items() if k != "step"},
+            }
+            checkpoint.write_json(run_dir / "result.json", result)
+    if writer:
+        writer.close()
+    return run_dir
+
+
+def _mean(values) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _describe(record: dict) -> str:
+    """One log line: what a person watches."""
+    text = f"loss {record['loss']:.3f}  lr {record['lr']:.1e}  |g| {record['grad_norm']:.2f}"
+    if "num_iters" in record:
+        text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
+        missed = max(record["not_converged"])
+        text += f"  not converged {missed:.0%}" if missed else ""
+    if "mfu" in record:
+        text += f"  MFU {record['mfu']:.1%}"
+    return f"{text}  {record['tokens_per_s']:,.0f} tok/s"
+
+
+def result(run_dir: Path) -> dict:
+    """`result.json` of a finished run.
+
+    Raises:
+        CheckpointError: the run has not finished.
+    """
+    path = Path(run_dir) / "result.json"
+    if not path.exists():
+        raise checkpoint.CheckpointError(f"{run_dir} has no result.json: its training is unfinished")
+    return json.loads(path.read_text())

@@ -1,0 +1,204 @@
+"""Loaders: every token once, the same order for any world size, exact resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.config import Data
+from lm.data.loader import MapLoader, build, validation_blocks
+from lm.data.packing import IGNORE, block_count, encode_documents
+from lm.data.prepare import prepare
+from lm.data.sources import DataError, is_validation
+from lm.data.stream import StreamLoader
+
+SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
+
+
+def targets(batches) -> list[int]:
+    return [t for b in batches for t in b["labels"].flatten().tolist() if t != IGNORE]
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a[key], b[key]) for key in ("input_ids", "labels"))
+
+
+def take(loader, count):
+    return list(itertools.islice(loader, count))
+
+
+@given(SIZES, st.integers(1, 3))
+@settings(deadline=None)
+def test_each_epoch_has_every_target_once(sizes, world_size):
+    n, seq_len, size = sizes
+    blocks = block_count(n, seq_len)
+    loaders = [MapLoader(np.arange(n), seq_len, size, 5, r, world_size) for r in range(world_size)]
+    rows = []
+    while len(rows) < 2 * blocks:
+        for loader in loaders:
+            rows += list(next(loader)["labels"])
+    for epoch in (rows[:blocks], rows[blocks : 2 * blocks]):
+        assert sorted(t for r in epoch for t in r.tolist() if t != IGNORE) == list(range(1, n))
+
+
+def test_epochs_are_shuffled_differently_and_by_seed():
+    orders = [targets(take(MapLoader(np.arange(101), 1, 10, seed), 20)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0][:100] != orders[0][100:] and orders[0][:100] != sorted(orders[0][:100])
+    loader = MapLoader(np.arange(101), 1, 30)
+    assert [(next(loader), loader.epoch)[1] for _ in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_order_does_not_depend_on_the_world_size(world_size):
+    tokens = np.arange(200, dtype=np.uint16)
+    alone = MapLoader(tokens, 7, 3, seed=1)
+    ranks = [MapLoader(tokens, 7, 3, 1, r, world_size) for r in range(world_size)]
+    for step in range(12):
+        for rank in ranks:
+            assert same(next(alone), next(rank)), step
+        assert len({json.dumps(x.state_dict()) for x in (alone, *ranks)}) == 1
+
+
+@given(SIZES, st.integers(0, 40), st.integers(1, 3))
+@settings(deadline=None)
+def test_resume_anywhere_also_with_another_world_size(sizes, done, world_size):
+    n, seq_len, size = sizes
+    whole = MapLoader(np.arange(n), seq_len, size)
+    take(whole, done)
+    state = json.loads(json.dumps(whole.state_dict()))
+    assert state["next_global_micro_batch"] == done
+    ranks = [MapLoader(np.arange(n), seq_len, size, 0, r, world_size) for r in range(world_size)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for _ in range(block_count(n, seq_len) // size + 2):  # crosses an epoch
+        for rank in ranks:
+            assert same(next(whole), next(rank))
+
+
+def test_resume_with_another_micro_batch_size_continues_at_the_same_block():
+    old, new = MapLoader(np.arange(500), 4, 6), MapLoader(np.arange(500), 4, 4)
+    take(old, 5)
+    new.load_state_dict(old.state_dict())
+    assert targets(take(old, 2)) == targets(take(new, 3))
+
+
+def test_state_of_another_corpus_or_seed_is_refused():
+    state = MapLoader(np.arange(500), 4, 6).state_dict()
+    with pytest.raises(DataError, match="is of blocks 125, this run has 63"):
+        MapLoader(np.arange(500), 8, 6).load_state_dict(state)
+    with pytest.raises(DataError, match="is of seed 0, this run has 1"):
+        MapLoader(np.arange(500), 4, 6, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="no block"):
+        MapLoader(np.arange(1), 4, 6)
+
+
+@given(SIZES, st.sampled_from([1, 2, 3]), st.none() | st.integers(1, 100))
+def test_validation_covers_each_target_once_over_all_ranks(sizes, world_size, val_tokens):
+    n, seq_len, size = sizes
+    data = Data(seq_len=seq_len, val_tokens=val_tokens)
+    shares = [validation_blocks(np.arange(n), data, size, r, world_size) for r in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    assert {tuple(b["labels"].shape) for s in shares for b in s} == {(size, seq_len)}
+    last = min(n, val_tokens + 1) if val_tokens else n
+    assert sorted(targets(itertools.chain(*shares))) == list(range(1, last))
+    for batch in itertools.chain(*shares):
+        real = batch["labels"] != IGNORE
+        assert torch.equal(batch["input_ids"][real] + 1, batch["labels"][real])
+
+
+def test_empty_validation_split():
+    with pytest.raises(DataError, match="validation split is empty"):
+        validation_blocks(np.arange(1), Data(), 2)
+
+
+def test_build_on_a_prepared_corpus(cfg, bpe):
+    corpus = prepare(cfg, bpe, cfg.run_dir)
+    train, val = build(cfg, bpe, cfg.run_dir)
+    assert next(train)["input_ids"].shape == (3, 16)
+    assert sorted(targets(val)) == sorted(corpus.val[1:].tolist())
+    cfg.eval.micro_batch_size = 5
+    assert build(cfg, bpe, cfg.run_dir)[1][0]["labels"].shape == (5, 16)
+
+
+def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):
+    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size)
+
+
+@pytest.mark.parametrize("buffer", [1, 8, 10_000])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
+    cfg.data.shuffle_buffer = buffer
+    rank = world_size - 1
+    whole = stream_loader(cfg, bpe, rank, world_size)
+    batches, states = [], []
+    for _ in range(120 // world_size):
+        states.append(whole.state_dict())
+        batches.append(next(whole))
+    assert whole.epoch >= 1
+    for at in (0, 1, 40, len(batches) - 3):
+        resumed = stream_loader(cfg, bpe, rank, world_size, seed=9)  # the generator is in the state
+        resumed.load_state_dict(states[at])
+        assert all(same(a, b) for a, b in zip(take(resumed, len(batches) - at), batches[at:]))
+
+
+def test_stream_without_shuffling_is_the_training_stream(cfg, bpe, texts):
+    cfg.data.shuffle_buffer = 1
+    ids = encode_documents(bpe, [t for t in texts if not is_validation(t, 0.2)])
+    ids = np.concatenate([ids, ids])  # two epochs, nothing lost between them
+    count = (len(ids) - 1) // (16 * 3)
+    assert targets(take(stream_loader(cfg, bpe), count)) == ids[1 : count * 48 + 1].tolist()
+
+
+def test_stream_shuffles_without_loss(cfg, bpe):
+    cfg.data.shuffle_buffer = 1
+    plain = take(stream_loader(cfg, bpe), 90)
+    cfg.data.shuffle_buffer = 50
+    mixed = take(stream_loader(cfg, bpe), 60)
+    rows, order = ([tuple(r.tolist()) for b in x for r in b["labels"]] for x in (plain, mixed))
+    assert not Counter(order) - Counter(rows) and order != rows[: len(order)]
+
+
+def test_ranks_of_a_stream_share_no_document(cfg, bpe, texts):
+    cfg.data.shuffle_buffer = 1
+    shares = []
+    for rank in range(2):
+        loader = stream_loader(cfg, bpe, rank, 2)
+        rows = []
+        while not loader.epoch:
+            rows += targets([next(loader)])
+        shares.append({d for d in bpe.decode(rows).split("<|endoftext|>")[1:-1] if d in texts})
+    assert shares[0] and shares[1]
+    index = [{texts.index(d) % 2 for d in share} for share in shares]
+    assert index == [{0}, {1}]
+
+
+def test_stream_with_workers_resumes_exactly(cfg, bpe):
+    cfg.data.shuffle_buffer, cfg.data.workers = 20, 2
+    whole = stream_loader(cfg, bpe)
+    batches = take(whole, 13)
+    state = whole.state_dict()
+    batches = take(whole, 40)
+    del whole
+    resumed = stream_loader(cfg, bpe)
+    resumed.load_state_dict(state)
+    assert all(same(a, b) for a, b in zip(take(resumed, 40), batches))
+
+
+def test_stream_error_sentences(cfg, bpe):
+    state = stream_loader(cfg, bpe).state_dict()
+    with pytest.raises(DataError, match=r"world_size 1, this run has 2.*same number of ranks"):
+        stream_loader(cfg, bpe, 0, 2).load_state_dict(state)
+    cfg.data.val_fraction = 0.9999999
+    with pytest.raises(DataError, match="has no training document"):
+        next(stream_loader(cfg, bpe))
+    cfg.data.workers, cfg.data.path = 1, "nowhere.jsonl"
+    with pytest.raises(DataError, match=r"^data\.path nowhere\.jsonl: no such file"):
+        next(stream_loader(cfg, bpe))

@@ -1,0 +1,59 @@
+"""n-gram baselines against the definitions, written out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+
+from lm.config import Data
+from lm.data.loader import validation_blocks
+from lm.data.ngram import ngram_baselines
+
+
+def brute_force(train: list[int], val: list[int], vocab: int) -> dict[str, float]:
+    def unigram(w):
+        return (train.count(w) + 1) / (len(train) + vocab)
+
+    def bigram(v, w):
+        after = [b for a, b in itertools.pairwise(train) if a == v]
+        if not after:
+            return unigram(w)
+        kinds = len(set(after))
+        return (after.count(w) + kinds * unigram(w)) / (len(after) + kinds)
+
+    pairs = list(itertools.pairwise(val))
+    logs = {
+        "unigram": [math.log(unigram(w)) for _, w in pairs],
+        "bigram": [math.log(bigram(v, w)) for v, w in pairs],
+    }
+    for v in range(vocab):  # both are distributions
+        assert math.isclose(sum(bigram(v, w) for w in range(vocab)), 1)
+    return {name: math.exp(-sum(x) / len(x)) for name, x in logs.items()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_matches_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    train, val = rng.integers(0, 9, 60), rng.integers(0, 12, 41)  # 9, 10, 11 are never seen
+    blocks = validation_blocks(val, Data(seq_len=7), 2)
+    got = ngram_baselines(train.astype(np.uint16), blocks, 12)
+    assert got == pytest.approx(brute_force(train.tolist(), val.tolist(), 12), rel=1e-12)
+
+
+def test_single_training_token_and_no_targets():
+    blocks = validation_blocks(np.arange(5), Data(seq_len=2), 2)
+    assert ngram_baselines(np.array([1]), blocks, 5)["bigram"] > 0
+    with pytest.raises(ValueError, match="no validation target"):
+        ngram_baselines(np.arange(5), [], 5)
+
+
+def test_a_million_tokens_are_fast():
+    tokens = np.random.default_rng(0).zipf(1.3, 1_000_000) % 50_000
+    blocks = validation_blocks(tokens[:50_000], Data(seq_len=256), 8)
+    start = time.perf_counter()
+    ngram_baselines(tokens.astype(np.uint16), blocks, 50_257)
+    assert time.perf_counter() - start < 4

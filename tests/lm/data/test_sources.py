@@ -1,0 +1,167 @@
+"""Sources: what each reads, how documents are split, and the sentence for each fault."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lm.config import Data
+from lm.data.sources import (
+    MAX_DOCUMENT,
+    MIN_DOCUMENT,
+    DataError,
+    builtin_documents,
+    cut_at_blank_lines,
+    documents,
+    is_validation,
+)
+
+
+def test_builtin_is_deterministic_and_large_enough():
+    texts = list(documents(Data(source="builtin")))
+    assert len(texts) > 500 and sum(map(len, texts)) > 1_500_000
+    assert texts == [t for t in builtin_documents.__wrapped__() if t.strip()]
+    assert any("assert" in t and "AssertionError" in t for t in texts[:100])
+
+
+def test_builtin_executes_no_module_and_skips_tests_and_packages():
+    code = (
+        "import sys; from lm.data.sources import builtin_documents as b; before = set(sys.modules);"
+        "b(); print(sorted(set(sys.modules) - before))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {name for name in eval(out.stdout) if not name.startswith("encodings.")}
+    assert imported <= {"pydoc_data", "pydoc_data.topics"}  # and codecs that source files declare
+    assert not any("pytest" in t[:200] for t in builtin_documents())
+
+
+def test_jsonl_parquet_and_text_give_the_same_documents(texts, jsonl, tmp_path):
+    pq.write_table(pa.table({"id": range(200), "text": texts}), tmp_path / "a.parquet", 64)
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i:03d}.txt").write_text(text, encoding="utf-8")
+    assert list(documents(Data(source="jsonl", path=str(jsonl)))) == texts
+    assert list(documents(Data(source="parquet", path=str(tmp_path)))) == texts
+    assert list(documents(Data(source="text", path=str(tmp_path)))) == texts
+    assert list(documents(Data(source="text", path=str(tmp_path / "00?.txt")))) == texts[:10]
+
+
+def test_parquet_in_fineweb_layout(shared):
+    texts = list(documents(Data(source="parquet", path=str(shared / "fineweb"))))
+    assert len(texts) == 2400 and all(isinstance(t, str) and t for t in texts)
+
+
+def test_null_and_blank_documents_are_skipped(tmp_path):
+    pq.write_table(pa.table({"text": ["a", None, " \n", "b"]}), tmp_path / "a.parquet")
+    assert list(documents(Data(source="parquet", path=str(tmp_path)))) == ["a", "b"]
+
+
+def test_large_text_file_is_cut_into_documents(shared):
+    path = shared / "text" / "wikitext2_valid.txt"
+    texts = list(documents(Data(source="text", path=str(path))))
+    assert "".join(texts) == path.read_bytes().decode()
+    assert all(MIN_DOCUMENT <= len(t) <= MAX_DOCUMENT for t in texts[:-1]) and len(texts) > 100
+
+
+@given(st.text("ab \n\r", max_size=300).map(lambda t: t * 200))
+def test_cutting_keeps_every_character(text):
+    pieces = list(cut_at_blank_lines(text))
+    assert "".join(pieces) == text
+    assert all(MIN_DOCUMENT <= len(p) <= MAX_DOCUMENT for p in pieces[:-1])
+
+
+def test_text_keeps_crlf_and_drops_the_byte_order_mark(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert list(documents(Data(source="text", path=str(tmp_path)))) == ["one\r\ntwo\r\n"]
+
+
+def test_lone_surrogate_in_json_becomes_encodable(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x\\ud83d"}\n')
+    assert list(documents(Data(source="jsonl", path=str(path)))) == ["x\ufffd"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shards_partition_the_documents_and_positions_resume(texts, jsonl, count):
+    data = Data(source="jsonl", path=str(jsonl))
+    shards = [list(documents(data, (i, count))) for i in range(count)]
+    assert Counter(itertools.chain(*shards)) == Counter(texts)
+    source = documents(data, (count - 1, count))
+    head = list(itertools.islice(source, 11))
+    state = json.loads(json.dumps(source.state_dict()))
+    assert head + list(documents(data, (count - 1, count), state)) == shards[-1]
+
+
+@given(st.text(), st.floats(0.01, 0.99))
+def test_split_depends_on_content_alone(text, fraction):
+    assert is_validation(text, fraction) == is_validation("".join(list(text)), fraction)
+    if is_validation(text, fraction):
+        assert is_validation(text, min(0.995, fraction * 1.5))  # held out stays held out
+
+
+def test_split_has_about_the_fraction_asked_for():
+    share = sum(is_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
+    assert 0.044 < share < 0.056
+    assert not any(is_validation(t, 1e-9) for t in map(str, range(1000)))
+
+
+def fails(match: str, **data):
+    with pytest.raises(DataError, match=match) as caught:
+        list(documents(Data(**data)))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_path(tmp_path):
+    fails("no such file or folder", source="jsonl", path=str(tmp_path / "nope.jsonl"))
+    fails(r"without any \*\.parquet", source="parquet", path=str(tmp_path))
+    fails("no file matches", source="text", path=str(tmp_path / "*.txt"))
+
+
+def test_empty_corpus(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    (tmp_path / "a.txt").write_text(" \n")
+    fails(r"corpus is empty.*a\.jsonl \(1 file\)", source="jsonl", path=str(tmp_path / "a.jsonl"))
+    fails("corpus is empty", source="text", path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "line, match",
+    [
+        ('{"text": "a"', r"line 3 is not JSON: "),
+        ("[1, 2]", r"line 3 is not a JSON object but a list"),
+        ('{"body": "a"}', r"line 3 has no key `text` \(its keys: body\); set data\.text_field"),
+        ('{"text": 7}', r"line 3: `text` is not a string but 7"),
+        (b"\xff\xfe", r"line 3 is not JSON"),
+    ],
+)
+def test_bad_jsonl_line_is_named(tmp_path, line, match):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + (line if isinstance(line, bytes) else line.encode()))
+    fails(rf"a\.jsonl, {match}", source="jsonl", path=str(path))
+
+
+def test_parquet_column_missing_or_not_text(tmp_path):
+    pq.write_table(pa.table({"id": [1], "body": ["a"]}), tmp_path / "a.parquet")
+    where = {"source": "parquet", "path": str(tmp_path)}
+    fails(r"a\.parquet has no column `text` \(its columns: id, body\)", **where)
+    fails("column `id` holds int64, not strings", **where, text_field="id")
+
+
+def test_truncated_parquet(tmp_path, texts):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    fails(r"a\.parquet is not a whole parquet file", source="parquet", path=str(tmp_path))
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc\xff")
+    fails("not UTF-8 text: invalid byte at offset 3", source="text", path=str(tmp_path))
