@@ -1,4 +1,4 @@
-"""The language-model stack. Importing it registers the model classes with transformers' Auto classes.
+"""The language-model stack. `import lm` registers the model classes with the Auto classes.
 
 Registration waits for transformers' own registries to be imported, so that `import lm` (and
 `fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or

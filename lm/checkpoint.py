@@ -1,8 +1,8 @@
 """Save, verify, find the newest good one, resume.
 
 A checkpoint is a folder `RUN/checkpoints/step-NNNNNN` that DeepSpeed and each rank's loader have
-written into; `manifest.json` lists every file with size and SHA-256 and is written last, so a folder
-without it, or whose files differ from it, is incomplete and never loaded.
+written into; `manifest.json` lists every file with size and SHA-256 and is written last, so a
+folder without it, or whose files differ from it, is incomplete and never loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from lm.config import Config, load_tree
-from lm.engine import Engine
+from lm.engine import Engine, consolidate_zero
 
 MANIFEST = "manifest.json"
 
@@ -140,9 +140,7 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     if manifest["zero_stage"] == 0:
         file = path / "mp_rank_00_model_states.pt"
         return torch.load(file, map_location="cpu", weights_only=False)["module"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+    return consolidate_zero(path.parent, path.name)
 
 
 # What a resumed run may not change: these decide the weights' shapes and the order of the data.

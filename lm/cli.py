@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
-    c = commands.add_parser("sweep", help="list the grid of a YAML's sweep: section, a line a point")
+    c = commands.add_parser("sweep", help="list the grid of a YAML's sweep: section")
     c.add_argument("config", metavar="YAML")
     c.set_defaults(run_command=_sweep)
 

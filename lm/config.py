@@ -64,8 +64,8 @@ class Model(Section):
 
 
 class Tokenizer(Section):
-    """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with the
-    run; anything else is a HuggingFace tokenizer, by hub name or folder."""
+    """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with
+    the run; anything else is a HuggingFace tokenizer, by hub name or folder."""
 
     name: str = "bpe"
     vocab_size: int = Field(4096, gt=257)

@@ -1,10 +1,13 @@
-"""DeepSpeed: initialise, micro-step, accumulation, schedule, clip; the only file that imports it."""
+"""DeepSpeed: initialise, micro-step, accumulation, schedule, clip; only this file imports it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
+import signal
 import socket
 import warnings
 from dataclasses import dataclass
@@ -70,22 +73,10 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(cfg: Config) -> Ranks:
-    """Join the process group; alone when no launcher has set RANK.
-
-    Also fixes the seed, the CPU threads and the environment DeepSpeed wants on a CPU.
-    """
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu:
+def _import_deepspeed():
+    """DeepSpeed, without the chatter and the compilation that a CPU would bring."""
+    if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
-    if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ["MASTER_PORT"] = str(_free_port())
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if cfg.train.threads:
-        torch.set_num_threads(cfg.train.threads)
     warnings.filterwarnings("ignore", module="deepspeed")
     import deepspeed
     import deepspeed.ops
@@ -94,6 +85,30 @@ def start(cfg: Config) -> Ranks:
     logger.setLevel("WARNING")
     # It would be compiled for 90 s at start, and nothing is lost without it on one host.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names."""
+    _import_deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
+
+
+def start(cfg: Config) -> Ranks:
+    """Join the process group; alone when no launcher has set RANK. Also fixes seed and threads."""
+    on_gpu = torch.cuda.is_available()
+    if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if cfg.train.threads:
+        torch.set_num_threads(cfg.train.threads)
+    deepspeed = _import_deepspeed()
     if on_gpu:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -191,12 +206,13 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
 
 
 class Engine:
-    """A model under DeepSpeed: one `step` is one optimizer update over grad_accum_steps micro-batches."""
+    """A model under DeepSpeed: one `step` is one update, over grad_accum_steps micro-batches."""
 
     def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
-        import deepspeed
-
+        deepspeed = _import_deepspeed()
         self.cfg, self.ranks = cfg, ranks
+        self.stop_asked = False  # on this rank, by a signal
+        self.stopping = False  # agreed by all ranks, after the last update
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         self.losses_only = cfg.model.name == "fprnn"
@@ -222,6 +238,16 @@ class Engine:
             ),
             config=self.config,
         )
+
+    def stop_on_signals(self) -> None:
+        """From now on SIGTERM and SIGUSR1 ask for a stop after the current update (launchers send
+        them before a kill, and may repeat them)."""
+
+        def ask(*_):
+            self.stop_asked = True
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, ask)
 
     @property
     def lr(self) -> float:
@@ -259,7 +285,8 @@ class Engine:
             self.deepspeed.backward(output.loss)
             if i < count - 1:
                 self.deepspeed.step()
-        loss = self.ranks.sum(total.item())[0] / self.ranks.world_size
+        loss, asked = self.ranks.sum(total.item(), self.stop_asked)
+        loss, self.stopping = loss / self.ranks.world_size, asked > 0
         if not math.isfinite(loss):
             raise TrainingError(f"the loss is {loss}")
         norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None

@@ -42,7 +42,7 @@ Trained with fprnn for {step} updates.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
 ```
 """
 
@@ -57,10 +57,14 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, or `out` holds something that is no export.
     """
+    from transformers.utils import logging
+
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
-    from lm.data.tokenizer import load_tokenizer
+    from lm.data.tokenizer import RECORD, load_tokenizer
+
+    logging.disable_progress_bar()
 
     run_dir, out = Path(run_dir), Path(out)
     if not (run_dir / "config.yaml").is_file():
@@ -88,7 +92,9 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
-        save_tokenizer(tokenizer, new)
+        for file in (run_dir / "tokenizer").iterdir():
+            if file.name != RECORD:
+                shutil.copy(file, new)
         card = CARD.format(model_type=model.config.model_type, name=cfg.name, step=step)
         (new / "README.md").write_text(card, encoding="utf-8")
         if out.exists():

@@ -10,7 +10,7 @@ class GenerationError(RuntimeError):
 
 
 def load_exported(path: Path | str):
-    """(model, tokenizer) of an exported directory or a hub name, the model on a GPU if there is one.
+    """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
     Raises:
         GenerationError: there is no such export.
@@ -20,11 +20,12 @@ def load_exported(path: Path | str):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise GenerationError(f"{path} has no config.json: `fprnn export RUN {path}` writes one")
+    looks_local = Path(path).is_dir() or str(path).count("/") != 1
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise GenerationError(f"no export at {path}: make one with `fprnn export RUN {path}`")
     try:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     except OSError as e:
         raise GenerationError(f"cannot load {path}: {str(e).splitlines()[0]}") from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -8,39 +8,41 @@ from lm.config import Config
 GIB = 2**30
 
 
-def saved_bytes_per_token(cfg: Config, vocab_size: int) -> float:
-    """Bytes that one block keeps for its backward, per token: counted on one real layer of this
-    shape over 64 tokens, not estimated. fprnn only."""
+def saved_bytes(cfg: Config) -> tuple[float, float]:
+    """Bytes that one block keeps for its backward: (per token, whatever the length). Counted on one
+    real layer of this shape at two lengths, not estimated. fprnn only."""
     import torch
 
     one = cfg.model_copy(deep=True)
-    one.model.n_layer, one.model.max_iters = 1, 1
+    one.model.n_layer, one.model.max_iters, one.model.gradient_checkpointing = 1, 1, False
     block = build_model(one, 8).backbone.layers[0].train()
-    tokens, seen = 64, {}
     owned = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in owned:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
+    def count(tokens: int) -> int:
+        seen = {}
 
-    u = torch.randn(1, tokens, one.model.d_model, requires_grad=True)
-    bf16 = cfg.train.precision == "bf16"
-    from lm.model.blocks import Sequences
+        def pack(t):
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in owned:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return t
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-    ):
-        output = block(u, None, Sequences())  # kept alive, so that no address is used twice
-    total = sum(seen.values())
-    del output
-    return total / tokens
+        u = torch.randn(1, tokens, one.model.d_model, requires_grad=True)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16, enabled=cfg.train.precision == "bf16"),
+        ):
+            output = block(u, None)  # kept alive, so that no address is used twice
+        del output
+        return sum(seen.values())
+
+    short, long = count(64), count(256)
+    per_token = (long - short) / 192
+    return per_token, short - 64 * per_token
 
 
 def plan(cfg: Config, world_size: int) -> dict:
-    """Numbers of a run on `world_size` GPUs. Builds the model on the meta device; downloads nothing.
+    """Numbers of a run on `world_size` GPUs. Builds on the meta device; downloads nothing.
 
     Raises:
         ConfigError: as `build_model` and `vocabulary`.
@@ -72,13 +74,14 @@ def plan(cfg: Config, world_size: int) -> dict:
         from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
         from lm.model.scan import MAX_TEMPORARY
 
-        per_layer = saved_bytes_per_token(cfg, vocab_size)
+        per_token, constant = saved_bytes(cfg)
         boundary = 4 * m.d_model  # the fp32 residual stream
         if m.gradient_checkpointing:
             d = m.expand * m.d_model
-            memory["activations"] = micro_tokens * (m.n_layer * (boundary + 4 * d) + per_layer)
+            kept = m.n_layer * micro_tokens * (boundary + 4 * d)  # each layer's input and y*
+            memory["activations"] = kept + micro_tokens * per_token + constant
         else:
-            memory["activations"] = micro_tokens * m.n_layer * (per_layer + boundary)
+            memory["activations"] = m.n_layer * (micro_tokens * (per_token + boundary) + constant)
         memory["solver and scan temporaries"] = 3 * MAX_TEMPORARY
         memory["logits"] = min(micro_tokens, LOSS_CHUNK_TOKENS) * vocab_size * 12
     else:

@@ -40,7 +40,8 @@ def draw(run_dir: Path) -> list[Path]:
     steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
     axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.5, label="training")
     span = max(1, len(losses) // 20)
-    smooth = [sum(w) / len(w) for w in (losses[max(0, i - span) : i + 1] for i in range(len(losses)))]
+    windows = (losses[max(0, i - span) : i + 1] for i in range(len(losses)))
+    smooth = [sum(w) / len(w) for w in windows]
     if span > 1:
         axes.plot(steps, smooth, color="tab:blue", lw=1.8, label=f"mean of the last {span + 1}")
     validation = [r for r in records if "validation" in r]
@@ -60,7 +61,8 @@ def draw(run_dir: Path) -> list[Path]:
 
     solved = [r for r in train if "num_iters" in r]
     if solved:
-        figure, axes = _axes(f"{run_dir.name}: iterations to the fixed point", "ℓ* (mean, shade: to max)")
+        title = f"{run_dir.name}: iterations to the fixed point"
+        figure, axes = _axes(title, "ℓ* (mean, shade: to max)")
         steps, layers = [r["step"] for r in solved], len(solved[0]["num_iters"]["mean"])
         for i in range(layers):
             shade = i / max(1, layers - 1)

@@ -47,7 +47,7 @@ def table(summary: dict, title: str):
 
     table = Table(title=title, show_header=False, title_justify="left")
     v, base = summary["validation"], summary.get("baselines", {})
-    table.add_row("validation perplexity", f"[bold]{v['perplexity']:.2f}[/] on {v['tokens']:,} tokens")
+    table.add_row("validation perplexity", f"{v['perplexity']:.2f} on {v['tokens']:,} tokens")
     for name, perplexity in base.items():
         table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}")
     if base:

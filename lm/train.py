@@ -128,6 +128,7 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
         return record
 
     # The loop.
+    engine.stop_on_signals()
     began = time.perf_counter()
     flops = getattr(model, "flops_per_token", None)
     speed = Throughput(flops, ranks.world_size)
@@ -140,7 +141,9 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
                 micro = [next(stream) for _ in range(cfg.train.grad_accum_steps)]
                 loss, norm, step_stats = engine.step(micro)
             except (ds.TrainingError, FloatingPointError) as e:
-                kept = f"checkpoint of update {saved_at} stands" if saved_at else "nothing saved yet"
+                kept = (
+                    f"checkpoint of update {saved_at} stands" if saved_at else "nothing saved yet"
+                )
                 raise ds.TrainingError(f"stopped at update {step}: {e}; {kept}") from None
             stats += step_stats
             speed.tokens += per_step
@@ -166,10 +169,15 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
             if step % cfg.eval.every == 0 and step < steps:
                 validate(step)
                 speed.restart()
-            if step % cfg.checkpoint.every == 0 or step == steps:
+            if step % cfg.checkpoint.every == 0 or step == steps or engine.stopping:
                 save(step)
                 saved_at = step
                 speed.restart()
+            if engine.stopping and step < steps:
+                raise ds.TrainingError(
+                    f"stopped by a signal after update {step}, checkpoint saved: continue with"
+                    " resume=auto"
+                )
     seconds += time.perf_counter() - began
     if done >= steps:
         say(f"complete already: {done} of {steps} updates; --overwrite trains anew")
@@ -215,5 +223,5 @@ def result(run_dir: Path) -> dict:
     """
     path = Path(run_dir) / "result.json"
     if not path.exists():
-        raise checkpoint.CheckpointError(f"{run_dir} has no result.json: its training is unfinished")
+        raise checkpoint.CheckpointError(f"{run_dir} has no result.json: training is unfinished")
     return json.loads(path.read_text())

@@ -99,7 +99,7 @@ class Reflections(nn.Module):
         return v - (coefficients.unsqueeze(-1) * u).sum(-2)
 
     def flops_per_token(self):
-        """FLOPs of one M(P; v) once P Wᵀ is known: normalise (≈4rd), reflect (4rd), second layer."""
+        """FLOPs of one M(P; v) given P Wᵀ: normalise (≈4rd), reflect (4rd), second layer."""
         low_rank = 2 * self.u_proj.weight.numel() if self.u_down is not None else 0
         return 8 * self.rank * self.d_inner + low_rank
 

@@ -1,6 +1,6 @@
 """The HuggingFace classes: FPRNNModel (backbone) and FPRNNForCausalLM, with loss and generation.
 
-Shape suffixes: b batch, l length. This file and those it imports travel with an exported checkpoint.
+Shapes: b batch, l length. This file and those it imports travel with an exported checkpoint.
 """
 
 import math
@@ -71,7 +71,7 @@ class FPRNNLayer(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.block = BLOCKS[config.block](config)
 
-    def forward(self, hidden, residual, seqs):
+    def forward(self, hidden, residual, seqs=Sequences()):  # noqa: B008
         residual = hidden if residual is None else residual + hidden
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(residual.dtype, torch.float32))

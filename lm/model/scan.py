@@ -4,11 +4,11 @@ Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps withi
 
     h_t = exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t          (paper Eq. 12)
 
-Time is cut into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all chunks at
-once. A first pass from a zero state gives what each chunk adds; the states at the chunk boundaries
-follow by a loop over chunks; a second pass from the right states gives y. Nothing of size (b,l,d,n) is
-stored: the forward keeps only the boundary states, the backward recomputes the rest, a slice of
-channels at a time.
+Time is cut into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all chunks
+at once. A first pass from a zero state gives what each chunk adds; the states at the chunk
+boundaries follow by a loop over chunks; a second pass from the right states gives y. Nothing of
+size (b,l,d,n) is stored: the forward keeps only the boundary states, the backward recomputes the
+rest, a slice of channels at a time.
 """
 
 import math

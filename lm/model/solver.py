@@ -48,7 +48,7 @@ def solve_parallel_paper(f, y, rule, trace=None):
 
     Args:
         f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`.
-        trace: a list that receives, per iteration, (residual, lowest, stepsize, patience), each (b,).
+        trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
         y (b,l,d) and FixedPointStats, whose `residual` is that of the last iterate evaluated.
     Raises:

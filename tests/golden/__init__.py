@@ -1,4 +1,4 @@
-"""Golden vectors of the paper's own code, run against ours (formats: ../shared/golden/README.md)."""
+"""Golden vectors of the paper's own code, run against ours (../shared/golden/README.md)."""
 
 import json
 from contextlib import contextmanager
@@ -94,8 +94,12 @@ def build(case):
     if cfg.get("mixer_proj_rank", -1) > 0:
         kwargs["mixer_proj_rank"] = cfg["mixer_proj_rank"]
     kwargs.update(mixer=MIXERS[cfg["mixer_type"]])
-    for ours, theirs in [("quantile", "outlier_quantile"), ("stepsize", "stepsize0"),
-                         ("stepsize_decay", "stepsize_decay"), ("patience", "decay_patience")]:  # fmt: skip
+    for ours, theirs in [
+        ("quantile", "outlier_quantile"),
+        ("stepsize", "stepsize0"),
+        ("stepsize_decay", "stepsize_decay"),
+        ("patience", "decay_patience"),
+    ]:
         if theirs in case:
             kwargs[ours] = 1 - case[theirs] if ours == "quantile" else case[theirs]
     if "norm_eps" in cfg:

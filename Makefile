@@ -1,0 +1,33 @@
+# `make demo` trains, exports and evaluates a small model; `make test` runs the suite. Both set up
+# .venv first. PYTHON names the interpreter to make it with (3.11 or 3.12).
+PYTHON ?= python3
+BIN = .venv/bin
+PIP = $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: demo test lint golden clean
+
+demo: .venv/ready
+	PY=$(BIN)/python bash launch/demo.sh
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+golden: .venv/ready
+	$(BIN)/python -m tests.golden $(or $(DIR),tests/golden)
+
+# torch comes first and alone: whatever depends on it then finds the build that is there.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}: make PYTHON=python3.11") if not (3, 11) <= v < (3, 13) else None'
+	$(PYTHON) -m venv .venv
+	@echo "installing torch (once)"
+	$(PIP) torch
+	@echo "installing everything else (once)"
+	$(PIP) -e '.[train,eval,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache build *.egg-info
