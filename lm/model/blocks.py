@@ -104,7 +104,7 @@ class FPMamba1(nn.Module):
     def step(self, s, y):
         """One iteration f(y): mix channels, then scan over time, then norm. y: (b,l,d)."""
         cfg, m = self.config, self.mixer.out_features
-        from_y = F.linear(shift(y, s.seqs), s.weight_y).to(y.dtype)
+        from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
         with torch.autocast(y.device.type, enabled=False):
             if not cfg.mixer_h_dep:
                 from_y = F.pad(from_y, (m, 0))
@@ -125,8 +125,9 @@ class FPMamba1(nn.Module):
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
         if s.weight_z is not None:
-            y = F.silu(s.z + F.linear(shift(y, s.seqs), s.weight_z)) * y
-        return self.out_proj(y)
+            z_y = F.linear(shift(y, s.seqs).to(s.weight_z.dtype), s.weight_z)
+            y = F.silu(s.z + z_y) * y
+        return self.out_proj(y.to(self.out_proj.weight.dtype))
 
     def rule(self):
         """The solver's rule for the mode the block is in: the paper evaluates stricter than it

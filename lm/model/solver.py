@@ -59,7 +59,7 @@ def solve_parallel_paper(f, y, rule, trace=None):
     step = y.new_full((batch,), rule.stepsize)
     waited = torch.zeros(batch, dtype=torch.long, device=y.device)
     num_iters = torch.zeros(batch, dtype=torch.long, device=y.device)
-    residual, iters, going = lowest, 0, True
+    residual, iters, left, going = lowest, 0, torch.inf, True
     while going and iters < rule.max_iters:
         g = f(y)
         residual = relative_residual(y, g)
@@ -91,8 +91,8 @@ def solve_parallel_paper(f, y, rule, trace=None):
             )
         going = left >= rule.tol and largest_step >= rule.min_stepsize
     converged = lowest < rule.tol
-    exhausted = torch.full_like(converged, going or iters >= rule.max_iters)
-    return y, FixedPointStats(num_iters, converged, exhausted & ~converged, residual)
+    hit_max = ~converged if left >= rule.tol else torch.zeros_like(converged)
+    return y, FixedPointStats(num_iters, converged, hit_max, residual)
 
 
 SCHEDULES = {("parallel", "paper"): solve_parallel_paper}

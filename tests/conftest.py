@@ -1,0 +1,35 @@
+"""Shared by all tests: one thread, offline, GPU tests skipped without a GPU, a tiny config."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from lm import config
+
+ROOT = Path(__file__).parent.parent
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A function (override, …) → Config of configs/tiny/lm.yaml with its run under tmp_path."""
+
+    def build(*overrides):
+        path = ROOT / "tests/data/tiny.jsonl"
+        fixed = (f"out_dir={tmp_path / 'runs'}", f"data.path={path}")
+        return config.load(ROOT / "configs/tiny/lm.yaml", (*fixed, *overrides))
+
+    return build

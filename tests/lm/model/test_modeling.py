@@ -1,0 +1,230 @@
+"""The HuggingFace classes: loss, generation, saving, loading, padding, initialisation."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lm  # noqa: F401 (registers the Auto classes)
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
+from lm.model.solver import NonFiniteError
+
+
+def small(**kwargs):
+    torch.manual_seed(0)
+    defaults = dict(vocab_size=50, d_model=16, n_layer=2, d_state=4, glu_in_loop=True)
+    return FPRNNForCausalLM(FPRNNConfig(**{**defaults, **kwargs}))
+
+
+def ids(b=2, length=12, seed=0):
+    return torch.randint(1, 50, (b, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_config_field_has_a_default_and_survives_saving(tmp_path):
+    config = FPRNNConfig()
+    assert (config.d_model, config.n_layer, config.d_state, config.dt_rank) == (768, 12, 16, 48)
+    changed = FPRNNConfig(mixer="kronecker", tol=0.02, tie_embeddings=False, dt_rank=5)
+    changed.save_pretrained(tmp_path)
+    loaded = FPRNNConfig.from_pretrained(tmp_path)
+    assert {k: v for k, v in loaded.to_dict().items() if k != "transformers_version"} == {
+        k: v for k, v in changed.to_dict().items() if k != "transformers_version"
+    }
+    assert loaded.tie_embeddings is loaded.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("bad", [dict(d_model=0), dict(mixer_rank=0), dict(max_iters=0)])
+def test_impossible_sizes_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        FPRNNConfig(**bad)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load_is_exact(tmp_path, tied):
+    from transformers import AutoModelForCausalLM
+
+    model = small(tie_embeddings=tied).eval()
+    assert (model.lm_head.weight is model.backbone.embeddings.weight) == tied
+    if not tied:
+        assert not torch.equal(model.lm_head.weight, model.backbone.embeddings.weight)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is FPRNNForCausalLM
+    for (name, a), (other, b) in zip(model.state_dict().items(), loaded.state_dict().items()):
+        assert name == other and torch.equal(a, b), name
+    assert torch.equal(model(ids()).logits, loaded(ids()).logits)
+
+
+def test_loading_in_bf16_keeps_the_rates_in_fp32(tmp_path):
+    small().save_pretrained(tmp_path)
+    model = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    block = model.backbone.layers[0].block
+    assert {block.A_log.dtype, block.D.dtype, block.dt_proj.bias.dtype} == {torch.float32}
+    assert block.in_proj.weight.dtype == torch.bfloat16
+    logits = model(ids()).logits
+    assert torch.isfinite(logits).all() and logits.dtype == torch.float32
+
+
+def test_loss_shifts_labels_inside_and_takes_shifted_ones():
+    model = small().eval()
+    x = ids()
+    out = model(x, labels=x)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    shifted = F.pad(x[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(x, shift_labels=shifted).loss, expected)
+
+
+def test_chunked_loss_equals_the_loss_with_logits_in_value_and_gradient(monkeypatch):
+    from lm.model import modeling_fprnn
+
+    monkeypatch.setattr(modeling_fprnn, "LOSS_CHUNK_TOKENS", 7)
+    labels = ids(seed=1)
+    labels[0, :5] = -100
+    grads, losses = [], []
+    for loss_only in (False, True):
+        model = small().train()
+        out = model(ids(), shift_labels=labels, loss_only=loss_only)
+        assert (out.logits is None) == loss_only
+        out.loss.backward()
+        losses.append(out.loss.detach())
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(losses[0], losses[1])
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, msg=name)
+
+
+def test_a_batch_without_targets_has_loss_zero_not_nan():
+    out = small()(ids(), shift_labels=torch.full((2, 12), -100), loss_only=True)
+    assert out.loss.item() == 0
+    out.loss.backward()
+
+
+def test_outputs_as_tuple_hidden_states_and_logits_to_keep():
+    model = small().eval()
+    out = model(ids(), output_hidden_states=True)
+    assert len(out.hidden_states) == 3 and out.fixed_point.num_iters.shape == (2, 2)
+    assert torch.equal(model(ids(), return_dict=False)[0], out.logits)
+    torch.testing.assert_close(model(ids(), logits_to_keep=1).logits, out.logits[:, -1:])
+    embeds = model.get_input_embeddings()(ids())
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, out.logits)
+    with pytest.raises(ValueError, match="exactly one"):
+        model(ids(), inputs_embeds=embeds)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("conv", [False, True])
+def test_padding_changes_nothing_at_a_tight_tolerance(side, conv):
+    model = small(use_short_conv=conv, tol=1e-6).eval()
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            layer.block.mixer.alpha_proj.bias.fill_(-3)
+        x = ids(1, 9)
+        alone = model(x).logits
+        pad = (4, 0) if side == "left" else (0, 4)
+        mask = F.pad(torch.ones_like(x), pad)
+        padded = model(F.pad(x, pad, value=3), attention_mask=mask).logits
+    kept = padded[:, 4:] if side == "left" else padded[:, :9]
+    torch.testing.assert_close(kept, alone, rtol=1e-3, atol=1e-4)
+
+
+def test_documents_after_eos_start_afresh():
+    model = small(tol=1e-6, eos_token_id=0).eval()
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            layer.block.mixer.alpha_proj.bias.fill_(-3)
+        x = ids(1, 12)
+        x[0, 5] = 0
+        packed, alone = model(x).logits[:, 6:], model(x[:, 6:]).logits
+        model.config.reset_at_eos = False
+        running = model(x).logits[:, 6:]
+    torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-4)
+    assert (running - alone).abs().max() > 1e-2
+
+
+def test_generate_is_greedy_over_full_forwards_also_left_padded():
+    model = small(tol=1e-6).eval()
+    for layer in model.backbone.layers:
+        torch.nn.init.constant_(layer.block.mixer.alpha_proj.bias, -3)
+    prompt = ids(1, 5)
+    tokens = prompt
+    for _ in range(4):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(out, tokens)
+    padded = F.pad(prompt, (3, 0))
+    batch = torch.cat([padded, ids(1, 8, seed=5)])
+    mask = torch.ones_like(batch)
+    mask[0, :3] = 0
+    both = model.generate(
+        batch, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(both[0, 3:], tokens[0])
+
+
+def test_beam_search_runs():
+    out = small().eval().generate(ids(), max_new_tokens=3, num_beams=3, pad_token_id=0)
+    assert out.shape == (2, 15)
+
+
+def test_initialisation_is_mambas():
+    model = small(d_state=6, n_layer=4)
+    block = model.backbone.layers[0].block
+    expected = torch.arange(1, 7).float().log().expand(32, 6)
+    torch.testing.assert_close(block.A_log.detach(), expected)
+    assert (block.D == 1).all() and (block.out_norm.weight == 1).all()
+    dt = F.softplus(block.dt_proj.bias)
+    assert 1e-3 * 0.99 <= dt.min() and dt.max() <= 0.1 * 1.01 and dt.max() / dt.min() > 5
+    assert abs(model.backbone.embeddings.weight.std() - 0.02) < 0.003
+    bound = (1 / 32) ** 0.5 / 4**0.5  # kaiming_uniform(a=√5) on fan-in 32, over √n_layer
+    assert block.out_proj.weight.abs().max() <= bound * 1.001
+    assert block.out_proj.weight.abs().max() > bound * 0.9
+    weight = block.bc_y_proj
+    torch.testing.assert_close(weight.matrix(), weight.weight)  # gain is the row's norm
+    assert (block.mixer.alpha_proj.bias == 0).all()
+
+
+def test_nan_names_the_layer():
+    model = small().eval()
+    with torch.no_grad():
+        model.backbone.layers[1].block.D.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="layer 1: .* iteration 1"):
+        model(ids())
+
+
+def test_overfits_one_batch():
+    model = small(d_model=32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    x = ids(2, 16)
+    for step in range(200):
+        loss = model(x, labels=x, loss_only=True).loss
+        if loss < 0.05:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert loss < 0.05, f"loss {loss:.3f} after {step} updates"
+
+
+def test_backbone_alone_and_auto_classes():
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model("fprnn", vocab_size=50, d_model=16, n_layer=1)
+    assert isinstance(AutoModel.from_config(config), FPRNNModel)
+
+
+@pytest.mark.parametrize("first", ["lm", "transformers"])
+def test_registration_does_not_depend_on_import_order(first):
+    second = {"lm": "transformers", "transformers": "lm"}[first]
+    code = (
+        f"import {first}\n"
+        f"{'from transformers import AutoConfig' if first == 'transformers' else ''}\n"
+        f"import {second}\n"
+        "from transformers import AutoConfig\n"
+        "print(type(AutoConfig.for_model('fprnn')).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "FPRNNConfig", done.stderr[-500:]

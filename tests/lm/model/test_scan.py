@@ -1,0 +1,147 @@
+"""The chunked scan against the step-by-step recurrence: outputs, states, every gradient by name."""
+
+import pytest
+import torch
+
+from lm.model import scan
+from lm.model.scan import causal_conv, chunk_decays, selective_scan
+from tests.oracles import sequential_scan
+
+NAMES = ["x", "dt", "A", "B", "C", "h0"]
+
+
+def inputs(b, length, d, n, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = {
+        "x": r(b, length, d),
+        "dt": torch.nn.functional.softplus(r(b, length, d)),
+        "A": -torch.exp(r(d, n)),
+        "B": r(b, length, n),
+        "C": r(b, length, n),
+        "h0": r(b, d, n),
+    }
+    return {k: v.to(dtype).requires_grad_() for k, v in tensors.items()}
+
+
+def close(name, ours, theirs, tol):
+    scale = theirs.abs().max().clamp_min(1e-30)
+    error = ((ours.double() - theirs).abs().max() / scale).item()
+    assert error < tol, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 17, 63, 100])
+@pytest.mark.parametrize("n", [1, 5, 16])
+@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
+def test_equals_the_recurrence_in_value_state_and_every_gradient(length, n, with_keep):
+    t = inputs(2, length, 6, n)
+    keep = None
+    if with_keep:
+        keep = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
+    results = []
+    for fn in (selective_scan, sequential_scan):
+        y, h = fn(*t.values(), keep)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+        loss = (y * weights).sum() + (h * h).sum()
+        results.append((y, h, torch.autograd.grad(loss, list(t.values()))))
+    close("y", results[0][0], results[1][0], 1e-12)
+    close("final state", results[0][1], results[1][1], 1e-12)
+    for name, ours, theirs in zip(NAMES, results[0][2], results[1][2]):
+        close(f"grad {name}", ours, theirs, 1e-11)
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_low_precision_inputs_are_computed_in_fp32(dtype, tol):
+    t = inputs(2, 50, 8, 4)
+    low = {k: v.detach().to(dtype).requires_grad_() for k, v in t.items()}
+    exact = {k: v.detach().double().requires_grad_() for k, v in low.items()}
+    y, _ = selective_scan(*low.values())
+    assert y.dtype == torch.float32
+    y_exact, _ = sequential_scan(*exact.values())
+    close("y", y, y_exact, 2e-5)
+    ours = torch.autograd.grad(y.sum(), list(low.values()))
+    theirs = torch.autograd.grad(y_exact.sum(), list(exact.values()))
+    for name, a, b in zip(NAMES, ours, theirs):
+        close(f"grad {name}", a, b, tol)
+
+
+def test_autocast_does_not_reach_inside():
+    t = inputs(1, 20, 4, 3, torch.float32)
+    y, _ = selective_scan(*t.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        y_autocast, _ = selective_scan(*t.values())
+        (grad,) = torch.autograd.grad(y_autocast.sum(), [t["x"]])
+    assert torch.equal(y, y_autocast)
+    assert torch.equal(grad, torch.autograd.grad(y.sum(), [t["x"]])[0])
+
+
+def test_gradcheck():
+    t = inputs(2, 7, 3, 2)
+    keep = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1] * 7], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *a: selective_scan(*a, keep), tuple(t.values()))
+
+
+def test_shared_decays_change_nothing():
+    t = inputs(2, 33, 4, 3)
+    decays = chunk_decays(t["dt"].detach(), t["A"].detach())
+    plain, shared = selective_scan(*t.values()), selective_scan(*t.values(), decays=decays)
+    assert torch.equal(plain[0], shared[0]) and torch.equal(plain[1], shared[1])
+
+
+def test_small_memory_limit_gives_the_same_numbers(monkeypatch):
+    t = inputs(2, 33, 7, 3)
+    whole = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
+    monkeypatch.setattr(scan, "MAX_TEMPORARY", 2 * 33 * 3 * 8 * 2 * 2)  # two channels a slice
+    assert chunk_decays(t["dt"].detach(), t["A"].detach()) is None
+    sliced = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
+    for name, a, b in zip(NAMES, sliced, whole):
+        close(f"grad {name}", a, b, 1e-13)
+
+
+def test_nothing_of_size_bldn_is_kept_for_the_backward():
+    b, length, d, n = 2, 256, 8, 16
+    kept = []
+
+    def pack(t):
+        kept.append(t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        selective_scan(*inputs(b, length, d, n).values())
+    assert max(kept) < b * length * d * n / 4
+
+
+def test_does_not_loop_over_every_time_step(monkeypatch):
+    calls = []
+    original = scan._advance
+    monkeypatch.setattr(scan, "_advance", lambda *a: calls.append(1) or original(*a))
+    selective_scan(*inputs(1, 1024, 2, 2).values())
+    assert len(calls) == 2 * 32  # two passes over the 32 steps of a chunk
+
+
+def test_large_decays_neither_overflow_nor_lose_gradients():
+    t = inputs(1, 40, 3, 2)
+    with torch.no_grad():
+        t["dt"] *= 200
+    y, h = selective_scan(*t.values())
+    grads = torch.autograd.grad(y.sum() + h.sum(), list(t.values()))
+    assert all(torch.isfinite(g).all() for g in (y, h, *grads))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 20])
+def test_causal_conv_with_one_segment_equals_the_plain_convolution(length):
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(2, length, 3), torch.randn(3, 1, 4), torch.randn(3)
+    segments = torch.zeros(2, length, dtype=torch.long)
+    torch.testing.assert_close(causal_conv(x, w, bias, segments), causal_conv(x, w, bias))
+
+
+def test_causal_conv_does_not_cross_documents():
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(1, 9, 3), torch.randn(3, 1, 4), torch.randn(3)
+    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
+    apart = torch.cat([causal_conv(x[:, :4], w, bias), causal_conv(x[:, 4:], w, bias)], 1)
+    torch.testing.assert_close(causal_conv(x, w, bias, segments), apart)
