@@ -5,21 +5,61 @@ from __future__ import annotations
 import copy
 import difflib
 import itertools
+import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message says which key, why, and what would do."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML that reads `1e-3` as a number (1.2 does, PyYAML's 1.1 does not) and no key twice."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                problem = f"key `{key.value}` appears twice in one section"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would otherwise read as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
+
+
 class Section(BaseModel):
     """A part of the YAML: typed, closed (no unknown keys), validated again on assignment."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Model(Section):
@@ -27,12 +67,12 @@ class Model(Section):
     `name: mamba` builds transformers' Mamba from the same d_model, n_layer, d_state, …"""
 
     name: Literal["fprnn", "mamba"] = "fprnn"
-    vocab_size: int | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
+    vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
     d_model: int = Field(768, gt=0)
     n_layer: int = Field(12, gt=0)
     d_state: int = Field(16, gt=0)
     expand: int = Field(2, gt=0)
-    dt_rank: int | Literal["auto"] = "auto"
+    dt_rank: PositiveInt | Literal["auto"] = "auto"
     d_conv: int = Field(4, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
     residual_in_fp32: bool = True
@@ -101,7 +141,7 @@ class Optim(Section):
     min_lr: float = Field(1e-5, ge=0)
     warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
@@ -153,7 +193,7 @@ class Eval(Section):
 class Config(Section):
     """One run. `out_dir/name` is its run directory."""
 
-    name: str = "run"
+    name: str = Field("run", min_length=1)
     out_dir: str = "runs"
     seed: int = Field(0, ge=0)
     resume: str = "never"  # never | auto (newest good checkpoint of this run) | a checkpoint's path
@@ -183,7 +223,8 @@ class Config(Section):
         return t.micro_batch_size * t.grad_accum_steps * world_size * self.data.seq_len
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        tree = self.model_dump(mode="json")
+        return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _section(cls: type, dotted: tuple[str, ...]) -> type | None:
@@ -209,11 +250,14 @@ def _nearest(key: str) -> str:
     """'; did you mean `x.y`?' for a mistyped dotted key, or ''."""
     keys = _all_keys()
     parent, _, last = key.rpartition(".")
-    siblings = [k for k in keys if k.rpartition(".")[0] == parent]
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
-    close = difflib.get_close_matches(key, siblings, 1, 0.6)
+    close = [by_leaf[last]] if last in by_leaf else []  # the right key in the wrong section
+    close = close or [siblings[k] for k in difflib.get_close_matches(last, siblings, 1, 0.6)]
     close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]
-    close = close or difflib.get_close_matches(key, keys, 1, 0.6)
+    if not close and not siblings:
+        close = difflib.get_close_matches(key, keys, 1, 0.6)
+        siblings = Config.model_fields
     return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(siblings)}"
 
 
@@ -250,14 +294,25 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
 
 
 def _set(tree: dict, dotted: str, value: Any) -> None:
+    if dotted == "model" and isinstance(value, str):  # the shorthand keeps the sizes beside it
+        dotted = "model.name"
     *parents, last = dotted.split(".")
     for key in parents:
         if isinstance(tree.get(key), str) and key == "model":
             tree[key] = {"name": tree[key]}
-        tree = tree.setdefault(key, {})
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
         if not isinstance(tree, dict):
             raise ConfigError(f"override `{dotted}`: `{key}` is a value, not a section")
     tree[last] = value
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -265,18 +320,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    if key not in _all_keys() and not key.startswith(("engine.deepspeed.", "sweep.")):
+    if key not in _all_keys() and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{_nearest(key)}")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as e:
-        raise ConfigError(f"override `{text}`: the value is not YAML ({e})") from None
-    if isinstance(parsed, str):  # YAML 1.1 reads 1e-3 as a string
-        try:
-            parsed = float(parsed)
-        except ValueError:
-            parsed = value
-    return key, parsed
+    return key, _parse(value, f"override `{text}`: the value")
 
 
 def build(tree: dict, where: str = "config") -> Config:
@@ -297,9 +343,10 @@ def load_tree(path: str | Path) -> dict:
     if not path.is_file():
         raise ConfigError(f"no config file at {path}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{path} is not valid YAML: {e}") from None
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is not UTF-8 text: {e}") from None
+    tree = _parse(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -341,6 +388,7 @@ def sweep_points(tree: dict, where: str = "config") -> list[dict[str, Any]]:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
         if key not in _all_keys():
+            key = str(key)
             raise ConfigError(f"{where}: sweep over unknown key `{key}`{_nearest(key)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")

@@ -20,7 +20,8 @@ def load_exported(path: Path | str):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    looks_local = Path(path).is_dir() or str(path).count("/") != 1
+    name = str(path)
+    looks_local = Path(path).is_dir() or name.count("/") != 1 or name.startswith(("/", ".", "~"))
     if looks_local and not (Path(path) / "config.json").is_file():
         raise GenerationError(f"no export at {path}: make one with `fprnn export RUN {path}`")
     try:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 from lm.metrics import read_metrics
+
+
+class PlotError(RuntimeError):
+    """A figure that cannot be drawn; the message says what is missing."""
 
 
 def _axes(title: str, ylabel: str):
@@ -14,7 +19,7 @@ def _axes(title: str, ylabel: str):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     axes.set(title=title, xlabel="update", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -25,13 +30,13 @@ def draw(run_dir: Path) -> list[Path]:
     """Draw what `metrics.jsonl` holds: loss.png always, iterations.png where a solver ran.
 
     Raises:
-        FileNotFoundError: the run has no metrics yet.
+        PlotError: the run has no metrics yet.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir)
     train = [r for r in records if "loss" in r]
     if not train:
-        raise FileNotFoundError(f"{run_dir}/metrics.jsonl holds no training step: train first")
+        raise PlotError(f"{run_dir}/metrics.jsonl holds no training step: train first")
     folder = run_dir / "figures"
     folder.mkdir(exist_ok=True)
     paths = [folder / "loss.png"]
@@ -45,18 +50,16 @@ def draw(run_dir: Path) -> list[Path]:
     if span > 1:
         axes.plot(steps, smooth, color="tab:blue", lw=1.8, label=f"mean of the last {span + 1}")
     validation = [r for r in records if "validation" in r]
-    axes.plot(
-        [r["step"] for r in validation], [r["validation"]["loss"] for r in validation],
-        "o-", color="tab:orange", lw=1.2, ms=4, label="validation",
-    )  # fmt: skip
-    baselines = validation[-1].get("baselines", {}) if validation else {}
-    for name, perplexity in baselines.items():
-        axes.axhline(math.log(perplexity), color="gray", ls="--", lw=1)
-        axes.annotate(
-            name, (1, math.log(perplexity)), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", color="gray",
+    if validation:
+        axes.plot(
+            [r["step"] for r in validation], [r["validation"]["loss"] for r in validation],
+            "o-", color="tab:orange", lw=1.2, ms=4, label="validation",
         )  # fmt: skip
-    axes.legend()
+    baselines = validation[-1].get("baselines", {}) if validation else {}
+    for (name, perplexity), style in zip(baselines.items(), itertools.cycle(["--", ":", "-."])):
+        axes.axhline(math.log(perplexity), color="gray", ls=style, lw=1.2, label=name)
+    # Beside the axes: the curves may lie anywhere inside.
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(paths[0], dpi=140)
 
     solved = [r for r in train if "num_iters" in r]
@@ -72,7 +75,7 @@ def draw(run_dir: Path) -> list[Path]:
             axes.plot(steps, mean, color=color, lw=1.4, label=f"layer {i}")
             axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
         axes.set_ylim(bottom=0)
-        axes.legend(ncols=2 if layers > 4 else 1, fontsize="small")
+        figure.legend(loc="outside right upper", fontsize="small")
         paths.append(folder / "iterations.png")
         figure.savefig(paths[1], dpi=140)
     import matplotlib.pyplot as plt

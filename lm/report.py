@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from lm import plots
-from lm.checkpoint import newest, write_json
+from lm.checkpoint import CheckpointError, newest, write_json
 from lm.metrics import read_metrics
 from lm.train import result
 
@@ -15,9 +15,12 @@ def summarise(run_dir: Path) -> dict:
     """Draw the figures, gather the numbers of a finished run and write `summary.json`.
 
     Raises:
-        CheckpointError: the run has not finished.
+        CheckpointError: there is no such run, or it has not finished.
+        PlotError: its metrics are gone.
     """
     run_dir = Path(run_dir)
+    if not (run_dir / "config.yaml").is_file():
+        raise CheckpointError(f"{run_dir} holds no run (it has no config.yaml)")
     summary = result(run_dir)
     solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
     if solved:

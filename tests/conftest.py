@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lm import config
+from tests.running import fprnn, losses, run
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
@@ -33,3 +34,25 @@ def tiny(tmp_path):
         return config.load(ROOT / "configs/tiny/lm.yaml", (*fixed, *overrides))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """The run directory of configs/tiny/lm.yaml, trained once for all tests; not to be changed."""
+    out = tmp_path_factory.mktemp("tiny") / "runs"
+    run(out)
+    return out / "tiny"
+
+
+@pytest.fixture(scope="session")
+def tiny_losses(tiny_run):
+    """Its training records."""
+    return losses(tiny_run)
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tiny_run):
+    """Its HuggingFace directory."""
+    done = fprnn("export", tiny_run, tiny_run / "hf")
+    assert done.returncode == 0, done.stderr
+    return tiny_run / "hf"

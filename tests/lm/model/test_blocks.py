@@ -1,4 +1,4 @@
-"""FP-Mamba-1: every toggle solved, masked, reset and differentiated; gradients at the fixed point."""
+"""FP-Mamba-1: every toggle solved, masked, reset and differentiated at the fixed point."""
 
 import itertools
 

@@ -87,9 +87,7 @@ def test_weight_norm_equals_torchs():
 
 def test_nrm_does_not_divide_by_less_than_eps():
     v = torch.tensor([[3.0, 4.0], [3e-7, 4e-7], [0.0, 0.0]])
-    torch.testing.assert_close(
-        nrm(v, 1e-5), torch.tensor([[0.6, 0.8], [3e-2, 4e-2], [0.0, 0.0]])
-    )
+    torch.testing.assert_close(nrm(v, 1e-5), torch.tensor([[0.6, 0.8], [3e-2, 4e-2], [0.0, 0.0]]))
 
 
 def test_unknown_mixer_is_refused():

@@ -1,0 +1,454 @@
+"""The YAML schema: what is refused and how, overrides, sweeps, the shipped YAMLs, docs/config.md."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm import config
+from lm.build import build_model
+from lm.config import Config, ConfigError, Model, Section
+
+ROOT = Path(__file__).parents[2]
+YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
+# Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
+OURS = {"name", "gradient_checkpointing"}
+HUGGINGFACE = {"max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
+
+
+def load(folder: Path, text: str, *overrides: str, job_index: int | None = None) -> Config:
+    path = folder / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return config.load(path, overrides, job_index)
+
+
+def refused(tree: dict) -> str:
+    with pytest.raises(ConfigError) as e:
+        config.build(tree)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_defaults_are_a_config():
+    cfg = config.build({})
+    assert cfg == Config()
+    # Defaults are not validated by pydantic: read them back as if they had been written out.
+    assert config.build(cfg.model_dump(mode="json")) == cfg
+    assert str(cfg.run_dir) == "runs/run"
+
+
+@pytest.mark.parametrize(
+    "tree, key, meant",
+    [
+        ({"optm": {}}, "optm", "optim"),
+        ({"sed": 1}, "sed", "seed"),
+        ({"model": {"d_modle": 3}}, "model.d_modle", "model.d_model"),
+        ({"train": {"micro_batch": 3}}, "train.micro_batch", "train.micro_batch_size"),
+        ({"lr": 1e-3}, "lr", "optim.lr"),
+        ({"train": {"lr": 1e-3}}, "train.lr", "optim.lr"),
+        ({"optim": {"steps": 3}}, "optim.steps", "train.steps"),
+        ({"train": {"seq_len": 3}}, "train.seq_len", "data.seq_len"),
+        ({"data": {"mixer_rnk": 3}}, "data.mixer_rnk", "model.mixer_rank"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
+    assert refused(tree) == f"config: unknown key `{key}`; did you mean `{meant}`?"
+
+
+def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
+    message = refused({"checkpoint": {"zzzz": 1}})
+    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep"
+
+
+def test_every_error_is_named_at_once():
+    message = refused({"optim": {"lr": -1}, "train": {"steps": "many", "stps": 3}})
+    assert all(key in message for key in ("`optim.lr`", "`train.steps`", "`train.stps`"))
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        # Wrong types.
+        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "integer"]),
+        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "integer"]),
+        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "boolean"]),
+        ({"model": {"vocab_size": "many"}}, ["`model.vocab_size` is 'many'"]),
+        ({"optim": {"betas": [0.9]}}, ["`optim.betas`"]),
+        ({"optim": 3}, ["`optim` is 3"]),
+        ({"name": 7}, ["`name` is 7", "string"]),
+        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3"]),
+        # Wrong choices.
+        ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
+        ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
+        ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
+        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "0, 1, 2 or 3"]),
+        # Out of range.
+        ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
+        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "greater than 0"]),
+        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "greater than 0"]),
+        ({"model": {"quantile": 1.1}}, ["`model.quantile` is 1.1", "less than or equal to 1"]),
+        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
+        ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan"]),
+        ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
+        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas`", "less than 1"]),
+        ({"name": ""}, ["`name` is ''", "at least 1 character"]),
+        # Right one by one, wrong together.
+        ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
+        ({"optim": {"lr": 1e-6}}, ["`optim`", "min_lr 1e-05 is above the peak lr 1e-06"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_a_sentence(tree, words):
+    message = refused(tree)
+    assert [w for w in words if w not in message] == [], message
+
+
+def test_assignment_is_validated_too():
+    cfg = Config()
+    with pytest.raises(ValueError):
+        cfg.train.steps = -1
+    with pytest.raises(ValueError):
+        cfg.train.stps = 3
+    assert cfg.train.steps == 4800
+
+
+@pytest.mark.parametrize("key", ["mamba", "fprnn"])
+def test_model_may_be_a_name(tmp_path, key):
+    cfg = load(tmp_path, f"model: {key}")
+    assert cfg.model == Model(name=key)
+
+
+def test_model_by_name_takes_overrides(tmp_path):
+    cfg = load(tmp_path, "model: mamba", "model.d_model=64", "model.n_layer=3")
+    assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
+
+
+def test_overriding_the_model_by_name_keeps_its_sizes(tmp_path):
+    cfg = load(tmp_path, "model: {d_model: 64}", "model=mamba", "model.n_layer=3")
+    assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
+
+
+def test_an_empty_section_takes_overrides(tmp_path):
+    cfg = load(
+        tmp_path, "model:\nengine: {deepspeed: null}\n", "model.d_model=8", "engine.deepspeed.a.b=1"
+    )
+    assert cfg.model.d_model == 8
+    assert cfg.engine.deepspeed == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", ".001", "0.001", "+1e-3", "10e-4"])
+def test_numbers_are_numbers(tmp_path, text):
+    assert load(tmp_path, f"optim: {{lr: {text}}}").optim.lr == 1e-3
+    assert load(tmp_path, "", f"optim.lr={text}").optim.lr == 1e-3
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    assert load(tmp_path, "train: {steps: 1e4}").train.steps == 10_000
+    assert load(tmp_path, "", "train.steps=2e3").train.steps == 2000
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("train.steps=12", 12),
+        ("optim.lr=2.5e-4", 2.5e-4),
+        ("optim.min_lr=0", 0),
+        ("model.glu_in_loop=true", True),
+        ("model.bc_norm=false", False),
+        ("data.val_tokens=null", None),
+        ("data.val_tokens=", None),
+        ("optim.betas=[0.8, 1e-1]", [0.8, 0.1]),
+        ("engine.deepspeed={a: {b: 1}}", {"a": {"b": 1}}),
+        ("name=a long name", "a long name"),
+        ("data.path=/data/*.jsonl", "/data/*.jsonl"),
+        ("data.path=a=b", "a=b"),
+        ("name=nan", "nan"),
+        ("name='007'", "007"),
+        ('name="1e-3"', "1e-3"),
+    ],
+)
+def test_override(text, value):
+    key, parsed = config.parse_override(text)
+    assert key == text.partition("=")[0]
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_overrides_win_over_the_yaml_and_the_last_wins(tmp_path):
+    cfg = load(tmp_path, "optim: {lr: 1.0, warmup: 7}", "optim.lr=2", "optim.lr=3")
+    assert (cfg.optim.lr, cfg.optim.warmup) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("optim.lr", "override `optim.lr` must read key=value"),
+        ("=3", "override `=3` must read key=value"),
+        ("train.lr=3", "unknown key `train.lr`; did you mean `optim.lr`?"),
+        ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
+        ("name=[1", "override `name=[1`: the value is not valid YAML"),
+        ("optim.lr=abc", "`optim.lr` is 'abc'"),
+        ("train.steps=-1", "`train.steps` is -1"),
+    ],
+)
+def test_a_bad_override_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, "", text)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_an_override_below_a_value_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="`deepspeed` is a value, not a section"):
+        load(tmp_path, "engine: {deepspeed: ds.json}", "engine.deepspeed.a=1")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a: [1", "is not valid YAML"),
+        ("- 1\n- 2\n", "must hold a mapping"),
+        ("seed: 1\nseed: 2\n", "key `seed` appears twice"),
+        ("optim:\n  lr: 1\n  lr: 2\n", "key `lr` appears twice"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, text)
+    assert words in str(e.value) and str(tmp_path / "c.yaml") in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config file at .*nope\.yaml"):
+        config.load(tmp_path / "nope.yaml")
+    (tmp_path / "c.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        config.load(tmp_path / "c.yaml")
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load(tmp_path, "# nothing\n") == Config()
+
+
+# Sweeps.
+
+SWEEP = "name: s\nsweep:\n  model.mixer: [householder, dplr]\n  optim.lr: [1e-3, 2e-3, 4e-3]\n"
+
+
+def test_the_last_key_of_a_sweep_varies_fastest():
+    points = config.sweep_points(yaml.load(SWEEP, config._Loader))
+    expected = [(m, lr) for m in ("householder", "dplr") for lr in (1e-3, 2e-3, 4e-3)]
+    assert [(p["model.mixer"], p["optim.lr"]) for p in points] == expected
+
+
+def test_job_index_picks_a_point_and_overrides_come_last(tmp_path):
+    cfg = load(tmp_path, SWEEP, job_index=4)
+    assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 2e-3)
+    assert cfg.name == "s/004-mixer=dplr-lr=0.002"
+    cfg = load(tmp_path, SWEEP, "optim.lr=1", "name=mine", job_index=4)
+    assert (cfg.model.mixer, cfg.optim.lr, cfg.name) == ("dplr", 1.0, "mine")
+
+
+def test_a_sweep_point_can_be_a_model_by_name(tmp_path):
+    text = "model: {d_model: 64}\nsweep: {model: [fprnn, mamba]}"
+    assert load(tmp_path, text, job_index=1).model == Model(name="mamba", d_model=64)
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
+    with pytest.raises(ConfigError, match=f"--job-index {index} is outside the sweep: 0 to 5"):
+        load(tmp_path, SWEEP, job_index=index)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("seed: 1", "has no `sweep:` section"),
+        ("sweep: {train.lr: [1]}", "sweep over unknown key `train.lr`; did you mean `optim.lr`?"),
+        ("sweep: {1: [1]}", "sweep over unknown key `1`"),
+        ("sweep: {optim.lr: 1}", "sweep.optim.lr must be a non-empty list"),
+        ("sweep: {optim.lr: []}", "sweep.optim.lr must be a non-empty list"),
+        # A bad value is found by every job, not by the job it belongs to.
+        ("sweep: {optim.lr: [1, -1]}", "`optim.lr` is -1"),
+        ("sweep: {model.mixer: [dplr, dprl]}", "did you mean `dplr`"),
+    ],
+)
+def test_a_bad_sweep_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, text, job_index=0)
+    assert words in str(e.value)
+
+
+# Written and read back.
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+trees = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": texts
+        | st.sampled_from(["1e-3", "5E3", ".1e1", "null", "off", "007", "2024-01-01"]),
+        "seed": st.integers(0, 2**63),
+        "model": st.fixed_dictionaries(
+            {},
+            optional={
+                "vocab_size": st.integers(1, 10**6) | st.just("auto"),
+                "mixer": st.sampled_from(["householder", "dplr", "kronecker"]),
+                "mixer_proj_rank": st.none() | st.integers(1, 99),
+                "tol": st.floats(0, 1e300, exclude_min=True),
+            },
+        ),
+        "optim": st.fixed_dictionaries(
+            {
+                "betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
+                "min_lr": st.just(0.0),
+                "lr": st.floats(0, 1e300, exclude_min=True),
+            }
+        ),
+        "engine": st.fixed_dictionaries(
+            {"deepspeed": st.none() | texts | st.dictionaries(texts, st.integers() | texts)}
+        ),
+        "sweep": st.dictionaries(st.just("optim.lr"), st.lists(st.floats(1e-4, 1), min_size=1)),
+    },
+)
+
+
+@given(tree=trees)
+@settings(max_examples=150, deadline=None)
+def test_to_yaml_reads_back_as_the_same_config(tmp_path_factory, tree):
+    cfg = config.build(tree)
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(cfg.to_yaml(), encoding="utf-8")
+    assert config.load(path) == cfg
+
+
+# The model section and FPRNNConfig.
+
+
+def huggingface_defaults() -> dict:
+    from lm.model.configuration_fprnn import FPRNNConfig
+
+    parameters = inspect.signature(FPRNNConfig.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_model_has_the_names_and_defaults_of_fprnn_config():
+    ours = {name: field.default for name, field in Model.model_fields.items()}
+    theirs = huggingface_defaults()
+    assert ours.keys() - theirs.keys() == OURS
+    assert theirs.keys() - ours.keys() == HUGGINGFACE
+    assert ours["vocab_size"] == "auto"  # the one default that differs
+    shared = ours.keys() & theirs.keys() - {"vocab_size"}
+    assert len(shared) > 25
+    assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
+
+
+def choices() -> list[tuple[str, object]]:
+    """(field, value) for every choice of every Literal in the model section."""
+    return [
+        (name, value)
+        for name, field in Model.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    ]
+
+
+@pytest.mark.parametrize("field, value", choices())
+def test_every_choice_of_the_model_section_runs(field, value):
+    import torch
+
+    tree = {"d_model": 16, "n_layer": 1, "d_state": 4, "max_iters": 3, field: value}
+    model = build_model(config.build({"model": tree}), 16).train()
+    ids = torch.arange(8).reshape(1, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    if value != "mamba":
+        assert getattr(model.config, field, value) == value
+
+
+# The shipped YAMLs.
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
+def test_every_shipped_yaml_parses(path):
+    tree = config.load_tree(path)
+    cfg = config.load(path)
+    assert cfg.name == tree["name"]
+    if "sweep" in tree:
+        points = config.sweep_points(tree, str(path))
+        names = {config.load(path, job_index=i).name for i in range(len(points))}
+        assert len(names) == len(points)
+
+
+def test_there_are_shipped_yamls():
+    assert {p.name for p in YAMLS} >= {"demo.yaml", "fpmamba_160m_fineweb2b.yaml"}
+
+
+def test_the_papers_language_model_has_the_papers_constants():
+    """The table 'Constants of the paper's experiments', row 'language model', written out."""
+    cfg = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    m, d, o, t = cfg.model, cfg.data, cfg.optim, cfg.train
+    assert (d.source, d.dataset, d.val_tokens) == ("fineweb", "HuggingFaceFW/fineweb", 200_000)
+    assert (cfg.tokenizer.name, d.leading_eos) == ("gpt2", True)  # EOS text EOS
+    assert (m.name, m.block, m.mixer, m.mixer_rank) == ("fprnn", "fp_mamba1", "householder", 1)
+    assert (m.n_layer, m.d_model, m.d_state, m.expand, d.seq_len) == (12, 768, 16, 2, 2048)
+    assert m.vocab_size == -(-50257 // 8) * 8 == 50264
+    assert (t.micro_batch_size, t.world_size, t.grad_accum_steps) == (16, 4, 4)
+    assert t.micro_batch_size * t.world_size * t.grad_accum_steps == 256
+    assert cfg.tokens_per_step(t.world_size) == 256 * 2048
+    assert (t.steps, t.precision) == (4800, "bf16")
+    assert 2e9 < cfg.tokens_per_step(t.world_size) * t.steps < 2.6e9  # "2 B"
+    assert (o.lr, o.min_lr, o.betas) == (4e-3, 1e-5, (0.9, 0.95))
+    assert (o.weight_decay, o.grad_clip) == (0.1, 1.0)
+    assert (o.warmup, o.schedule) == (0.1, "cosine")
+    # The paper's solver (App. B.4).
+    assert (m.schedule, m.stopping) == ("parallel", "paper")
+    assert (m.tol, m.stepsize, m.stepsize_decay, m.patience) == (0.1, 0.99, 0.9, 15)
+    assert (m.quantile, m.eval_max_iters, m.n_backwards) == (0.75, 1000, 1)
+
+
+def test_the_baseline_differs_from_the_papers_model_only_in_the_model():
+    ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    baseline = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
+    changes = {"name": ours.name, "model": ours.model}
+    assert baseline.model.name == "mamba"
+    assert baseline.model_copy(update=changes) == ours
+    for field in ("vocab_size", "d_model", "n_layer", "d_state"):
+        assert getattr(baseline.model, field) == getattr(ours.model, field)
+
+
+# docs/config.md.
+
+
+def documented() -> dict[str, str]:
+    """Dotted key → default, from the page's tables."""
+    rows, section = {}, ""
+    for line in (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            name = re.fullmatch(r"## `(\w+)`", line)
+            section = f"{name[1]}." if name else ""
+        row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
+        if row:
+            assert section + row[1] not in rows, f"{section + row[1]} is there twice"
+            rows[section + row[1]] = row[2]
+    return rows
+
+
+def schema(tree: Section, prefix: str = "") -> dict:
+    """Dotted key → default, from the schema."""
+    leaves, dump = {}, tree.model_dump(mode="json")
+    for name in type(tree).model_fields:
+        value = getattr(tree, name)
+        below = schema(value, f"{name}.") if isinstance(value, Section) else {name: dump[name]}
+        leaves.update(
+            {prefix + k if not isinstance(value, Section) else k: v for k, v in below.items()}
+        )
+    return leaves
+
+
+def test_the_page_has_every_key_with_its_default():
+    page = {k: yaml.load(v, config._Loader) for k, v in documented().items()}
+    assert page == schema(Config())

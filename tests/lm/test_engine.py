@@ -1,0 +1,105 @@
+"""The schedule, the parameter groups, the generated DeepSpeed config, and two real processes."""
+
+import math
+
+import pytest
+
+from lm import engine as ds
+from lm.build import build_model
+from lm.config import ConfigError, Optim
+from tests.running import run
+
+
+def formula(o, steps, warmup, k):
+    """Linear warm-up to the peak at update W, cosine to the floor at the last."""
+    if k <= warmup:
+        return o.lr * k / warmup
+    return o.min_lr + 0.5 * (o.lr - o.min_lr) * (
+        1 + math.cos(math.pi * (k - warmup) / (steps - warmup))
+    )
+
+
+@pytest.mark.parametrize("steps,warmup,w", [(100, 0.1, 10), (12, 4, 4), (1, 0.1, 1), (50, 0, 1)])
+def test_lr_equals_the_formula(steps, warmup, w):
+    o = Optim(lr=4e-3, min_lr=1e-5, warmup=warmup)
+    for k in range(1, steps + 1):
+        assert o.lr * ds.lr_factor(o, steps, k) == pytest.approx(formula(o, steps, w, k), rel=1e-12)
+    assert o.lr * ds.lr_factor(o, steps, w) == pytest.approx(4e-3)
+    if steps > w:
+        assert o.lr * ds.lr_factor(o, steps, steps) == pytest.approx(1e-5)
+
+
+def test_linear_and_constant_schedules():
+    linear = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="linear")
+    assert [ds.lr_factor(linear, 6, k) for k in range(1, 7)] == pytest.approx(
+        [0.5, 1, 0.8, 0.6, 0.4, 0.2]
+    )
+    constant = Optim(lr=1.0, warmup=2, schedule="constant")
+    assert [ds.lr_factor(constant, 4, k) for k in (1, 2, 3, 4)] == [0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["fprnn", "mamba"])
+def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
+    model = build_model(tiny(f"model.name={name}"), 32)
+    groups = ds.parameter_groups(model, 0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    with_decay = {names[id(p)] for p in groups[0]["params"]}
+    without = {names[id(p)] for p in groups[1]["params"]}
+    assert groups[0]["weight_decay"] == 0.1 and groups[1]["weight_decay"] == 0.0
+    assert with_decay | without == set(names.values()) and not with_decay & without
+    for n in without:
+        assert n.rpartition(".")[2] in ("A_log", "D", "bias", "gain") or "norm" in n, n
+    for n in with_decay:
+        assert dict(model.named_parameters())[n].ndim >= 2, n
+    assert any("embedding" in n for n in with_decay)
+    assert any(n.endswith("in_proj.weight") for n in with_decay)
+
+
+def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
+    cfg = tiny("optim.grad_clip=0.5", "engine.zero_stage=2", "train.precision=bf16")
+    d = ds.deepspeed_config(cfg, 4)
+    assert d["train_batch_size"] == 2 * 2 * 4
+    assert d["gradient_clipping"] == 0.5 and d["zero_optimization"]["stage"] == 2
+    assert d["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    raw = tmp_path / "ds.json"
+    raw.write_text('{"zero_optimization": {"overlap_comm": true}, "prescale_gradients": true}')
+    merged = ds.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+    assert merged["zero_optimization"]["overlap_comm"] is True
+    assert merged["zero_optimization"]["stage"] == 1 and merged["prescale_gradients"] is True
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
+        ds.deepspeed_config(tiny("engine.deepspeed=missing.json"), 1)
+
+
+def test_lr_of_every_update_is_applied(tiny_losses):
+    o = Optim(lr=1e-2)
+    assert [r["lr"] for r in tiny_losses] == pytest.approx(
+        [formula(o, 8, 1, k) for k in range(1, 9)], rel=1e-9
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
+    """Same global batch: one process accumulates two micro-batches, two processes take one each."""
+    records, _ = run(
+        tmp_path / "runs", "train.grad_accum_steps=1", f"engine.zero_stage={stage}", processes=2
+    )
+    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    norms = [[r["grad_norm"] for r in rs] for rs in (records, tiny_losses)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
+    records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
+    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert ours != theirs
+
+
+@pytest.mark.slow
+def test_world_size_other_than_the_configs_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match=r"train.world_size is 4 but 1 process"):
+        run(tmp_path / "runs", "train.world_size=4")

@@ -1,0 +1,58 @@
+"""Runs of the tiny config in real processes, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ENV = {
+    **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
+    """The command line of a training, under the `deepspeed` launcher if `processes` is set."""
+    from lm.engine import _free_port
+
+    start = [sys.executable, "-m", "lm"]
+    if processes:
+        launcher = Path(sys.executable).parent / "deepspeed"
+        start = [launcher, "--num_gpus", processes, "--master_port", _free_port(), "--module", "lm"]
+    args = [*start, "train", "--config", ROOT / config, f"out_dir={out_dir}", *overrides]
+    return [str(a) for a in args]
+
+
+def fprnn(*args, **kwargs):
+    """`python -m lm ARGS` → CompletedProcess."""
+    full = [sys.executable, "-m", "lm", *map(str, args)]
+    return subprocess.run(
+        full, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300, **kwargs
+    )
+
+
+def losses(run_dir):
+    """The training records of a run's metrics."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if "loss" in r]
+
+
+def run(out_dir, *overrides, processes=0):
+    """Train the tiny config to its end → (training records, CompletedProcess).
+
+    Raises:
+        AssertionError: it failed; the message holds its output.
+    """
+    env = dict(ENV)
+    if processes:
+        env.update(DS_ACCELERATOR="cpu", PATH=f"{Path(sys.executable).parent}:{ENV['PATH']}")
+    done = subprocess.run(
+        command(out_dir, *overrides, processes=processes), cwd=ROOT, env=env, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return losses(Path(out_dir) / "tiny"), done
