@@ -76,7 +76,7 @@ class Progress:
         self.last_line = now
         of = f"/{total}" if total else ""
         left = ""
-        if total and done > self.start:
+        if total and self.start < done < total:
             seconds = (now - self.began) / (done - self.start) * (total - done)
             left = f"  {seconds / 60:.1f} min left" if seconds > 90 else f"  {seconds:.0f} s left"
         say(f"{self.name} {done}{of} {self.unit}  {text or ''}{left}".rstrip())

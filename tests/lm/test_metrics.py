@@ -1,0 +1,273 @@
+"""Fixed-point statistics, throughput, the writers of a run's metrics, and progress on a console."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from lm import console, metrics
+from lm.config import Config
+from lm.metrics import Throughput, Writer, fixed_point_metrics, read_metrics
+from lm.model.solver import FixedPointStats
+
+
+def stats(iters, hit, converged, residual) -> FixedPointStats:
+    return FixedPointStats(
+        torch.tensor(iters), torch.tensor(converged).bool(), torch.tensor(hit).bool(),
+        torch.tensor(residual),
+    )  # fmt: skip
+
+
+# Two layers; three sequences in two micro-batches.
+HAND_MADE = [
+    stats([[2, 4], [10, 10]], [[0, 0], [0, 1]], [[1, 1], [1, 0]], [[0.1, 0.3], [0.0, 0.9]]),
+    stats([[9], [10]], [[0], [1]], [[1], [0]], [[0.2], [0.3]]),
+]
+
+
+def test_fixed_point_metrics_are_per_layer_over_all_sequences():
+    assert fixed_point_metrics(HAND_MADE) == {
+        "num_iters": {"mean": [5, 10], "median": [4, 10], "max": [9, 10]},
+        "hit_max": [0, 0.666667],
+        "not_converged": [0, 0.666667],
+        "residual": [0.2, 0.4],
+    }
+
+
+def test_fixed_point_metrics_gather_over_ranks():
+    # A second rank with the same statistics, but one more sequence's worth of iterations.
+    def gather(t):
+        return torch.cat([t, 3 * t], -1)
+
+    gathered = fixed_point_metrics(HAND_MADE, gather)
+    assert gathered["num_iters"] == {"mean": [10, 20], "median": [6, 10], "max": [27, 30]}
+    assert gathered["residual"] == [0.4, 0.8]
+
+
+def test_a_model_without_a_solver_has_no_fixed_point_metrics():
+    assert fixed_point_metrics([]) == {}
+
+
+def test_fixed_point_metrics_of_a_real_model():
+    from lm.build import build_model
+
+    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4, "max_iters": 2, "tol": 1e-9})
+    output = build_model(cfg, 16).train()(input_ids=torch.arange(10).reshape(2, 5))
+    measured = fixed_point_metrics([output.fixed_point])
+    assert measured["num_iters"] == {k: [2, 2, 2] for k in ("mean", "median", "max")}
+    assert measured["hit_max"] == measured["not_converged"] == [1, 1, 1]
+    assert all(r > 0 for r in measured["residual"])
+
+
+# Throughput and MFU.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The performance counter, moved by hand."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now.seconds)
+    return now
+
+
+def test_throughput_and_mfu(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
+    speed = Throughput(lambda num_iters: 100 * num_iters, world_size=2)
+    speed.tokens += 5000
+    clock.seconds += 2
+    # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
+    assert speed.read(4.0) == {"tokens_per_s": 2500.0, "mfu": 0.5}
+    speed.tokens += 30
+    clock.seconds += 3
+    assert speed.read(0.0) == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+
+
+def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: None)
+    speed = Throughput(lambda num_iters: 1, world_size=1)
+    speed.tokens += 1000
+    clock.seconds += 50
+    speed.restart()
+    speed.tokens += 20
+    clock.seconds += 2
+    assert speed.read(1.0) == {"tokens_per_s": 10.0}  # no peak, no MFU
+
+
+def test_a_baseline_without_a_flops_formula_has_no_mfu(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
+    speed = Throughput(None, world_size=1)
+    clock.seconds += 1
+    assert speed.read(0.0) == {"tokens_per_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("Some GPU", None)],
+)
+def test_the_peak_is_known_by_the_devices_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert metrics.peak_flops() == peak
+
+
+def test_a_cpu_has_no_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert metrics.peak_flops() is None
+
+
+# Writers.
+
+
+def record(step: int) -> dict:
+    return {"step": step, "loss": 1 / step, "num_iters": {"mean": [1.5, 2.5]}, "note": "text"}
+
+
+def test_jsonl_is_on_disk_after_every_write(tmp_path):
+    writer = Writer(Config(), tmp_path)
+    for step in (1, 2):
+        writer.write(record(step))
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [record(s) for s in range(1, step + 1)]
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(2)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # neither wandb nor a .tmp
+
+
+def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
+    writer = Writer(Config(), tmp_path)
+    for step in (1, 2, 3, 4):
+        writer.write(record(step))
+    writer.close()
+    writer = Writer(Config(), tmp_path, resumed_at=2)
+    assert read_metrics(tmp_path) == [record(1), record(2)]
+    writer.write({"step": 3, "loss": 9.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(2), {"step": 3, "loss": 9.0}]
+
+
+def test_a_run_from_the_start_begins_a_new_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    Writer(Config(), tmp_path).close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_half_written_last_line_is_dropped(tmp_path):
+    whole = json.dumps(record(1)) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(whole + json.dumps(record(2))[:-3])
+    assert read_metrics(tmp_path) == [record(1)]
+    writer = Writer(Config(), tmp_path, resumed_at=2)
+    writer.write(record(3))
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(3)]
+
+
+def test_no_file_has_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_files_hold_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = Writer(Config(log={"tensorboard": True}), tmp_path)
+    writer.write(record(1))
+    writer.write(record(2))
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    names = {"loss", "num_iters/mean/layer0", "num_iters/mean/layer1"}
+    assert set(events.Tags()["scalars"]) == names
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert [e.value for e in events.Scalars("num_iters/mean/layer1")] == [2.5, 2.5]
+
+
+def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    writer = Writer(Config(name="offline", log={"wandb": True}), tmp_path)
+    run = writer.wandb
+    writer.write(record(1))
+    writer.close()
+    assert run.settings.mode == "offline"
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1 and files[0].stat().st_size > 0
+    text = files[0].read_bytes()
+    assert b"num_iters/mean/layer1" in text and b"fp_mamba1" in text  # metrics and config
+    assert read_metrics(tmp_path) == [record(1)]
+
+
+# Progress.
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """`screen(terminal)` makes `say` write into the StringIO it returns."""
+
+    def use(terminal: bool) -> io.StringIO:
+        file = io.StringIO()
+        fake = Console(file=file, force_terminal=terminal, width=100, highlight=False)
+        monkeypatch.setattr(console.say, "_console", fake)
+        monkeypatch.setattr(console.say, "enabled", True)
+        return file
+
+    return use
+
+
+@pytest.fixture
+def now(monkeypatch):
+    time = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: time.seconds)
+    return time
+
+
+def test_on_a_pipe_every_text_is_a_plain_line(screen, now):
+    file = screen(terminal=False)
+    with console.Progress("training", total=10, start=2, unit="updates") as bar:
+        now.seconds += 6
+        bar.update(4, text="loss 3.2")
+        now.seconds += 294
+        bar.update(5, text="[loss] 3.1")  # no markup: brackets stay
+        bar.update(10, text="done")
+    assert file.getvalue().splitlines() == [
+        "training 4/10 updates  loss 3.2  18 s left",
+        "training 5/10 updates  [loss] 3.1  8.3 min left",
+        "training 10/10 updates  done",
+    ]
+    assert "\x1b" not in file.getvalue()
+
+
+def test_on_a_pipe_updates_without_a_text_are_rare(screen, now):
+    file = screen(terminal=False)
+    with console.Progress("tokenised", unit="documents") as bar:
+        for i in range(100):
+            now.seconds += console.PLAIN_EVERY_S / 20
+            bar.update(i)
+    assert len(file.getvalue().splitlines()) == 5
+    assert file.getvalue().splitlines()[0] == "tokenised 19 documents"
+
+
+def test_on_a_terminal_it_is_a_bar(screen):
+    file = screen(terminal=True)
+    with console.Progress("training", total=10, unit="updates") as bar:
+        bar.update(4, text="loss 3.2")
+        bar.update(5)  # keeps the text
+    text = file.getvalue()
+    assert "\x1b[" in text and "━" in text
+    assert "5/10" in text and "loss 3.2" in text.rpartition("5/10")[2]
+
+
+def test_other_ranks_are_silent(screen, monkeypatch):
+    for terminal in (False, True):
+        file = screen(terminal)
+        monkeypatch.setattr(console.say, "enabled", False)
+        console.say("hello")
+        with console.Progress("training", total=10) as bar:
+            bar.update(4, text="loss 3.2")
+        assert file.getvalue() == ""
