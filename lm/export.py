@@ -9,11 +9,15 @@ from pathlib import Path
 # Where the paper's implementation and ours call the same tensor differently, in order.
 REFERENCE_RENAMES = [
     (r"\.parametrizations\.weight\.original0$", ".gain"),
-    (r"\.parametrizations\.weight\.original1$", ".weight"),
+    (r"\.parametrizations\.weight\.original1?$", ".weight"),
+    (r"\.parametrizations\.weight\.0\.base$", ".base"),
     (r"^backbone\.embedding\.", "backbone.embeddings."),
     (r"^(backbone\.layers\.\d+)\.mixer\.", r"\1.block."),
     (r"\bmixer\.uv_project\.", "mixer.uv_proj."),
-    (r"\bmixer\.diag\.", "mixer.gate_proj."),
+    (r"\bmixer\.(diag|alpha)\.", "mixer.gate_proj."),
+    (r"^(backbone\.layers\.\d+\.block\.|)(output_)?norm\.weight$", r"\1out_norm.weight"),
+    (r"\binput_trans\.", "in_proj."),
+    (r"\boutput_trans\.", "out_proj."),
 ]
 
 

@@ -1,6 +1,6 @@
 """The fixed-point blocks: `prepare` (once per solve), `step` (once per iteration), `finish`.
 
-Shape suffixes: b batch, l length, d channels (d_inner), n d_state.
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from .mixers import MixerWeights, WNLinear, build_mixer, nrm
-from .scan import causal_conv, chunk_decays, selective_scan
-from .solver import NonFiniteError, Rule, relative_residual, solve
+from .scan import (
+    causal_conv,
+    chunk_decays,
+    linear_scan,
+    selective_scan,
+    ssd_decays,
+    ssd_scan,
+)
+from .solver import (
+    FixedPointStats,
+    Rule,
+    implicit_gradient,
+    relative_residual,
+    solve,
+    spectral_norm,
+)
 
 
 class Sequences(NamedTuple):
@@ -30,21 +44,21 @@ def shift(y, seqs):
 class Static(NamedTuple):
     """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
 
-    x: torch.Tensor  # (b,l,d)
+    x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate
-    dt: torch.Tensor  # (b,l,d), 0 at padding
-    A: torch.Tensor  # (d,n)
-    raw: torch.Tensor  # (b,l,m+2n): the x part of the mixer's map and of B, C
-    weight_y: torch.Tensor  # (m+2n or 2n, d): sh(y) → the y part of the same
+    raw: torch.Tensor  # (b,l,m+k): the x part of the mixer's map, and of B, C where there are any
+    weight_y: torch.Tensor  # (m+k or k, d): sh(y) → the y part of the same
     weight_z: torch.Tensor | None  # (d,d)
     mixer: MixerWeights
     seqs: Sequences
-    keep: torch.Tensor | None  # (b,l) 0 where a document starts
-    decays: torch.Tensor | None  # exp(dt A) in the scan's layout, when it may be kept
+    time: tuple  # what the block's own recurrence needs
 
 
-class FPMamba1(nn.Module):
-    """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan.
+class FixedPointBlock(nn.Module):
+    """What the blocks share: mixing, solving, gradients, gate and projection.
+
+    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, bc) → y`: its recurrence and
+    norm, from the mixed x (b,l,d) and the k projected values bc (b,l,k).
 
     forward: u (b,l,d_model) → output (b,l,d_model) and FixedPointStats.
     """
@@ -52,75 +66,40 @@ class FPMamba1(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        d, n = config.d_inner, config.d_state
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
-        if config.use_short_conv:
-            self.conv1d = nn.Conv1d(d, d, config.d_conv, groups=d, padding=config.d_conv - 1)
-        self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
-        self.dt_proj = nn.Linear(config.dt_rank, d)
-        self.A_log = nn.Parameter(torch.empty(d, n))
-        self.D = nn.Parameter(torch.empty(d))
-        self.bc_y_proj = WNLinear(d, 2 * n)
-        if not config.glu_in_loop:
-            self.z_y_proj = WNLinear(d, d)
+        d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
-        self.out_norm = nn.LayerNorm(d, eps=config.out_norm_epsilon)
         self.out_proj = nn.Linear(d, config.d_model, bias=False)
         self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
 
-    def prepare(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
-        """All that depends on x alone. u: (b,l,d_model) → Static."""
-        cfg, d = self.config, self.config.d_inner
-        x, z = self.in_proj(u).chunk(2, dim=-1)
-        if seqs.mask is not None:
-            x = x * seqs.mask.unsqueeze(-1)
-        if cfg.use_short_conv:
-            segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-            x = F.silu(causal_conv(x, self.conv1d.weight, self.conv1d.bias, segments))
-        delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
-        acc = torch.promote_types(u.dtype, torch.float32)
-        dt = F.softplus(F.linear(delta, self.dt_proj.weight).to(acc) + self.dt_proj.bias.to(acc))
-        if seqs.mask is not None:
-            dt = dt * seqs.mask.unsqueeze(-1)
-        A = -torch.exp(self.A_log.to(acc))
+    def _conv(self, x, seqs, conv):
+        """silu(causal convolution), within documents; x itself when short convolutions are off."""
+        if not self.config.use_short_conv:
+            return x
+        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
+        return F.silu(causal_conv(x, conv.weight, conv.bias, segments))
 
-        weights, weight_bc = self.mixer.weights(), self.bc_y_proj.matrix()
-        first_x = weights.first[:, :d]
-        raw = torch.cat([F.linear(x, first_x, weights.bias).to(acc), bc_x.to(acc)], dim=-1)
+    def _projections(self, x, bc_x, weight_bc):
+        """(raw, weight_y, mixer weights): the mixer's map and B, C split into x and sh(y) parts."""
+        cfg, weights, d = self.config, self.mixer.weights(), x.shape[-1]
+        acc = torch.promote_types(x.dtype, torch.float32)
+        raw = F.linear(x, weights.first[:, :d], weights.bias).to(acc)
         if not cfg.mixer_h_dep:
-            weight_y = weight_bc
-        else:
-            first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-            weight_y = torch.cat([first_y, weight_bc])
-
-        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        with torch.no_grad():
-            decays = chunk_decays(dt, A, keep)
-        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
-        x = x.to(acc)
-        return Static(x, z, dt, A, raw, weight_y, weight_z, weights, seqs, keep, decays)
+            return torch.cat([raw, bc_x.to(acc)], -1), weight_bc, weights
+        first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
+        return torch.cat([raw, bc_x.to(acc)], -1), torch.cat([first_y, weight_bc]), weights
 
     def step(self, s, y):
-        """One iteration f(y): mix channels, then scan over time, then norm. y: (b,l,d)."""
-        cfg, m = self.config, self.mixer.out_features
+        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d)."""
+        m = self.mixer.out_features
         from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
         with torch.autocast(y.device.type, enabled=False):
-            if not cfg.mixer_h_dep:
+            if not self.config.mixer_h_dep:
                 from_y = F.pad(from_y, (m, 0))
-            raw_mixer, B, C = (s.raw + from_y).split([m, cfg.d_state, cfg.d_state], dim=-1)
-            x = self.mixer(raw_mixer, s.x - y, s.mixer) + y  # Q x + (I − Q) y
-            if cfg.bc_norm:
-                B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
-            o, _ = selective_scan(x, s.dt, s.A, B, C, keep=s.keep, decays=s.decays)
-            o = o + self.D.to(o.dtype) * x
-            if cfg.glu_in_loop:
-                o = o * F.silu(s.z.to(o.dtype))
-            norm = self.out_norm
-            o = F.layer_norm(
-                o, norm.normalized_shape, norm.weight.to(o.dtype), norm.bias.to(o.dtype), norm.eps
-            )
-            return o if s.seqs.mask is None else o * s.seqs.mask.unsqueeze(-1)
+            raw = s.raw + from_y
+            x = self.mixer(raw[..., :m], s.x - y, s.mixer) + y  # Q x + (I − Q) y
+            y = self.mix_time(s, x, raw[..., m:])
+            return y if s.seqs.mask is None else y * s.seqs.mask.unsqueeze(-1)
 
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
@@ -138,53 +117,310 @@ class FPMamba1(nn.Module):
         )
         return Rule(c.tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
+    def _solve(self, s):
+        c = self.config
+        y0 = torch.zeros_like(s.x)
+        return solve(lambda y: self.step(s, y), y0, self.rule(), c.schedule, c.stopping)
+
     def _gradient_steps(self, s, y_star):
-        """`n_backwards` undamped steps from the detached y*, then `finish` (App. B.2).
+        """From the detached y* to the output, with the gradient that `config.gradient` names.
 
-        Returns the output and f(y*).
+        Returns the output, f(y*), and an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
+        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference).
         """
+        cfg, (kind, k) = self.config, self.config.gradient_kind
         first = y = self.step(s, y_star)
-        for _ in range(self.config.n_backwards - 1):
-            y = self.step(s, y)
-        return self.finish(s, y), first
+        if kind == "implicit":
+            y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
+        elif kind == "phantom":  # k damped steps (Geng et al. 2021)
+            damping = cfg.stepsize
+            y = damping * first + (1 - damping) * y_star
+            for _ in range(k - 1):
+                y = damping * self.step(s, y) + (1 - damping) * y
+        else:
+            for _ in range(cfg.n_backwards - 1):
+                y = self.step(s, y)
+        jacobian = y_star.new_zeros(y_star.shape[0])
+        if cfg.jacobian_reg and self.training and torch.is_grad_enabled():
+            sigma = 1e-2
+            moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
+            jacobian = ((moved - first) / sigma).square().mean((1, 2))
+        return self.finish(s, y), first, jacobian
 
-    def forward(self, u, seqs=Sequences()):  # noqa: B008
+    def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
         checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not checkpointed):
             s = self.prepare(u, seqs)
-        y_star, stats = solve(
-            lambda y: self.step(s, y),
-            torch.zeros_like(s.x),
-            self.rule(),
-            self.config.schedule,
-            self.config.stopping,
-        )
+        y_star, stats = self._solve(s)
         if checkpointed:  # the backward computes these steps again, never the solve
             del s
-            out, first = self._gradient_checkpointing_func(
+            out, first, jacobian = self._gradient_checkpointing_func(
                 lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
             )
         else:
-            out, first = self._gradient_steps(s, y_star)
+            out, first, jacobian = self._gradient_steps(s, y_star)
         with torch.no_grad():  # the residual of what the solve returned, for free
-            stats = stats._replace(residual=relative_residual(y_star, first))
-        return out, stats
+            residual = relative_residual(y_star, first)
+        return out, FixedPointStats(*stats[:3], residual, jacobian)
+
+    def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
+        """How contractive the iteration is at its fixed point, by power iteration (no training).
+
+        Returns:
+            mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
+        """
+        with torch.no_grad():
+            s = self.prepare(u, seqs)
+            y, _ = self._solve(s)
+            m = self.mixer.out_features
+            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+            from_y = from_y if self.config.mixer_h_dep else F.pad(from_y, (m, 0))
+            raw = (s.raw + from_y)[..., :m]
+
+        def off_identity(v):
+            return v - self.mixer(raw, v, s.mixer)
+
+        with torch.autocast(y.device.type, enabled=False):
+            zero = torch.zeros_like(y)
+            mixing = spectral_norm(
+                off_identity, zero, power_iterations, per_token=True, linear=True
+            )
+            lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
+        return mixing.amax(-1), lipschitz
+
+    def _flops(self, once, scan):
+        """(once, per_iteration) from what the subclass counts on top of mixer and gate."""
+        c, d, m = self.config, self.config.d_inner, self.mixer.out_features
+        gate = getattr(self, "z_y_proj", None)
+        once += 2 * (self.in_proj.weight.numel() + self.out_proj.weight.numel() + m * d)
+        once += 2 * gate.weight.numel() if gate is not None else 0
+        per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
+        return once, per_step + scan + 12 * d
+
+
+class FPMamba1(FixedPointBlock):
+    """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        d, n = config.d_inner, config.d_state
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
+        if config.use_short_conv:
+            self.conv1d = nn.Conv1d(d, d, config.d_conv, groups=d, padding=config.d_conv - 1)
+        self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
+        self.dt_proj = nn.Linear(config.dt_rank, d)
+        self.A_log = nn.Parameter(torch.empty(d, n))
+        self.D = nn.Parameter(torch.empty(d))
+        self.bc_y_proj = WNLinear(d, 2 * n)
+        if not config.glu_in_loop:
+            self.z_y_proj = WNLinear(d, d)
+        self.out_norm = nn.LayerNorm(d, eps=config.out_norm_epsilon)
+
+    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+        """All that depends on x alone. u: (b,l,d_model) → Static."""
+        cfg = self.config
+        x, z = self.in_proj(u).chunk(2, dim=-1)
+        if seqs.mask is not None:
+            x = x * seqs.mask.unsqueeze(-1)
+        x = self._conv(x, seqs, getattr(self, "conv1d", None))
+        delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
+        acc = torch.promote_types(u.dtype, torch.float32)
+        dt = F.softplus(F.linear(delta, self.dt_proj.weight).to(acc) + self.dt_proj.bias.to(acc))
+        if seqs.mask is not None:
+            dt = dt * seqs.mask.unsqueeze(-1)
+        A = -torch.exp(self.A_log.to(acc))
+        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
+        with torch.no_grad():
+            decays = chunk_decays(dt, A, keep)
+        raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
+        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
+        time = (dt, A, keep, decays)
+        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time)
+
+    def mix_time(self, s, x, bc):
+        """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm."""
+        cfg, (dt, A, keep, decays) = self.config, s.time
+        B, C = bc.chunk(2, dim=-1)
+        if cfg.bc_norm:
+            B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
+        o, _ = selective_scan(x, dt, A, B, C, keep=keep, decays=decays)
+        o = o + self.D.to(o.dtype) * x
+        if cfg.glu_in_loop:
+            o = o * F.silu(s.z.to(o.dtype))
+        norm = self.out_norm
+        weight, bias = norm.weight.to(o.dtype), norm.bias.to(o.dtype)
+        return F.layer_norm(o, norm.normalized_shape, weight, bias, norm.eps)
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two).
 
         Returns (once, per_iteration): what runs once per solve, and what each step costs.
         """
-        c, d, n, m = self.config, self.config.d_inner, self.config.d_state, self.mixer.out_features
-        once = 2 * (
-            self.in_proj.weight.numel() + self.x_proj.weight.numel() + self.dt_proj.weight.numel()
-            + self.out_proj.weight.numel() + m * d + (0 if c.glu_in_loop else d * d)
-            + (d * c.d_conv if c.use_short_conv else 0)
-        )  # fmt: skip
-        scan = 7 * d * n  # u Bᵀ, decay, add; C: as mamba counts it, the exponential apart
-        projection = 2 * d * (2 * n + (m if c.mixer_h_dep else 0))
-        return once, projection + self.mixer.flops_per_token() + scan + 12 * d
+        c, d, n = self.config, self.config.d_inner, self.config.d_state
+        once = 2 * (self.x_proj.weight.numel() + self.dt_proj.weight.numel())
+        once += 2 * d * c.d_conv if c.use_short_conv else 0
+        return self._flops(once, 7 * d * n + 4 * d * n)  # scan as Mamba counts it; B_y, C_y
 
 
-BLOCKS = {"fp_mamba1": FPMamba1}
-__all__ = ["BLOCKS", "FPMamba1", "NonFiniteError", "Sequences", "WNLinear", "shift"]
+class FPMamba2(FixedPointBlock):
+    """FP-Mamba-2: heads with a scalar decay and a (headdim × n) state; B, C per group."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        d, bc = config.d_inner, 2 * config.ngroups * config.d_state
+        if d % config.headdim:
+            raise ValueError(f"headdim {config.headdim} does not divide d_inner = {d}")
+        self.heads = d // config.headdim
+        if self.heads % config.ngroups:
+            raise ValueError(f"ngroups {config.ngroups} does not divide {self.heads} heads")
+        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
+        if config.use_short_conv:
+            k = config.d_conv
+            self.conv1d = nn.Conv1d(d + bc, d + bc, k, groups=d + bc, padding=k - 1)
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.D = nn.Parameter(torch.empty(self.heads))
+        self.bc_y_proj = WNLinear(d, bc)
+        if not config.glu_in_loop:
+            self.z_y_proj = WNLinear(d, d)
+        self.out_norm = RMSNorm(d, config.out_norm_epsilon)
+
+    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+        """All that depends on x alone. u: (b,l,d_model) → Static."""
+        cfg, d, bc = self.config, self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
+        z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
+        if seqs.mask is not None:
+            xbc = xbc * seqs.mask.unsqueeze(-1)
+        xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
+        x, bc_x = xbc.split([d, bc], dim=-1)
+        acc = torch.promote_types(u.dtype, torch.float32)
+        dt = F.softplus(delta.to(acc) + self.dt_bias.to(acc))
+        if seqs.mask is not None:
+            dt = dt * seqs.mask.unsqueeze(-1)
+        A = -torch.exp(self.A_log.to(acc))
+        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
+        with torch.autocast(u.device.type, enabled=False):
+            decays = ssd_decays(dt, A, keep)
+        raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
+        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
+        time = (dt, A, decays)
+        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time)
+
+    def mix_time(self, s, x, bc):
+        """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t + D x̃_t; the gate
+        silu(z) and RMSNorm."""
+        cfg, (dt, A, decays) = self.config, s.time
+        B, C = bc.unflatten(-1, (2, cfg.ngroups, cfg.d_state)).unbind(-3)
+        if cfg.bc_norm:
+            B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
+        heads = x.unflatten(-1, (self.heads, cfg.headdim))
+        o, _ = ssd_scan(heads, dt, A, B, C, decays=decays)
+        o = (o + self.D.to(o.dtype).unsqueeze(-1) * heads).flatten(-2)
+        return self.out_norm.wide(o * F.silu(s.z.to(o.dtype)))
+
+    def flops_per_token(self):
+        """See FPMamba1.flops_per_token."""
+        c, d = self.config, self.config.d_inner
+        bc = 2 * c.ngroups * c.d_state
+        once = 2 * (d + bc) * c.d_conv if c.use_short_conv else 0
+        return self._flops(once, 7 * d * c.d_state + 2 * d * bc)
+
+
+class FPRNN(FixedPointBlock):
+    """FP-RNN: a vector state h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t, the didactic model (paper Eq. 6)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.glu_in_loop:
+            raise ValueError("fp_rnn iterates its state itself: glu_in_loop is for fp_mamba1 and 2")
+        d, k = config.d_inner, config.d_conv
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
+        if config.use_short_conv:
+            for name in ("x", "b", "mixer", "lambda"):
+                conv = nn.Conv1d(d, d, k, groups=d, padding=k - 1)
+                self.add_module(f"conv1d_{name}", conv)
+            self.conv1d_c = nn.Conv1d(2 * d, 2 * d, k, groups=2 * d, padding=k - 1)
+        self.lambda_proj = nn.Linear(d, d)
+        self.b_proj = nn.Linear(d, d, bias=False)
+        self.c_proj = nn.Linear(2 * d, d, bias=False)
+        self.out_norm = RMSNorm(d, config.out_norm_epsilon)
+
+    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+        """All that depends on x alone. u: (b,l,d_model) → Static."""
+        x0, z = self.in_proj(u).chunk(2, dim=-1)
+        if seqs.mask is not None:
+            x0 = x0 * seqs.mask.unsqueeze(-1)
+        x, x_b, x_mixer, x_lambda = (
+            self._conv(x0, seqs, getattr(self, f"conv1d_{name}", None))
+            for name in ("x", "b", "mixer", "lambda")
+        )
+        acc = torch.promote_types(u.dtype, torch.float32)
+        b = F.silu(self.b_proj(x_b)).to(acc)
+        gate = self.lambda_proj(x_lambda).to(acc)
+        decay, fresh = torch.sigmoid(gate), torch.sigmoid(-gate)  # λ and 1 − λ
+        if seqs.mask is not None:  # the state passes padding unchanged
+            mask = seqs.mask.unsqueeze(-1)
+            decay, fresh = decay.masked_fill(~mask, 1.0), fresh * mask
+        if seqs.starts is not None:
+            decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
+        none = x_mixer.new_zeros(0, x_mixer.shape[-1])
+        raw, weight_y, weights = self._projections(x_mixer, x_mixer[..., :0], none)
+        time = (decay, fresh, x)
+        return Static(b * x.to(acc), z, raw, weight_y, None, weights, seqs, time)
+
+    def mix_time(self, s, x, bc):
+        """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
+        decay, fresh, _ = s.time
+        return linear_scan(decay, fresh * x)
+
+    def finish(self, s, y):
+        """c = silu(W_c silu(conv[x, h])); out = W_out RMSNorm(silu(z) ⊙ c ⊙ h)."""
+        x = s.time[2]
+        if self.config.use_short_conv:
+            both = self._conv(torch.cat([x, y.to(x.dtype)], -1), s.seqs, self.conv1d_c)
+        else:
+            both = torch.cat([x, shift(y, s.seqs).to(x.dtype)], -1)
+        c = F.silu(self.c_proj(both))
+        gated = self.out_norm(F.silu(s.z) * c * y)
+        return self.out_proj(gated.to(self.out_proj.weight.dtype))
+
+    def flops_per_token(self):
+        """See FPMamba1.flops_per_token."""
+        c, d = self.config, self.config.d_inner
+        once = 2 * (2 * d * d + self.c_proj.weight.numel())
+        once += 12 * d * c.d_conv if c.use_short_conv else 0
+        return self._flops(once, 4 * d)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
+
+    def __init__(self, d, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d))
+        self.eps = eps
+
+    def wide(self, x):
+        """The same, in the wide dtype it is computed in."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return x * rms * self.weight.to(x.dtype)
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * rms).to(self.weight.dtype) * self.weight
+
+
+BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}
+
+
+def build_block(config):
+    """The block named by `config.block`.
+
+    Raises:
+        ValueError: an unknown name, or sizes that this block or its mixer cannot have.
+    """
+    if config.block not in BLOCKS:
+        raise ValueError(f"unknown block `{config.block}`: one of {', '.join(BLOCKS)}")
+    return BLOCKS[config.block](config)

@@ -4,6 +4,13 @@ import math
 
 from transformers.configuration_utils import PretrainedConfig
 
+# App. B.4: how the paper damps and stops, per block.
+PAPER_RULES = {
+    "fp_mamba1": {"quantile": 0.75, "stepsize": 0.99, "stepsize_decay": 0.9},
+    "fp_mamba2": {"quantile": 0.9, "stepsize": 0.99, "stepsize_decay": 0.9},
+    "fp_rnn": {"quantile": 0.9, "stepsize": 1.0, "stepsize_decay": 1.0},
+}
+
 
 class FPRNNConfig(PretrainedConfig):
     """Configuration of FPRNNModel and FPRNNForCausalLM. Every field has a default.
@@ -12,8 +19,12 @@ class FPRNNConfig(PretrainedConfig):
         vocab_size, d_model, n_layer, d_state (N), expand (d_inner = expand · d_model),
         dt_rank ("auto": ⌈d_model/16⌉), d_conv, norm_epsilon (RMSNorm of the residual stream),
         residual_in_fp32, tie_embeddings: as in Mamba.
-        block: "fp_mamba1". mixer: "householder", "dplr" or "kronecker" (paper App. C.3).
-        mixer_rank: r. mixer_proj_rank: q of the low-rank map to the reflection vectors, None: full.
+        block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2.
+        mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
+        "selective_dense" (paper App. C.3). eigen_range: of Q, "signed" [−1, 1] or "positive" [0, 1].
+        kronecker_norm: "rows" (the paper's code) or "spectral" (the paper's text).
+        contractive: κ < 1 scales Q so that ‖I − Q‖ ≤ κ; None leaves it as it is.
+        mixer_rank: r (monarch: the block size). mixer_proj_rank: q of the low-rank map to the reflection vectors, None: full.
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
         symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
         glu_in_loop: the output gate is inside the iteration. use_short_conv: convolution on x.
@@ -23,7 +34,10 @@ class FPRNNConfig(PretrainedConfig):
         schedule, stopping: how the fixed point is found (solver.py). tol: relative residual.
         max_iters: ℓmax in training; eval_max_iters: in evaluation. quantile: share of the batch
         that must converge in training. stepsize, stepsize_decay, patience: damping (App. B.4).
-        n_backwards: gradient steps at the fixed point (App. B.2).
+        quantile, stepsize and stepsize_decay "auto": the paper's for the block.
+        gradient: "one_step" (n_backwards undamped steps from y*, App. B.2), "phantom:K" (K damped
+        steps) or "implicit" (the true gradient of the fixed point, Eq. 16).
+        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
         max_position_embeddings: the length trained on; a recurrence has no limit, but
         lm-evaluation-harness cuts contexts to it.
     Raises:
@@ -51,10 +65,15 @@ class FPRNNConfig(PretrainedConfig):
         residual_in_fp32=True,
         tie_embeddings=True,
         block="fp_mamba1",
+        headdim=64,
+        ngroups=1,
         mixer="householder",
         mixer_rank=1,
         mixer_proj_rank=None,
         mixer_act="silu",
+        eigen_range="signed",
+        kronecker_norm="rows",
+        contractive=None,
         mixer_h_dep=True,
         symm_mixer=False,
         bc_norm=True,
@@ -68,11 +87,13 @@ class FPRNNConfig(PretrainedConfig):
         tol=0.1,
         max_iters=100,
         eval_max_iters=1000,
-        quantile=0.75,
-        stepsize=0.99,
-        stepsize_decay=0.9,
+        quantile="auto",
+        stepsize="auto",
+        stepsize_decay="auto",
         patience=15,
+        gradient="one_step",
         n_backwards=1,
+        jacobian_reg=0.0,
         max_position_embeddings=2048,
         pad_token_id=None,
         bos_token_id=None,
@@ -97,10 +118,15 @@ class FPRNNConfig(PretrainedConfig):
         self.residual_in_fp32 = residual_in_fp32
         self.tie_embeddings = kwargs.pop("tie_word_embeddings", tie_embeddings)
         self.block = block
+        self.headdim = headdim
+        self.ngroups = ngroups
         self.mixer = mixer
         self.mixer_rank = mixer_rank
         self.mixer_proj_rank = mixer_proj_rank
         self.mixer_act = mixer_act
+        self.eigen_range = eigen_range
+        self.kronecker_norm = kronecker_norm
+        self.contractive = contractive
         self.mixer_h_dep = mixer_h_dep
         self.symm_mixer = symm_mixer
         self.bc_norm = bc_norm
@@ -114,11 +140,17 @@ class FPRNNConfig(PretrainedConfig):
         self.tol = tol
         self.max_iters = max_iters
         self.eval_max_iters = eval_max_iters
-        self.quantile = quantile
-        self.stepsize = stepsize
-        self.stepsize_decay = stepsize_decay
+        paper = PAPER_RULES.get(block, PAPER_RULES["fp_mamba1"])
+        self.quantile = paper["quantile"] if quantile == "auto" else quantile
+        self.stepsize = paper["stepsize"] if stepsize == "auto" else stepsize
+        self.stepsize_decay = (
+            paper["stepsize_decay"] if stepsize_decay == "auto" else stepsize_decay
+        )
         self.patience = patience
+        self.gradient = gradient
         self.n_backwards = n_backwards
+        self.jacobian_reg = jacobian_reg
+        _ = self.gradient_kind  # a bad name is an error now
         self.max_position_embeddings = max_position_embeddings
         super().__init__(
             pad_token_id=pad_token_id,
@@ -132,3 +164,15 @@ class FPRNNConfig(PretrainedConfig):
     def d_inner(self):
         """Width of the recurrence, expand · d_model."""
         return self.expand * self.d_model
+
+    @property
+    def gradient_kind(self):
+        """("one_step" | "phantom" | "implicit", number of steps)."""
+        kind, _, steps = str(self.gradient).partition(":")
+        if kind == "phantom" and steps.isdigit() and int(steps) > 0:
+            return kind, int(steps)
+        if kind in ("one_step", "implicit") and not steps:
+            return kind, self.n_backwards
+        raise ValueError(
+            f"gradient is `{self.gradient}`: it must be one_step, phantom:K (K steps) or implicit"
+        )

@@ -1,24 +1,54 @@
-"""The channel mixers Q_t = I − M_t of the fixed-point iteration (paper App. C.3).
+"""The channel mixers Q_t of the fixed-point iteration (paper App. C.3).
 
-A mixer reads P (the mixer argument) through one linear map, `raw = P Wᵀ + b`, and applies M(P; v).
-The block evaluates the map itself, fused with its other projections and split into the part that
-depends on x alone (once per solve) and the part that depends on the iterate.
+A mixer reads P (the mixer argument) through one linear map, `raw = P Wᵀ + b`, and applies
+M(P; v) = Q_t v. The block evaluates the map itself, fused with its other projections and split into
+the part that depends on x alone (once per solve) and the part that depends on the iterate.
+`eigen_range: signed` doubles what is taken off the identity, so that Q has eigenvalues in [−1, 1]
+(Grazzi et al. 2024) rather than in [0, 1].
 
-Shape suffixes: b batch, l length, d channels (d_inner), r rank.
+Shape suffixes: b batch, l length, d channels (d_inner), r rank. Leading dimensions are free, so a
+mixer also applies to many v per token (`matrix` does).
 """
 
 import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-ACTIVATIONS = {"silu": nn.functional.silu, "relu": nn.functional.relu, "identity": lambda x: x}
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
+MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
+POWER_ITERATIONS = 100
 
 
 def nrm(v, eps):
     """v / max(‖v‖₂, eps) over the last dimension."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(eps)
+
+
+def largest_divisor(d):
+    """The largest divisor of d not above √d."""
+    return next(m for m in range(math.isqrt(d), 0, -1) if d % m == 0)
+
+
+def gram_of_triangle(entries, m):
+    """S = T Tᵀ, T upper triangular filled row by row. entries: (…,m(m+1)/2) → (…,m,m)."""
+    rows, cols = torch.triu_indices(m, m, device=entries.device)
+    flat = entries.new_zeros(*entries.shape[:-1], m * m)
+    T = flat.index_copy(-1, rows * m + cols, entries).unflatten(-1, (m, m))
+    return T @ T.transpose(-1, -2)
+
+
+def largest_eigenvalue(S):
+    """ρ(S) of positive semidefinite S (…,m,m) → (…,1,1): power iteration without gradient, then the
+    Rayleigh quotient, whose gradient at the eigenvector is the eigenvalue's own."""
+    with torch.no_grad():
+        v = S.sum(-1, keepdim=True) + 1e-3
+        for _ in range(POWER_ITERATIONS):
+            v = S @ (v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30))
+        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
+    return v.transpose(-1, -2) @ S @ v
 
 
 class WNLinear(nn.Module):
@@ -37,34 +67,66 @@ class WNLinear(nn.Module):
         return self.gain * (self.weight / norm)
 
 
+class Orthogonal(nn.Module):
+    """An orthogonal matrix: Q = base · exp(X − Xᵀ), X the lower triangle of `weight` (d,d); the
+    matrix-exponential map with trivialisation (Lezcano-Casado 2019) that torch also uses."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d, d))
+        self.register_buffer("base", torch.empty(d, d))
+
+    def matrix(self):
+        """Q, (d,d)."""
+        X = self.weight.tril()
+        wide = torch.promote_types(X.dtype, torch.float32)
+        return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
+
+
 class MixerWeights(NamedTuple):
     """A mixer's linear map, materialised once per solve."""
 
-    first: torch.Tensor  # (m, p): P → the m first-layer outputs
+    first: torch.Tensor  # (m, p): P → the m first-layer outputs; m may be 0
     bias: torch.Tensor  # (m,)
-    second: torch.Tensor | None  # (r·d, q): the low-rank second layer of the vectors, if any
+    extra: tuple = ()  # what else the mixer needs that does not depend on the token
 
 
-def largest_divisor(d):
-    """The largest divisor of d not above √d."""
-    return next(m for m in range(math.isqrt(d), 0, -1) if d % m == 0)
+def _with_gates(gate, *projections):
+    """(first, bias) of a gate with bias followed by projections without."""
+    first = torch.cat([gate.matrix(), *(p.matrix() for p in projections)])
+    return first, F.pad(gate.bias, (0, first.shape[0] - gate.bias.shape[0]))
 
 
-class Reflections(nn.Module):
-    """Householder products and DPLR: r unit vectors u_i and gates a_i ∈ (0,1) per token.
+class Mixer(nn.Module):
+    """What all mixers share. Subclasses define `out_features` (m), `weights()` and `forward(raw, v,
+    weights)`: M(P; v) for raw (…,m) = P Wᵀ + bias and v (…,d)."""
 
-    householder: v ← v − 2 a_i u_i (u_iᵀ v) for i = 1…r in order (so Q is a product of r generalised
-    Householder reflections); dplr: v − 2 Σ_i a_i u_i (u_iᵀ v), all from the same v.
+    out_features = 0
+
+    def matrix(self, P):
+        """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
+        weights = self.weights()
+        raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
+        eye = torch.eye(self.d_inner, dtype=P.dtype, device=P.device)
+        eye = eye.expand(*P.shape[:-1], self.d_inner, self.d_inner)
+        return self(raw, eye, weights).transpose(-1, -2)
+
+
+class Reflections(Mixer):
+    """Householder products and DPLR: r unit vectors u_i and gates a_i ∈ (0,1) per token, k = 2 or 1.
+
+    householder: v ← v − k a_i u_i (u_iᵀ v) for i = 1…r in order (so Q is a product of r generalised
+    Householder reflections); dplr: v − k Σ_i a_i u_i (u_iᵀ v), all from the same v.
 
     Args:
         d_inner: d. d_arg: width of P. rank: r. proj_rank: q, the vectors go through p → q → r·d.
         sequential: True for householder, False for dplr.
     """
 
-    def __init__(self, d_inner, d_arg, rank, proj_rank, act, eps, sequential):
+    def __init__(self, d_inner, d_arg, rank, proj_rank, act, eps, scale, sequential):
         super().__init__()
         self.d_inner, self.rank, self.eps, self.sequential = d_inner, rank, eps, sequential
-        self.act = ACTIVATIONS[act]
+        self.act, self.scale = ACTIVATIONS[act], scale
         if proj_rank is None:
             self.u_down, self.u_proj = None, WNLinear(d_arg, rank * d_inner)
         else:
@@ -74,21 +136,16 @@ class Reflections(nn.Module):
         self.out_features = rank + (proj_rank or rank * d_inner)
 
     def weights(self):
-        low_rank = self.u_down is not None
-        first = (self.u_down if low_rank else self.u_proj).matrix()
-        bias = torch.cat([self.alpha_proj.bias, self.alpha_proj.bias.new_zeros(first.shape[0])])
-        return MixerWeights(
-            torch.cat([self.alpha_proj.matrix(), first]),
-            bias,
-            self.u_proj.matrix() if low_rank else None,
-        )
+        if self.u_down is None:
+            return MixerWeights(*_with_gates(self.alpha_proj, self.u_proj))
+        first, bias = _with_gates(self.alpha_proj, self.u_down)
+        return MixerWeights(first, bias, (self.u_proj.matrix(),))
 
     def forward(self, raw, v, weights):
-        """M(P; v). raw: (b,l,m) = P Wᵀ + bias, v: (b,l,d) → (b,l,d)."""
         a, u = raw[..., : self.rank], raw[..., self.rank :]
-        if weights.second is not None:
-            u = nn.functional.linear(u, weights.second.to(u.dtype))
-        a = 2 * torch.sigmoid(a)
+        if weights.extra:
+            u = F.linear(u, weights.extra[0].to(u.dtype))
+        a = self.scale * torch.sigmoid(a)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         if self.sequential:
             for i in range(self.rank):
@@ -104,63 +161,221 @@ class Reflections(nn.Module):
         return 8 * self.rank * self.d_inner + low_rank
 
 
-class Kronecker(nn.Module):
-    """With v reshaped to X (m₁,m₂): M(P; v) = X − 2 K₁ᵀ X K₂ᵀ.
+class Kronecker(Mixer):
+    """With v reshaped to X (m₁,m₂): M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
 
     m₁ is the largest divisor of d not above √d. act(P Wᵀ) fills two upper triangles T row by row;
-    S = T Tᵀ with its rows normalised; K = diag(σ(P W_gᵀ + b_g)) S.
+    S = T Tᵀ, its rows normalised (norm "rows") or divided by its largest eigenvalue ("spectral");
+    K = diag(σ(P W_gᵀ + b_g)) S.
     """
 
-    def __init__(self, d_inner, d_arg, act, eps):
+    def __init__(self, d_inner, d_arg, act, eps, scale, norm):
         super().__init__()
-        self.m1 = largest_divisor(d_inner)
+        self.d_inner, self.m1 = d_inner, largest_divisor(d_inner)
         self.m2 = d_inner // self.m1
-        self.act, self.eps = ACTIVATIONS[act], eps
+        self.act, self.eps, self.scale, self.norm = ACTIVATIONS[act], eps, scale, norm
         self.triangles = [m * (m + 1) // 2 for m in (self.m1, self.m2)]
         self.uv_proj = WNLinear(d_arg, sum(self.triangles))
         self.gate_proj = WNLinear(d_arg, self.m1 + self.m2, bias=True)
         self.out_features = sum(self.triangles) + self.m1 + self.m2
 
     def weights(self):
-        bias = self.gate_proj.bias
-        return MixerWeights(
-            torch.cat([self.gate_proj.matrix(), self.uv_proj.matrix()]),
-            torch.cat([bias, bias.new_zeros(sum(self.triangles))]),
-            None,
-        )
+        return MixerWeights(*_with_gates(self.gate_proj, self.uv_proj))
 
     def _factor(self, gate, triangle, m):
-        """K = diag(gate) · rows-normalised T Tᵀ. gate: (b,l,m), triangle: (b,l,m(m+1)/2)."""
-        rows, cols = torch.triu_indices(m, m, device=triangle.device)
-        flat = triangle.new_zeros(*triangle.shape[:-1], m * m)
-        T = flat.index_copy(-1, rows * m + cols, triangle).unflatten(-1, (m, m))
-        return gate.unsqueeze(-1) * nrm(T @ T.transpose(-1, -2), self.eps)
+        """K. gate: (…,m), triangle: (…,m(m+1)/2) → (…,m,m)."""
+        S = gram_of_triangle(triangle, m)
+        S = nrm(S, self.eps) if self.norm == "rows" else S / (largest_eigenvalue(S) + self.eps)
+        return gate.unsqueeze(-1) * S
 
     def forward(self, raw, v, weights):
-        """M(P; v). raw: (b,l,m), v: (b,l,d) → (b,l,d)."""
         g1, g2, t1, t2 = raw.split([self.m1, self.m2, *self.triangles], dim=-1)
         K1 = self._factor(torch.sigmoid(g1), self.act(t1), self.m1)
         K2 = self._factor(torch.sigmoid(g2), self.act(t2), self.m2)
         X = v.unflatten(-1, (self.m1, self.m2))
-        return (X - 2 * K1.transpose(-1, -2) @ X @ K2.transpose(-1, -2)).flatten(-2)
+        return (X - self.scale * K1.transpose(-1, -2) @ X @ K2.transpose(-1, -2)).flatten(-2)
 
     def flops_per_token(self):
-        """FLOPs of one M(P; v) once P Wᵀ is known: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
+        """FLOPs of one M(P; v) given P Wᵀ: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
         return 2 * (m1**3 + m2**3) + 2 * (m1 * m1 * m2 + m1 * m2 * m2)
 
 
+class Monarch(Mixer):
+    """Block-diagonal: d/r blocks of size r, each δ − k a S δ with S = T Tᵀ / (largest column norm +
+    eps), T upper triangular from act(P Wᵀ), a = σ(·) per block."""
+
+    def __init__(self, d_inner, d_arg, size, act, eps, scale):
+        super().__init__()
+        if d_inner % size:
+            divisors = [m for m in range(1, d_inner + 1) if d_inner % m == 0]
+            raise ValueError(
+                f"monarch needs a mixer_rank (the block size) that divides d_inner = {d_inner};"
+                f" {size} does not, {min(divisors, key=lambda m: abs(m - size))} would"
+            )
+        self.d_inner, self.size, self.blocks = d_inner, size, d_inner // size
+        self.act, self.eps, self.scale = ACTIVATIONS[act], eps, scale
+        self.triangle = size * (size + 1) // 2
+        self.uv_proj = WNLinear(d_arg, self.blocks * self.triangle)
+        self.gate_proj = WNLinear(d_arg, self.blocks, bias=True)
+        self.out_features = self.blocks * (self.triangle + 1)
+
+    def weights(self):
+        return MixerWeights(*_with_gates(self.gate_proj, self.uv_proj))
+
+    def forward(self, raw, v, weights):
+        gate, triangles = raw[..., : self.blocks], raw[..., self.blocks :]
+        triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
+        S = gram_of_triangle(triangles, self.size)
+        largest = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
+        a = self.scale * torch.sigmoid(gate).unsqueeze(-1)
+        X = v.unflatten(-1, (self.blocks, self.size))
+        S_X = (S / (largest + self.eps) @ X.unsqueeze(-1)).squeeze(-1)
+        return (X - a * S_X).flatten(-2)
+
+    def flops_per_token(self):
+        return self.blocks * (2 * self.size**3 + 4 * self.size**2)
+
+
+class NonSelective(Mixer):
+    """An orthogonal Q that depends on no token: M(P; v) = v Qᵀ."""
+
+    def __init__(self, d_inner, d_arg):
+        super().__init__()
+        self.d_inner, self.d_arg = d_inner, d_arg
+        self.q_proj = Orthogonal(d_inner)
+
+    def weights(self):
+        Q = self.q_proj.matrix()
+        return MixerWeights(Q.new_zeros(0, self.d_arg), Q.new_zeros(0), (Q,))
+
+    def forward(self, raw, v, weights):
+        return F.linear(v, weights.extra[0].to(v.dtype))
+
+    def flops_per_token(self):
+        return 2 * self.d_inner**2
+
+
+class SelectiveDense(Mixer):
+    """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token: d ≤ MAX_DENSE."""
+
+    def __init__(self, d_inner, d_arg, act, eps):
+        super().__init__()
+        if d_inner > MAX_DENSE:
+            raise ValueError(
+                f"selective_dense builds a {d_inner}×{d_inner} matrix per token and iteration:"
+                f" d_inner may be at most {MAX_DENSE}"
+            )
+        self.d_inner, self.act, self.eps = d_inner, ACTIVATIONS[act], eps
+        self.out_features = d_inner * (d_inner + 1) // 2
+        self.uv_proj = WNLinear(d_arg, self.out_features)
+
+    def weights(self):
+        first = self.uv_proj.matrix()
+        return MixerWeights(first, first.new_zeros(first.shape[0]))
+
+    def forward(self, raw, v, weights):
+        S = gram_of_triangle(self.act(raw), self.d_inner)
+        S = S / (largest_eigenvalue(S) + self.eps)
+        return (S @ v.unsqueeze(-1)).squeeze(-1)
+
+    def flops_per_token(self):
+        return 2 * self.d_inner**3 + (2 + 2 * POWER_ITERATIONS) * self.d_inner**2
+
+
+class Mixture(Mixer):
+    """One-reflection householder and kronecker in turn, r of them, one after the other."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.d_inner = parts[0].d_inner
+        self.out_features = sum(p.out_features for p in parts)
+
+    def weights(self):
+        weights = [p.weights() for p in self.parts]
+        first = torch.cat([w.first for w in weights])
+        return MixerWeights(first, torch.cat([w.bias for w in weights]), tuple(weights))
+
+    def forward(self, raw, v, weights):
+        raws = raw.split([p.out_features for p in self.parts], dim=-1)
+        for part, part_raw, part_weights in zip(self.parts, raws, weights.extra):
+            v = part(part_raw, v, part_weights)
+        return v
+
+    def flops_per_token(self):
+        return sum(p.flops_per_token() for p in self.parts)
+
+
+class Contractive(Mixer):
+    """Any mixer, pulled towards the identity until ‖I − Q‖ ≤ κ < 1 (paper Thm 3.1's condition).
+
+    Q' = I − s (I − Q) with s = κ / max(κ, β), β an upper bound of ‖I − Q‖: the largest row and
+    column sums of |I − Q|, √(‖·‖₁ ‖·‖_∞), from the matrix itself (d³ work: for small d), or the
+    constant bound of the reflections.
+    """
+
+    def __init__(self, mixer, kappa):
+        super().__init__()
+        self.mixer, self.kappa = mixer, kappa
+        self.d_inner, self.out_features = mixer.d_inner, mixer.out_features
+
+    def weights(self):
+        return self.mixer.weights()
+
+    def forward(self, raw, v, weights):
+        mixed = self.mixer(raw, v, weights)
+        return v - self._shrink(raw, weights, v.dtype) * (v - mixed)
+
+    def _shrink(self, raw, weights, dtype):
+        if isinstance(self.mixer, Reflections):
+            # dplr: a sum of r terms of norm k a_i; householder: each partial product has norm ≤ 1.
+            bound = self.mixer.scale * torch.sigmoid(raw[..., : self.mixer.rank]).sum(-1, True)
+        else:
+            eye = torch.eye(self.d_inner, dtype=dtype, device=raw.device)
+            rows = self.mixer(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
+            difference = (eye - rows).abs()
+            sums = difference.sum(-1).amax(-1) * difference.sum(-2).amax(-1)
+            bound = sums.sqrt().unsqueeze(-1)
+        return self.kappa / bound.clamp_min(self.kappa)
+
+    def flops_per_token(self):
+        return self.mixer.flops_per_token() + 3 * self.d_inner
+
+
+def _one_mixer(name, rank, config, d_inner, d_arg):
+    act, eps = config.mixer_act, config.eps
+    scale = 2.0 if config.eigen_range == "signed" else 1.0
+    if name in ("householder", "dplr"):
+        sequential = name == "householder"
+        return Reflections(
+            d_inner, d_arg, rank, config.mixer_proj_rank, act, eps, scale, sequential
+        )
+    if name == "kronecker":
+        return Kronecker(d_inner, d_arg, act, eps, scale, config.kronecker_norm)
+    if name == "monarch":
+        return Monarch(d_inner, d_arg, rank, act, eps, scale)
+    if name == "nonselective":
+        return NonSelective(d_inner, d_arg)
+    if name == "selective_dense":
+        return SelectiveDense(d_inner, d_arg, act, eps)
+    raise ValueError(f"unknown mixer `{name}`")
+
+
 def build_mixer(config, d_inner, d_arg):
-    """The mixer named by `config.mixer`.
+    """The mixer named by `config.mixer`; d_arg is the width of P.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or a size that this mixer cannot have.
     """
-    if config.mixer in ("householder", "dplr"):
-        return Reflections(
-            d_inner, d_arg, config.mixer_rank, config.mixer_proj_rank, config.mixer_act,
-            config.eps, sequential=config.mixer == "householder",
-        )  # fmt: skip
-    if config.mixer == "kronecker":
-        return Kronecker(d_inner, d_arg, config.mixer_act, config.eps)
-    raise ValueError(f"unknown mixer `{config.mixer}`: householder, dplr and kronecker are built")
+    low_rank = config.mixer_proj_rank is not None
+    if low_rank and config.mixer not in ("householder", "dplr"):
+        raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
+    if config.mixer == "mixture":
+        names = ["householder", "kronecker"] * config.mixer_rank
+        mixer = Mixture(
+            [_one_mixer(name, 1, config, d_inner, d_arg) for name in names[: config.mixer_rank]]
+        )
+    else:
+        mixer = _one_mixer(config.mixer, config.mixer_rank, config, d_inner, d_arg)
+    return mixer if config.contractive is None else Contractive(mixer, config.contractive)

@@ -15,14 +15,14 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .blocks import BLOCKS, FPMamba1, Sequences
+from .blocks import FPRNN, FixedPointBlock, FPMamba1, FPMamba2, RMSNorm, Sequences, build_block
 from .configuration_fprnn import FPRNNConfig
-from .mixers import Kronecker, Reflections, WNLinear
+from .mixers import Orthogonal, WNLinear
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (Kronecker, Reflections, selective_scan)
+_TRAVELS = (FPRNN, selective_scan)
 
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
@@ -48,20 +48,6 @@ class FPRNNCausalLMOutput(ModelOutput):
     fixed_point: FixedPointStats | None = None
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
-
-    def __init__(self, d, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(d))
-        self.eps = eps
-
-    def forward(self, x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * rms).to(self.weight.dtype) * self.weight
-
-
 class FPRNNLayer(nn.Module):
     """residual += hidden; hidden = block(norm(residual))."""
 
@@ -69,7 +55,7 @@ class FPRNNLayer(nn.Module):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
-        self.block = BLOCKS[config.block](config)
+        self.block = build_block(config)
 
     def forward(self, hidden, residual, seqs=Sequences()):  # noqa: B008
         residual = hidden if residual is None else residual + hidden
@@ -88,7 +74,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FPRNNLayer"]  # noqa: RUF012
     _is_stateful = True
     # exp() and softplus() of these need more digits than half precision has.
-    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj.bias"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj.bias", "dt_bias"]  # noqa: RUF012
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -111,19 +97,33 @@ class FPRNNPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm):
                 init.zeros_(module.bias)
-        elif isinstance(module, FPMamba1):
-            cfg = self.config
+        elif isinstance(module, Orthogonal):
+            init.zeros_(module.weight)
+            init.orthogonal_(module.base)
+        elif isinstance(module, FixedPointBlock):
+            self._init_block(module)
+
+    def _init_block(self, module):
+        cfg = self.config
+        init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
+        init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+        if isinstance(module, FPMamba1):
             n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
             init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
-            init.ones_(module.D)
             bound = cfg.dt_rank**-0.5
             init.uniform_(module.dt_proj.weight, -bound, bound)
-            low, high = math.log(1e-3), math.log(1e-1)
-            u = torch.rand(cfg.d_inner, device=module.D.device)
-            dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
-            init.copy_(module.dt_proj.bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
-            init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
-            init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+            dt_bias = module.dt_proj.bias
+        elif isinstance(module, FPMamba2):
+            A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
+            init.copy_(module.A_log, A.log())
+            dt_bias = module.dt_bias
+        else:
+            return
+        init.ones_(module.D)
+        low, high = math.log(1e-3), math.log(1e-1)
+        u = torch.rand(dt_bias.shape, device=dt_bias.device)
+        dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
+        init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
 
 
 class FPRNNModel(FPRNNPreTrainedModel):
@@ -252,6 +252,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             if shift_labels is not None:
                 targets = shift_labels[:, keep]
                 loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
+        if loss is not None and self.training and self.config.jacobian_reg:
+            loss = loss + self.config.jacobian_reg * outputs.fixed_point.jacobian.mean()
         output = FPRNNCausalLMOutput(loss, logits, outputs.hidden_states, outputs.fixed_point)
         return output if return_dict is not False else output.to_tuple()
 

@@ -1,6 +1,7 @@
-"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, forward and backward.
+"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, Mamba-2's, and a vector's.
 
-Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk.
+Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk; h heads,
+p head dimension, g groups.
 
     h_t = exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t          (paper Eq. 12)
 
@@ -192,6 +193,123 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
         x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
         h0 = None if h0 is None else h0.to(dtype)
         return _SelectiveScan.apply(x, dt, A, B, C, h0, keep, decays)
+
+
+class _LinearScan(torch.autograd.Function):
+    """h_t = a_t h_{t−1} + u_t; the backward is the same recurrence run the other way."""
+
+    @staticmethod
+    def forward(ctx, a, u, h0):
+        h = _linear_recurrence(a, u, h0)
+        ctx.save_for_backward(a, h, h0)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_h):
+        a, h, h0 = ctx.saved_tensors
+        a_next = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
+        zero = torch.zeros_like(grad_h[:, 0])
+        g = _linear_recurrence(a_next.flip(1), grad_h.flip(1), zero).flip(1)
+        before = torch.cat([h0.unsqueeze(1), h[:, :-1]], 1)
+        return g * before, g, a[:, 0] * g[:, 0]
+
+
+def _linear_recurrence(a, u, h0):
+    """h_t = a_t h_{t−1} + u_t over (b,l,d), all chunks at once."""
+    length, c = u.shape[1], _chunk_size(u.shape[1])
+    a_c, u_c = _chunked(a, c), _chunked(u, c)
+    if u_c.shape[1] * c > length:  # padded steps keep the state
+        a_c[:, -1, length - u_c.shape[1] * c :] = 1
+    h = torch.zeros_like(u_c[:, :, 0])
+    for j in range(c):
+        h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
+    h, _ = _carry(h0, a_c.prod(2), h)
+    out = torch.empty_like(u_c)
+    for j in range(c):
+        h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
+        out[:, :, j] = h
+    return out.flatten(1, 2)[:, :length]
+
+
+def linear_scan(a, u, h0=None):
+    """h_t = a_t ⊙ h_{t−1} + u_t (the vector state of FP-RNN), differentiable once.
+
+    Args: a, u: (b,l,d). h0: (b,d), zero if None. Computed in fp32, or fp64 if any of them is.
+    Returns: (b,l,d)
+    """
+    dtype = torch.promote_types(torch.promote_types(a.dtype, u.dtype), torch.float32)
+    h0 = torch.zeros_like(u[:, 0]) if h0 is None else h0
+    with torch.autocast(u.device.type, enabled=False):
+        return _LinearScan.apply(a.to(dtype), u.to(dtype), h0.to(dtype))
+
+
+SSD_CHUNK = 64
+
+
+def ssd_decays(dt, A, keep=None, chunk=SSD_CHUNK):
+    """The decays of `ssd_scan`, which depend on dt and A alone.
+
+    Args: dt: (b,l,h). A: (h,) negative. keep: (b,l), 0 at tokens that start from an empty state.
+    Returns:
+        between (b,i,h,c,c): from step j to step k ≥ j of a chunk; to_end (b,i,c,h): from a step to
+        the chunk's end; from_start (b,i,c,h): from the chunk's start up to and with a step.
+    """
+    log = _chunked(dt * A, chunk).cumsum(2)  # (b,i,c,h)
+    between = (log.unsqueeze(3) - log.unsqueeze(2)).permute(0, 1, 4, 2, 3)
+    allowed = torch.ones(chunk, chunk, dtype=torch.bool, device=dt.device).tril()
+    alive = same_end = log.new_ones(())
+    if keep is not None:
+        resets = _chunked((keep == 0).long(), chunk).cumsum(2)  # (b,i,c)
+        allowed = allowed & (resets.unsqueeze(3) == resets.unsqueeze(2)).unsqueeze(2)
+        alive = (resets == 0).unsqueeze(-1)
+        same_end = (resets == resets[:, :, -1:]).unsqueeze(-1)
+    # Masked before the exponential: above the diagonal it would overflow.
+    between = torch.exp(between.masked_fill(~allowed, -torch.inf))
+    return between, torch.exp(log[:, :, -1:] - log) * same_end, torch.exp(log) * alive
+
+
+def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
+    """Mamba-2's scan in its chunked matrix form (state-space duality, Dao & Gu 2024).
+
+        S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head),   y_t = S_t C_t
+
+    Within a chunk y is a masked matrix product; between chunks only the states are carried.
+
+    Args:
+        x: (b,l,h,p). dt: (b,l,h). A: (h,) negative. B, C: (b,l,g,n), g divides h.
+        h0: (b,h,p,n), zero if None. keep: (b,l), 0 at tokens that start from an empty state.
+        decays: `ssd_decays(dt, A, keep, chunk)`, to share it between calls.
+    Returns:
+        y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
+    """
+    dtype = torch.float32
+    for t in (x, dt, A, B, C):
+        dtype = torch.promote_types(dtype, t.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
+        length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
+        between, to_end, from_start = decays or ssd_decays(dt, A, keep, chunk)
+        per_group = heads // groups
+        u = _chunked(x * dt.unsqueeze(-1), chunk)  # (b,i,c,h,p)
+        B_c, C_c = _chunked(B, chunk), _chunked(C, chunk)  # (b,i,c,g,n)
+
+        scores = torch.einsum("bikgn,bijgn->bigkj", C_c, B_c)
+        scores = scores.repeat_interleave(per_group, 2) * between  # (b,i,h,c,c)
+        y = torch.einsum("bihkj,bijhp->bikhp", scores, u)
+
+        B_h = B_c.repeat_interleave(per_group, 3)
+        local = torch.einsum("bichp,bichn->bihpn", u * to_end.unsqueeze(-1), B_h)
+        over = from_start[:, :, -1, :, None, None]  # (b,i,h,1,1)
+        state = local.new_zeros(local[:, 0].shape) if h0 is None else h0.to(dtype)
+        entering = []
+        for i in range(local.shape[1]):
+            entering.append(state)
+            state = over[:, i] * state + local[:, i]
+        entering = torch.stack(entering, 1)
+        C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
+        y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
+        return y.flatten(1, 2)[:, :length], state
 
 
 def causal_conv(x, weight, bias, segments=None):

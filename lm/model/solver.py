@@ -33,6 +33,7 @@ class FixedPointStats(NamedTuple):
     converged: torch.Tensor  # bool: its residual was below tol at some iteration
     hit_max: torch.Tensor  # bool: the solve ran to ℓmax (or to the smallest step) without that
     residual: torch.Tensor  # relative residual of what the solve returned
+    jacobian: torch.Tensor  # estimate of ‖∂f/∂y‖_F² / (l d) at y*; zero unless jacobian_reg is on
 
 
 def relative_residual(y, g):
@@ -92,7 +93,7 @@ def solve_parallel_paper(f, y, rule, trace=None):
         going = left >= rule.tol and largest_step >= rule.min_stepsize
     converged = lowest < rule.tol
     hit_max = ~converged if left >= rule.tol else torch.zeros_like(converged)
-    return y, FixedPointStats(num_iters, converged, hit_max, residual)
+    return y, FixedPointStats(num_iters, converged, hit_max, residual, torch.zeros_like(residual))
 
 
 SCHEDULES = {("parallel", "paper"): solve_parallel_paper}
@@ -102,3 +103,61 @@ def solve(f, y0, rule, schedule="parallel", stopping="paper"):
     """Find y = f(y) without gradients. See the schedule's own function for what it promises."""
     with torch.no_grad():
         return SCHEDULES[schedule, stopping](f, y0, rule)
+
+
+def implicit_gradient(f, y_star, first, rule):
+    """`first` = f(y*) with the true gradient of the fixed point attached (paper Eq. 16).
+
+    The cotangent v of y* becomes g = (I − J)⁻ᵀ v, J = ∂f/∂y at y*, the fixed point of the Neumann
+    iteration g ← v + Jᵀ g, found in the backward by the solver of the forward, with its damping.
+
+    Args:
+        f: the iteration. y_star: (b,l,d), detached. first: f(y*), which carries the graph to the
+        parameters. rule: tolerance and ℓmax of the backward solve.
+    """
+    if not (torch.is_grad_enabled() and first.requires_grad):
+        return first
+    y0 = y_star.detach().requires_grad_()
+    f0 = f(y0)
+
+    def solve_for_g(v):
+        def neumann(g):
+            return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
+
+        return solve(neumann, v, rule._replace(quantile=1.0))[0]
+
+    y = first.view_as(first)
+    y.register_hook(solve_for_g)
+    return y
+
+
+def spectral_norm(f, y, iterations, per_token=False, linear=False):
+    """‖∂f/∂y‖₂ at y by power iteration on JᵀJ: Jᵀ by reverse mode, J by a central difference (exact
+    for a linear f).
+
+    Args:
+        f: (b,l,d) → (b,l,d). per_token: f acts on each token by itself.
+    Returns:
+        (b,), or (b,l) per token.
+    """
+    over = (-1,) if per_token else (-2, -1)
+    generator = torch.Generator(y.device).manual_seed(0)
+    v = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
+    with torch.enable_grad():
+        at = y.detach().requires_grad_()
+        value = f(at)
+
+    def norm(t):
+        return torch.linalg.vector_norm(t, dim=over, keepdim=True)
+
+    for _ in range(iterations):
+        v = v / norm(v).clamp_min(1e-30)
+        with torch.no_grad():
+            if linear:
+                Jv = f(v)
+            else:
+                h = 1e-3 * norm(y).clamp_min(1.0)
+                Jv = (f(y + h * v) - f(y - h * v)) / (2 * h)
+        sigma = norm(Jv)
+        v = torch.autograd.grad(value, at, Jv, retain_graph=True)[0]
+    return sigma.squeeze(over)

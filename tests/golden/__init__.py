@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lm.export import reference_name
 from lm.model import solver
-from lm.model.blocks import FPMamba1
+from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -24,7 +24,11 @@ SETTINGS = {
     "default_f64": (0.1, 100, 1e-9),
     "default_f32": (0.1, 100, 1e-2),
 }
-MIXERS = {"householderproduct": "householder", "dplr": "dplr", "kronecker": "kronecker"}
+BLOCKS = {"FPMamba": "fp_mamba1", "FPMamba1": "fp_mamba1", "FPMamba2": "fp_mamba2"}
+BLOCKS |= {"FPRNN": "fp_rnn", "FPLMHeadModel": None}  # None: its ssm_cfg says
+MIXERS = {"householderproduct": {"mixer": "householder"}, "dplr": {"mixer": "dplr"},
+          "kronecker": {"mixer": "kronecker"}, "nonselective": {"mixer": "nonselective"},
+          "monarch": {"mixer": "monarch", "eigen_range": "positive"}}  # fmt: skip
 
 
 class NotYet(Exception):
@@ -81,19 +85,22 @@ def build(case):
     Raises:
         NotYet: its class or mixer is not built yet.
     """
-    if case["cls"] not in ("FPMamba", "FPLMHeadModel"):
+    if case["cls"] not in BLOCKS:
         raise NotYet(f"class {case['cls']}")
     cfg = case.get("config") or case["ssm_cfg"]
     if cfg["mixer_type"] not in MIXERS:
         raise NotYet(f"mixer {cfg['mixer_type']}")
-    if cfg.get("layer", "FPMamba1") != "FPMamba1":
+    block = BLOCKS[case["cls"]] or BLOCKS.get(cfg.get("layer", "FPMamba1"))
+    if block is None:
         raise NotYet(f"layer {cfg['layer']}")
     known = {"bc_norm", "glu_in_loop", "use_short_conv", "symm_mixer", "mixer_h_dep", "d_state",
-             "mixer_rank"}  # fmt: skip
+             "mixer_rank", "headdim", "ngroups"}  # fmt: skip
     kwargs = {k: v for k, v in cfg.items() if k in known}
     if cfg.get("mixer_proj_rank", -1) > 0:
         kwargs["mixer_proj_rank"] = cfg["mixer_proj_rank"]
-    kwargs.update(mixer=MIXERS[cfg["mixer_type"]])
+    if block == "fp_rnn":  # there the paper's code divides by the largest eigenvalue
+        kwargs["kronecker_norm"] = "spectral"
+    kwargs.update(block=block, **MIXERS[cfg["mixer_type"]])
     for ours, theirs in [
         ("quantile", "outlier_quantile"),
         ("stepsize", "stepsize0"),
@@ -105,8 +112,11 @@ def build(case):
     if "norm_eps" in cfg:
         kwargs["out_norm_epsilon"] = cfg["norm_eps"]
     kwargs.update(case.get("model_config") or {"d_model": cfg["d_model"]})
-    if case["cls"] == "FPMamba":
-        return FPMamba1(FPRNNConfig(**kwargs))
+    if case["cls"] != "FPLMHeadModel":
+        block = build_block(FPRNNConfig(**kwargs))
+        if case.get("fixed_point_only"):  # the case ends before the output gate
+            block.finish = lambda s, y: y
+        return block
     return FPRNNForCausalLM(FPRNNConfig(**kwargs))
 
 
@@ -144,14 +154,14 @@ def run_tag(case, tag, module, tensors, grads):
             u = tensors["input/hidden_states"].to(dtype).requires_grad_()
             out, _ = module(u)
             scalar = (out * tensors["input/cotangent"].to(dtype)).sum()
-            compare("output", out, "output")
+            compare("output", out, "y_final" if case.get("fixed_point_only") else "output")
     for i, (y_star, _) in enumerate(solves):
         compare(f"y_star{i}" if is_lm else "y_star", y_star,
                 f"layer{i}/y_star" if is_lm else "y_star")  # fmt: skip
     result.iterations = [len(trace) + 1 for _, trace in solves]
     wanted = {reference_name(k.split("/grad/")[1]): k.split("/", 1)[1]
               for k in grads if k.startswith(f"{tag}/grad/")}  # fmt: skip
-    if wanted:
+    if wanted and not case.get("fixed_point_only"):
         scalar.backward()
         parameters = dict(module.named_parameters())
         assert set(wanted) == set(parameters), set(wanted) ^ set(parameters)

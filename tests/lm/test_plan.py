@@ -195,7 +195,7 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
     assert all(layers == 1 for _, layers in built[1:])  # what is counted on, not trained
     assert p["sequences_per_step"] == 256
     assert p["tokens"] == 4800 * 256 * 2048
-    assert p["parameters"] == 169_367_052 or 160e6 < p["parameters"] < 175e6
+    assert 160e6 < p["parameters"] < 175e6
     assert 10 * 2**30 < sum(p["memory_per_gpu"].values()) < 80 * 2**30
 
 

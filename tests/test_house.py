@@ -1,0 +1,234 @@
+"""House rules that a machine can check: floors, one home for DeepSpeed, sizes, stray paths."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(p for top in ("lm", "synthetic") for p in (ROOT / top).rglob("*.py"))
+
+# docs/design.md, "Floors". A module imports only from floors below its own; those on the ground,
+# and the files of one package, also from each other.
+FLOORS = {
+    0: ("config", "console", "data", "kernels", "metrics", "tasks"),
+    1: ("model", "plots"),
+    2: ("baselines",),
+    3: ("build", "engine"),
+    4: ("checkpoint",),
+    5: ("plan", "train"),
+    6: ("evaluate", "export", "generate", "report"),
+    7: ("cli",),
+    8: ("__main__",),
+}
+FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
+# What `synthetic` may use of lm: what builds a model from a config, nothing that trains one.
+FOR_SYNTHETIC = {"", "baselines", "build", "config", "console", "metrics", "model"}
+
+
+def module_name(path: Path) -> str:
+    """lm/data/hub.py → lm.data.hub; lm/data/__init__.py → lm.data."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(p) for p in SOURCES}
+
+
+def imports(source: str, name: str, is_package: bool = False) -> set[str]:
+    """Absolute names of all modules imported anywhere in a source, also inside functions and by
+    `importlib.import_module("name")`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                here = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*here, base] if base else here)
+            # `from lm import checkpoint` imports a module, `from lm.config import load` does not.
+            below = {f"{base}.{alias.name}" for alias in node.names}
+            modules = below & MODULES
+            found |= modules
+            if below - modules:
+                found.add(base)
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            value = getattr(node.args[0], "value", None)
+            if called in ("import_module", "__import__") and isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def of(path: Path) -> set[str]:
+    return imports(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+
+
+def part(module: str) -> str:
+    """lm.data.hub → data; lm → ''."""
+    return ".".join(module.split(".")[1:2])
+
+
+def goes_up(importer: str, imported: str) -> bool:
+    """Whether an import between two parts of lm goes up, or sideways above the ground."""
+    if imported in ("", importer):  # the package itself only registers the model classes
+        return False
+    sideways_on_the_ground = FLOOR[importer] == FLOOR[imported] == 0
+    return FLOOR[imported] >= FLOOR[importer] and not sideways_on_the_ground
+
+
+def upward(path: Path) -> list[str]:
+    name = module_name(path)
+    inside = [m for m in of(path) if m.partition(".")[0] == "lm"]
+    if name == "lm":
+        return sorted(m for m in inside if part(m) != "model")
+    return sorted(m for m in inside if goes_up(part(name), part(m)))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_reader_of_imports_finds_them_all():
+    source = """
+import lm.train
+from lm import checkpoint, nothing
+from lm.config import load
+from . import stream
+from .hub import x
+from ..engine import y
+def f():
+    import deepspeed.ops as d
+    importlib.import_module("lm.cli")
+"""
+    assert imports(source, "lm.data.loader") == {
+        "lm.train", "lm.checkpoint", "lm", "lm.config", "lm.data.stream", "lm.data.hub",
+        "lm.engine", "deepspeed.ops", "lm.cli",
+    }  # fmt: skip
+    assert imports("from .a import b\nfrom ..c import d", "lm.data", True) == {"lm.data.a", "lm.c"}
+
+
+def test_the_floors_tell_up_from_down():
+    assert not goes_up("train", "engine") and goes_up("engine", "train")
+    assert goes_up("model", "config") is False  # allowed here; lm/model's own rule is stricter
+    assert goes_up("plan", "train") and goes_up("train", "plan")  # beside each other
+    assert goes_up("build", "engine") and goes_up("config", "model")
+    assert not goes_up("data", "config") and not goes_up("data", "data")
+
+
+def test_every_part_of_lm_has_a_floor():
+    parts = {part(m) for m in MODULES if m.startswith("lm.")}
+    assert parts == FLOOR.keys()
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p).startswith("lm")], ids=relative)
+def test_nothing_imports_upward(path):
+    assert upward(path) == []
+
+
+def test_deepspeed_is_imported_only_by_the_engine():
+    users = [relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in of(p))]
+    assert users == ["lm/engine.py"]
+
+
+def test_lm_never_imports_synthetic():
+    users = [
+        relative(p)
+        for p in SOURCES
+        if relative(p).startswith("lm/") and any(m.split(".")[0] == "synthetic" for m in of(p))
+    ]
+    assert users == []
+
+
+def test_synthetic_uses_only_what_builds_a_model():
+    used = {
+        (relative(p), m)
+        for p in SOURCES
+        if relative(p).startswith("synthetic/")
+        for m in of(p)
+        if m.split(".")[0] == "lm" and part(m) not in FOR_SYNTHETIC
+    }
+    assert used == set()
+
+
+def test_model_imports_its_own_files_only_and_flat():
+    """An exported checkpoint carries these files: they must run without the package around them."""
+    folder = ROOT / "lm/model"
+    own = {p.stem for p in folder.glob("*.py")} - {"__init__"}
+    assert set(folder.rglob("*.py")) == set(folder.glob("*.py"))  # no package below
+    relatives = 0
+    for path in sorted(folder.glob("*.py")):
+        assert not any(m.startswith("lm.kernels") for m in of(path)), "kernels are found by name"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module in own, where
+                assert all(a.name != "*" for a in node.names), where
+                relatives += 1
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] not in ("lm", "synthetic"), where
+            elif isinstance(node, ast.Import):
+                assert all(a.name.split(".")[0] not in ("lm", "synthetic") for a in node.names), (
+                    where
+                )
+    assert relatives > 5
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_file_says_in_one_line_what_lives_in_it_and_is_not_long(path):
+    source = path.read_text(encoding="utf-8")
+    docstring = ast.get_docstring(ast.parse(source))
+    assert docstring, "no module docstring"
+    first, _, rest = docstring.partition("\n")
+    assert first.endswith((".", ":")) and not rest.partition("\n")[0].strip(), first
+    assert len(source.splitlines()) <= 500
+
+
+def repository_files() -> list[Path]:
+    """Tracked files and new ones that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.decode().split("\0") if name]
+
+
+# A path of one machine: /home/…, /root/…, /work/… where no relative path or URL runs on.
+STRAY = re.compile(r"(?<![\w.$}*/~-])/(?:home|root|work)/")
+
+
+def test_the_pattern_of_stray_paths():
+    for top in ("home", "root", "work"):
+        for text in ("/{}/x", "see /{}/x", '"/{}/x"', "=/{}/", "file:/{}/a"):
+            assert STRAY.search(text.format(top)), text
+        for text in ("a/{}/x", "../{}/x", "$DIR/{}/x", "https://example.org/{}/x", "/{}book/"):
+            assert not STRAY.search(text.format(top)), text
+
+
+def test_no_path_of_one_machine():
+    found = []
+    for path in repository_files():
+        if not path.is_file() or path == Path(__file__):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a binary
+        for number, line in enumerate(text.splitlines(), 1):
+            if STRAY.search(line):
+                found.append(f"{relative(path)}:{number}: {line.strip()[:80]}")
+    assert found == []
+
+
+def test_every_yaml_under_configs_parses():
+    from lm import config
+
+    paths = sorted((ROOT / "configs").rglob("*.y*ml"))
+    assert paths
+    for path in paths:
+        assert config.load(path).name
