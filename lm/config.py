@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 problem = f"key `{key.value}` appears twice in one section"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if isinstance(key, yaml.ScalarNode):
@@ -40,8 +40,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would otherwise read as a number."""
+    """Quotes what `_Loader` would otherwise read as a number, and escapes what is not printable."""
 
+    def represent_text(self, value):
+        style = None if value.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(

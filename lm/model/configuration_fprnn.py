@@ -22,7 +22,7 @@ class FPRNNConfig(PretrainedConfig):
         block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3). eigen_range: of Q, "signed" [−1, 1] or "positive" [0, 1].
-        kronecker_norm: "rows" (the paper's code) or "spectral" (the paper's text).
+        kronecker_norm: "rows", or "spectral" to divide by the largest eigenvalue as well.
         contractive: κ < 1 scales Q so that ‖I − Q‖ ≤ κ; None leaves it as it is.
         mixer_rank: r (monarch: the block size). mixer_proj_rank: q of the low-rank map to the reflection vectors, None: full.
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.

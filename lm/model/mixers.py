@@ -19,7 +19,7 @@ from torch import nn
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
-POWER_ITERATIONS = 100
+POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
 
 
 def nrm(v, eps):
@@ -40,15 +40,14 @@ def gram_of_triangle(entries, m):
     return T @ T.transpose(-1, -2)
 
 
-def largest_eigenvalue(S):
-    """ρ(S) of positive semidefinite S (…,m,m) → (…,1,1): power iteration without gradient, then the
-    Rayleigh quotient, whose gradient at the eigenvector is the eigenvalue's own."""
-    with torch.no_grad():
-        v = S.sum(-1, keepdim=True) + 1e-3
-        for _ in range(POWER_ITERATIONS):
-            v = S @ (v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30))
-        v = v / torch.linalg.vector_norm(v, dim=-2, keepdim=True).clamp_min(1e-30)
-    return v.transpose(-1, -2) @ S @ v
+def largest_eigenvalue(S, steps):
+    """ρ(S) (…,1,1) of (…,m,m) by power iteration from the vector of ones, with gradient through it:
+    x_{k−1}ᵀ S x_k of the last two iterates (an estimate, as in the paper's code)."""
+    x = S.new_full((*S.shape[:-1], 1), S.shape[-1] ** -0.5)
+    for _ in range(steps):
+        before, x = x, S @ x
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-12)
+    return before.transpose(-1, -2) @ (S @ x)
 
 
 class WNLinear(nn.Module):
@@ -165,7 +164,7 @@ class Kronecker(Mixer):
     """With v reshaped to X (m₁,m₂): M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
 
     m₁ is the largest divisor of d not above √d. act(P Wᵀ) fills two upper triangles T row by row;
-    S = T Tᵀ, its rows normalised (norm "rows") or divided by its largest eigenvalue ("spectral");
+    S = T Tᵀ, its rows normalised, and with norm "spectral" then divided by the largest eigenvalue;
     K = diag(σ(P W_gᵀ + b_g)) S.
     """
 
@@ -184,8 +183,9 @@ class Kronecker(Mixer):
 
     def _factor(self, gate, triangle, m):
         """K. gate: (…,m), triangle: (…,m(m+1)/2) → (…,m,m)."""
-        S = gram_of_triangle(triangle, m)
-        S = nrm(S, self.eps) if self.norm == "rows" else S / (largest_eigenvalue(S) + self.eps)
+        S = nrm(gram_of_triangle(triangle, m), self.eps)
+        if self.norm == "spectral":
+            S = S / (largest_eigenvalue(S, POWER_STEPS["kronecker"]) + self.eps)
         return gate.unsqueeze(-1) * S
 
     def forward(self, raw, v, weights):
@@ -276,11 +276,11 @@ class SelectiveDense(Mixer):
 
     def forward(self, raw, v, weights):
         S = gram_of_triangle(self.act(raw), self.d_inner)
-        S = S / (largest_eigenvalue(S) + self.eps)
+        S = S / (largest_eigenvalue(S, POWER_STEPS["selective_dense"]) + self.eps)
         return (S @ v.unsqueeze(-1)).squeeze(-1)
 
     def flops_per_token(self):
-        return 2 * self.d_inner**3 + (2 + 2 * POWER_ITERATIONS) * self.d_inner**2
+        return 2 * self.d_inner**3 + (2 + 2 * POWER_STEPS["selective_dense"]) * self.d_inner**2
 
 
 class Mixture(Mixer):
@@ -310,9 +310,8 @@ class Mixture(Mixer):
 class Contractive(Mixer):
     """Any mixer, pulled towards the identity until ‖I − Q‖ ≤ κ < 1 (paper Thm 3.1's condition).
 
-    Q' = I − s (I − Q) with s = κ / max(κ, β), β an upper bound of ‖I − Q‖: the largest row and
-    column sums of |I − Q|, √(‖·‖₁ ‖·‖_∞), from the matrix itself (d³ work: for small d), or the
-    constant bound of the reflections.
+    Q' = I − s (I − Q) with s = κ / max(κ, β) and β ≥ ‖I − Q‖: for reflections Σ k a_i; else
+    √(‖I − Q‖₁ ‖I − Q‖_∞) of the matrix itself (d applications of the mixer: for small d).
     """
 
     def __init__(self, mixer, kappa):

@@ -98,7 +98,7 @@ def build(case):
     kwargs = {k: v for k, v in cfg.items() if k in known}
     if cfg.get("mixer_proj_rank", -1) > 0:
         kwargs["mixer_proj_rank"] = cfg["mixer_proj_rank"]
-    if block == "fp_rnn":  # there the paper's code divides by the largest eigenvalue
+    if block == "fp_rnn":  # there the paper's code divides by the largest eigenvalue as well
         kwargs["kronecker_norm"] = "spectral"
     kwargs.update(block=block, **MIXERS[cfg["mixer_type"]])
     for ours, theirs in [

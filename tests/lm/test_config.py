@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm import config
@@ -314,6 +314,8 @@ trees = st.fixed_dictionaries(
 
 
 @given(tree=trees)
+@example(tree={"name": "\x85"})
+@example(tree={"name": "a\u2028 b\n"})
 @settings(max_examples=150, deadline=None)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path_factory, tree):
     cfg = config.build(tree)
