@@ -49,14 +49,22 @@ def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=No
 
 
 def _build(cfg: Config, vocab_size: int, eos_token_id, pad_token_id):
-    if cfg.model.name == "mamba":
-        from lm.baselines.mamba import build_mamba
+    from lm import baselines
 
-        return build_mamba(cfg.model, vocab_size, eos_token_id, pad_token_id, cfg.data.seq_len)
+    if cfg.model.name != "fprnn":
+        return baselines.build_baseline(
+            cfg.model,
+            vocab_size,
+            precision=cfg.train.precision,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            seq_len=cfg.data.seq_len,
+        )
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-    fields = cfg.model.model_dump(exclude={"name", "vocab_size", "gradient_checkpointing"})
+    others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
+    fields = cfg.model.model_dump(exclude=others)
     try:
         config = FPRNNConfig(
             **fields,

@@ -51,6 +51,13 @@ def _export(args) -> int:
     return 0
 
 
+def _import_reference(args) -> int:
+    from lm.reference import import_reference
+
+    print(import_reference(args.checkpoint, args.config, args.out, args.tokenizer))
+    return 0
+
+
 def _eval(args) -> int:
     from lm.console import say
     from lm.evaluate import evaluate, table
@@ -120,6 +127,19 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("out", metavar="OUT")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.set_defaults(run_command=_export)
+
+    c = commands.add_parser(
+        "import-reference",
+        help="a checkpoint of the paper's code → HuggingFace directory",
+        description="CKPT: a .pth or state dict; CONFIG: its configuration as JSON or YAML with"
+        " `model_config` (d_model, n_layer) and `ssm_cfg` (layer, mixer_type, …), as the paper's"
+        " code has them. Any name that is missing, extra or misshapen is an error.",
+    )
+    c.add_argument("checkpoint", metavar="CKPT")
+    c.add_argument("--config", required=True, metavar="CONFIG")
+    c.add_argument("out", metavar="OUT")
+    c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
+    c.set_defaults(run_command=_import_reference)
 
     c = commands.add_parser("eval", help="lm-eval on an exported directory")
     c.add_argument("checkpoint", metavar="OUT")

@@ -66,13 +66,18 @@ class Section(BaseModel):
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Fraction1 = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class Model(Section):
     """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them);
-    `name: mamba` builds transformers' Mamba from the same d_model, n_layer, d_state, …"""
+    the other names build a baseline (docs/baselines.md) from the same d_model, n_layer, …"""
 
-    name: Literal["fprnn", "mamba"] = "fprnn"
+    name: Literal[
+        "fprnn", "mamba", "mamba2", "transformer", "lstm",
+        "gated_deltanet", "deltaproduct", "gated_deltaproduct",
+    ] = "fprnn"  # fmt: skip
     vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
     d_model: int = Field(768, gt=0)
     n_layer: int = Field(12, gt=0)
@@ -83,11 +88,18 @@ class Model(Section):
     norm_epsilon: float = Field(1e-5, gt=0)
     residual_in_fp32: bool = True
     tie_embeddings: bool = True
-    block: Literal["fp_mamba1"] = "fp_mamba1"
-    mixer: Literal["householder", "dplr", "kronecker"] = "householder"
+    block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
+    headdim: int = Field(64, gt=0)  # of fp_mamba2
+    ngroups: int = Field(1, gt=0)
+    mixer: Literal[
+        "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense"
+    ] = "householder"
     mixer_rank: int = Field(1, gt=0)
     mixer_proj_rank: int | None = Field(None, gt=0)
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
+    eigen_range: Literal["signed", "positive"] = "signed"
+    kronecker_norm: Literal["rows", "spectral"] = "rows"
+    contractive: float | None = Field(None, gt=0, lt=1)
     mixer_h_dep: bool = True
     symm_mixer: bool = False
     bc_norm: bool = True
@@ -101,12 +113,21 @@ class Model(Section):
     tol: float = Field(0.1, gt=0)
     max_iters: int = Field(100, gt=0)
     eval_max_iters: int = Field(1000, gt=0)
-    quantile: float = Field(0.75, ge=0, le=1)
-    stepsize: float = Field(0.99, gt=0, le=1)
-    stepsize_decay: float = Field(0.9, gt=0, le=1)
+    quantile: Fraction1 | Literal["auto"] = "auto"
+    stepsize: PositiveFraction | Literal["auto"] = "auto"
+    stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
     patience: int = Field(15, gt=0)
+    gradient: str = Field("one_step", pattern=r"^(one_step|implicit|phantom:[1-9][0-9]*)$")
     n_backwards: int = Field(1, gt=0)
+    jacobian_reg: float = Field(0.0, ge=0)
     gradient_checkpointing: bool = False
+    # Of the baselines alone (lm.baselines.FIELDS).
+    n_heads: PositiveInt | Literal["auto"] = "auto"  # auto: as many of headdim as fit
+    d_ff: PositiveInt | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
+    position: Literal["rope", "nope", "alibi"] = "rope"
+    n_householder: int = Field(2, gt=0)
+    allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
+    backend: Literal["auto", "plain", "fla"] = "auto"
 
 
 class Tokenizer(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import netrc
 import os
 import time
 from pathlib import Path
@@ -101,6 +102,16 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return records
 
 
+def _has_wandb_key() -> bool:
+    """A key in the environment, or in the netrc that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 class Writer:
     """Appends records to `metrics.jsonl` and to whatever else `log:` asks for (main rank only).
 
@@ -119,7 +130,7 @@ class Writer:
         if cfg.log.wandb:
             import wandb
 
-            offline = not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+            offline = not _has_wandb_key()
             self.wandb = wandb.init(
                 project=cfg.log.wandb_project, name=cfg.name, dir=str(run_dir),
                 config=cfg.model_dump(mode="json"),

@@ -18,9 +18,9 @@ from lm.metrics import Throughput, Writer, fixed_point_metrics
 
 def environment(ranks) -> dict:
     """What the run ran on: versions and devices, and which accelerators were missing."""
-    import deepspeed
+    from importlib.metadata import version
+
     import torch
-    import transformers
 
     from lm.kernels import available
 
@@ -28,8 +28,8 @@ def environment(ranks) -> dict:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "deepspeed": deepspeed.__version__,
+        "transformers": version("transformers"),
+        "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
         "kernels": available(),

@@ -20,8 +20,9 @@ FLOORS = {
     4: ("checkpoint",),
     5: ("plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
-    7: ("cli",),
-    8: ("__main__",),
+    7: ("reference",),
+    8: ("cli",),
+    9: ("__main__",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model from a config, nothing that trains one.

@@ -327,7 +327,7 @@ class FPMamba2(FixedPointBlock):
 
 
 class FPRNN(FixedPointBlock):
-    """FP-RNN: a vector state h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t, the didactic model (paper Eq. 6)."""
+    """FP-RNN, the didactic model: a vector state h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t (Eq. 6)."""
 
     def __init__(self, config):
         super().__init__(config)

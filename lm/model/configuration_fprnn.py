@@ -21,10 +21,12 @@ class FPRNNConfig(PretrainedConfig):
         residual_in_fp32, tie_embeddings: as in Mamba.
         block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
-        "selective_dense" (paper App. C.3). eigen_range: of Q, "signed" [−1, 1] or "positive" [0, 1].
+        "selective_dense" (paper App. C.3).
+        eigen_range: eigenvalues of Q in [−1, 1] ("signed") or in [0, 1] ("positive").
         kronecker_norm: "rows", or "spectral" to divide by the largest eigenvalue as well.
         contractive: κ < 1 scales Q so that ‖I − Q‖ ≤ κ; None leaves it as it is.
-        mixer_rank: r (monarch: the block size). mixer_proj_rank: q of the low-rank map to the reflection vectors, None: full.
+        mixer_rank: r (monarch: the block size).
+        mixer_proj_rank: q of the low-rank map to the reflection vectors; None: full.
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
         symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
         glu_in_loop: the output gate is inside the iteration. use_short_conv: convolution on x.

@@ -112,7 +112,7 @@ class Mixer(nn.Module):
 
 
 class Reflections(Mixer):
-    """Householder products and DPLR: r unit vectors u_i and gates a_i ∈ (0,1) per token, k = 2 or 1.
+    """Householder products and DPLR: r unit vectors u_i, gates a_i ∈ (0,1) per token; k = 2 or 1.
 
     householder: v ← v − k a_i u_i (u_iᵀ v) for i = 1…r in order (so Q is a product of r generalised
     Householder reflections); dplr: v − k Σ_i a_i u_i (u_iᵀ v), all from the same v.

@@ -22,9 +22,13 @@ def test_case(path):
     assert results
     for result in results:
         assert not result.failures, f"{result.tag}: {result.failures}"
+    if path.stem == "opt_linear":
+        assert len(results) == 18
+        return
     compared = set().union(*(r.errors for r in results))
     assert {"logits", "loss"} <= compared or {"output", "y_star"} <= compared
-    assert sum(name.startswith("grad ") for name in compared) > 10
+    if "fponly" not in path.stem:  # that one compares y only
+        assert sum(name.startswith("grad ") for name in compared) > 10
 
 
 def test_four_cases_are_kept_here():
@@ -53,4 +57,4 @@ def test_a_folder_without_cases_is_an_error(tmp_path, capsys):
 def test_cases_that_cannot_run_are_listed_not_passed(tmp_path, capsys):
     (tmp_path / "x.json").write_text('{"cls": "FPMamba9", "iters": {}}')
     assert main([str(tmp_path)]) == 1
-    assert "cannot run yet: x (class FPMamba9)" in capsys.readouterr().out
+    assert "cannot run yet: x (unknown layer `FPMamba9`" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.checkpoint import consolidated, newest
-from lm.export import ExportError, export, reference_name
+from lm.export import ExportError, export
 from lm.generate import GenerationError, generate, load_exported
 
 ELSEWHERE = """
@@ -86,13 +86,3 @@ def test_generation_is_seeded_and_refuses_bad_input(tiny_export, tmp_path):
         generate(tiny_export, "")
     with pytest.raises(GenerationError, match="no export at"):
         generate(tmp_path, "Mary")
-
-
-def test_reference_names():
-    assert reference_name("mixer.uv_project.parametrizations.weight.original1") == (
-        "mixer.uv_proj.weight"
-    )
-    assert reference_name("backbone.layers.3.mixer.mixer.diag.bias") == (
-        "backbone.layers.3.block.mixer.gate_proj.bias"
-    )
-    assert reference_name("backbone.embedding.weight") == "backbone.embeddings.weight"

@@ -1,13 +1,14 @@
-"""FP-Mamba-1: every toggle solved, masked, reset and differentiated at the fixed point."""
+"""The blocks: every toggle solved, masked, reset and differentiated at the fixed point."""
 
 import itertools
 
 import pytest
 import torch
 
-from lm.model.blocks import FPMamba1, Sequences, shift
+from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.oracles import exact_fp_rnn_state
 
 TOGGLES = {
     "default": {},
@@ -21,6 +22,17 @@ TOGGLES = {
     "householder3_lowrank": dict(mixer_rank=3, mixer_proj_rank=4),
     "dplr": dict(mixer="dplr", mixer_rank=2),
     "kronecker": dict(mixer="kronecker"),
+    "nonselective": dict(mixer="nonselective"),
+    "monarch": dict(mixer="monarch", mixer_rank=4),
+    "mixture": dict(mixer="mixture", mixer_rank=2),
+    "mamba2": dict(block="fp_mamba2"),
+    "mamba2_conv": dict(block="fp_mamba2", use_short_conv=True, ngroups=2),
+    "mamba2_gate_inside": dict(block="fp_mamba2", glu_in_loop=True, bc_norm=False),
+    "mamba2_symm_kronecker": dict(block="fp_mamba2", symm_mixer=True, mixer="kronecker"),
+    "rnn": dict(block="fp_rnn"),
+    "rnn_conv": dict(block="fp_rnn", use_short_conv=True, mixer_rank=2),
+    "rnn_symm_dplr": dict(block="fp_rnn", symm_mixer=True, mixer="dplr"),
+    "rnn_no_h_dep": dict(block="fp_rnn", mixer_h_dep=False),
     "everything": dict(glu_in_loop=True, use_short_conv=True, symm_mixer=True, mixer="dplr"),
 }
 
@@ -28,15 +40,17 @@ TOGGLES = {
 def block(dtype=torch.float64, **kwargs):
     """A block with a contractive mixer, so that tight tolerances are reached."""
     torch.manual_seed(0)
-    config = FPRNNConfig(**{"vocab_size": 8, "d_model": 8, "n_layer": 1, "d_state": 4, **kwargs})
-    model = FPRNNForCausalLM(config).backbone.layers[0].block.to(dtype)
-    assert isinstance(model, FPMamba1)
+    sizes = {"vocab_size": 8, "d_model": 8, "n_layer": 1, "d_state": 4, "headdim": 4}
+    model = FPRNNForCausalLM(FPRNNConfig(**{**sizes, **kwargs})).backbone.layers[0].block.to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("alpha_proj.bias", "gate_proj.bias")):
                 p.fill_(-3.0)  # gates nearly shut: Q near 0.1, a strong contraction
             if name == "bc_y_proj.gain":
                 p.mul_(0.3)
+        for name, tensor in model.named_buffers():
+            if name.endswith("q_proj.base"):
+                tensor.copy_(torch.eye(len(tensor)))
     return model
 
 
@@ -114,7 +128,7 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
             original = parameter.data
             parameter.data = value
         s = model.prepare(value if parameter is None else u)
-        out, _ = model._gradient_steps(s, y_star)
+        out = model._gradient_steps(s, y_star)[0]
         if parameter is not None:
             parameter.data = original
         return (out * cotangent).sum()
@@ -197,3 +211,138 @@ def test_shift():
     assert shift(y, Sequences()).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     starts = torch.tensor([[False, False, True, False, False, True]])
     assert shift(y, Sequences(starts=starts)).flatten().tolist() == [0, 1, 0, 3, 4, 0]
+
+
+@pytest.mark.parametrize("conv", [False, True])
+@pytest.mark.parametrize("eigen_range", ["signed", "positive"])
+def test_fp_rnn_with_one_reflection_equals_the_exact_solve(conv, eigen_range):
+    model = block(block="fp_rnn", use_short_conv=conv, eigen_range=eigen_range)
+    torch.nn.init.constant_(model.mixer.alpha_proj.bias, 0.0)
+    u, states = u_of(2, 20, 8), []
+    finish = model.finish
+    model.finish = lambda s, y: states.append(y) or finish(s, y)
+    with torch.no_grad():
+        _, stats = tight(model, 1e-13)(u)
+        exact = exact_fp_rnn_state(model, u)
+    assert stats.converged.all()
+    torch.testing.assert_close(states[0], exact, rtol=1e-10, atol=1e-11)
+
+
+def test_implicit_gradient_equals_finite_differences_of_the_whole_solve():
+    """Also of the solve itself, unlike the one-step gradient: paper Eq. 16."""
+    model = tight(block(gradient="implicit"), 1e-13)
+    u, cotangent = u_of(1, 6, 8).requires_grad_(), u_of(1, 6, 8, seed=3)
+
+    def scalar():
+        return (model(u)[0] * cotangent).sum()
+
+    scalar().backward()
+    model.config.gradient = "one_step"
+    one_step = torch.autograd.grad(scalar(), [u])[0]
+    for name, p in [("input", u), *model.named_parameters()]:
+        direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(4)).double()
+        original = p.data
+        with torch.no_grad():
+            p.data = original + 1e-6 * direction
+            plus = scalar()
+            p.data = original - 1e-6 * direction
+            minus = scalar()
+            p.data = original
+        numeric = ((plus - minus) / 2e-6).item()
+        analytic = (p.grad * direction).sum().item()
+        assert abs(numeric - analytic) < 1e-5 * (1 + abs(numeric)), name
+    assert (u.grad - one_step).abs().max() > 1e-3
+
+
+def test_phantom_gradient_with_one_undamped_step_is_the_one_step_gradient():
+    grads = []
+    for gradient in ("one_step", "phantom:1", "phantom:30", "implicit"):
+        model = tight(block(gradient=gradient, stepsize=1.0), 1e-12)
+        (model(u_of(1, 6, 8))[0] * u_of(1, 6, 8, seed=3)).sum().backward()
+        grads.append(model.x_proj.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(grads[2], grads[3], rtol=1e-6, atol=1e-8)  # many steps: the limit
+    assert (grads[0] - grads[3]).abs().max() > 1e-6
+
+
+def test_unknown_gradients_and_blocks_are_a_sentence():
+    for gradient in ("phantom", "phantom:0", "implicit:3", "exact"):
+        with pytest.raises(ValueError, match=f"gradient is `{gradient}`"):
+            FPRNNConfig(gradient=gradient)
+    with pytest.raises(ValueError, match="unknown block `mamba`"):
+        build_block(FPRNNConfig(block="mamba"))
+    with pytest.raises(ValueError, match="headdim 5 does not divide d_inner = 16"):
+        build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=5))
+    with pytest.raises(ValueError, match="ngroups 3 does not divide 4 heads"):
+        build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
+    with pytest.raises(ValueError, match="glu_in_loop is for"):
+        build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))
+
+
+def test_contraction_estimates_equal_the_matrices():
+    model = tight(block(), 1e-10)
+    u = u_of(2, 5, 8)
+    mixing, lipschitz = model.contraction(u, power_iterations=60)
+    with torch.no_grad():
+        s = model.prepare(u)
+        y, _ = model._solve(s)
+        P = torch.cat([s.x, shift(y, s.seqs)], -1)
+        off = torch.eye(16, dtype=y.dtype) - model.mixer.matrix(P)
+        exact = torch.linalg.matrix_norm(off, ord=2).amax(-1)
+    torch.testing.assert_close(mixing, exact, rtol=1e-4, atol=0)
+    for b in range(2):
+        one = model.prepare(u[b : b + 1])
+        J = torch.autograd.functional.jacobian(lambda v: model.step(one, v), y[b : b + 1])  # noqa: B023
+        exact = torch.linalg.matrix_norm(J.reshape(5 * 16, 5 * 16), ord=2).item()
+        assert lipschitz[b].item() == pytest.approx(exact, rel=0.02)
+
+
+def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient():
+    model = block(jacobian_reg=1.0).train()
+    model.config.tol, model.config.max_iters = 1e-10, 500
+    u = u_of(1, 5, 8)
+    torch.manual_seed(1)
+    estimates = [model(u)[1].jacobian for _ in range(200)]
+    with torch.no_grad():
+        s = model.prepare(u)
+        y, _ = model._solve(s)
+    J = torch.autograd.functional.jacobian(lambda v: model.step(s, v), y).reshape(80, 80)
+    assert torch.stack(estimates).mean().item() == pytest.approx(
+        J.square().sum().item() / 80, rel=0.2
+    )
+    estimates[0].sum().backward()
+    assert model.mixer.u_proj.weight.grad.abs().max() > 0
+    assert (model.eval()(u)[1].jacobian == 0).all()
+
+
+MIXER_SETTINGS = {
+    "householder": {}, "dplr": {"mixer_rank": 2}, "kronecker": {}, "monarch": {"mixer_rank": 4},
+    "nonselective": {}, "mixture": {"mixer_rank": 2}, "selective_dense": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mixer", MIXER_SETTINGS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_block_with_every_mixer_trains(name, mixer, bf16):
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=16, d_model=8, n_layer=1, d_state=4, headdim=4, block=name, mixer=mixer,
+        max_iters=20, **MIXER_SETTINGS[mixer],
+    )  # fmt: skip
+    model = FPRNNForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.randint(16, (2, 12))
+    losses = []
+    for _ in range(20):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output = model(ids, labels=ids)
+        optimizer.zero_grad()
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(output.loss.item())
+        stats = output.fixed_point
+        # A sequence that did not converge says so, and was iterated to the end.
+        assert (stats.converged | (stats.num_iters == stats.num_iters.max())).all()
+    assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.mixers import WNLinear, build_mixer, largest_divisor, nrm
+from lm.model.mixers import WNLinear, build_mixer, largest_divisor, largest_eigenvalue, nrm
 from tests.oracles import mixer_matrix
 
 CASES = {
@@ -17,6 +17,16 @@ CASES = {
     "dplr2_lowrank": dict(mixer="dplr", mixer_rank=2, mixer_proj_rank=3),
     "kronecker_square": dict(mixer="kronecker", d_model=8),  # d_inner 16 = 4 × 4
     "kronecker": dict(mixer="kronecker", d_model=6),  # d_inner 12 = 3 × 4
+    "householder_positive": dict(mixer="householder", mixer_rank=2, eigen_range="positive"),
+    "kronecker_spectral": dict(mixer="kronecker", kronecker_norm="spectral"),
+    "monarch": dict(mixer="monarch", mixer_rank=4),
+    "monarch_positive": dict(mixer="monarch", mixer_rank=3, eigen_range="positive"),
+    "nonselective": dict(mixer="nonselective"),
+    "mixture": dict(mixer="mixture", mixer_rank=3),
+    "selective_dense": dict(mixer="selective_dense"),
+    "contractive_householder": dict(mixer="householder", mixer_rank=2, contractive=0.7),
+    "contractive_dplr": dict(mixer="dplr", mixer_rank=2, contractive=0.5),
+    "contractive_kronecker": dict(mixer="kronecker", contractive=0.6),
     "kronecker_prime": dict(mixer="kronecker", d_model=7, expand=1),  # 1 × 7
 }
 
@@ -25,8 +35,8 @@ def randomised(name):
     torch.manual_seed(0)
     config = FPRNNConfig(**{"d_model": 6, **CASES[name]})
     mixer = build_mixer(config, config.d_inner, config.d_inner * 2).double()
-    for p in mixer.parameters():
-        torch.nn.init.normal_(p)
+    for tensor in (*mixer.parameters(), *mixer.buffers()):
+        torch.nn.init.normal_(tensor)
     return config, mixer
 
 
@@ -35,7 +45,22 @@ def apply(mixer, P, v):
     return mixer(torch.nn.functional.linear(P, weights.first, weights.bias), v, weights)
 
 
+WRITTEN_OUT = [n for n in CASES if CASES[n]["mixer"] in ("householder", "dplr", "kronecker")
+               and not {"contractive", "kronecker_norm"} & set(CASES[n])]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
+def test_matrix_times_v_is_the_product(name):
+    config, mixer = randomised(name)
+    P = torch.randn(2, 3, 2 * config.d_inner, dtype=torch.float64)
+    v = torch.randn(2, 3, config.d_inner, dtype=torch.float64)
+    M = mixer.matrix(P)
+    assert M.shape == (2, 3, config.d_inner, config.d_inner)
+    product = (M @ v.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(product, apply(mixer, P, v), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_equals_its_matrix(name):
     config, mixer = randomised(name)
     P = torch.randn(2, 3, 2 * config.d_inner, dtype=torch.float64)
@@ -67,6 +92,59 @@ def test_one_reflection_is_orthogonal_at_full_gate():
         mixer.alpha_proj.bias.fill_(1e3)
     M = mixer_matrix(mixer, torch.randn(2 * config.d_inner, dtype=torch.float64), config)
     torch.testing.assert_close(M @ M.T, torch.eye(config.d_inner, dtype=M.dtype))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("contractive")])
+def test_contractive_keeps_q_near_the_identity(name):
+    config, mixer = randomised(name)
+    P = 5 * torch.randn(50, 2 * config.d_inner, dtype=torch.float64)
+    off = torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P)
+    norms = torch.linalg.matrix_norm(off, ord=2)
+    assert norms.max() <= config.contractive + 1e-9
+    free = torch.eye(config.d_inner, dtype=P.dtype) - mixer.mixer.matrix(P)
+    assert torch.linalg.matrix_norm(free, ord=2).max() > config.contractive
+
+
+@pytest.mark.parametrize("kind", ["householder", "kronecker", "monarch"])
+def test_eigen_range_is_the_factor_two(kind):
+    matrices = []
+    for eigen_range in ("signed", "positive"):
+        CASES["range"] = dict(mixer=kind, eigen_range=eigen_range)
+        config, mixer = randomised("range")
+        P = torch.ones(1, 2 * config.d_inner, dtype=torch.float64)
+        matrices.append(torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P))
+    del CASES["range"]
+    torch.testing.assert_close(matrices[0], 2 * matrices[1])
+
+
+def test_nonselective_is_orthogonal_and_the_same_for_every_token():
+    config, mixer = randomised("nonselective")
+    with torch.no_grad():
+        torch.nn.init.orthogonal_(mixer.q_proj.base)
+    M = mixer.matrix(torch.randn(3, 2 * config.d_inner, dtype=torch.float64))
+    torch.testing.assert_close(M[0] @ M[0].T, torch.eye(config.d_inner, dtype=M.dtype))
+    torch.testing.assert_close(M[0], M[2])
+
+
+def test_largest_eigenvalue():
+    S = torch.randn(3, 5, 8, dtype=torch.float64)
+    S = S @ S.transpose(-1, -2)
+    exact = torch.linalg.eigvalsh(S)[..., -1]
+    torch.testing.assert_close(largest_eigenvalue(S, 400)[..., 0, 0], exact)
+
+
+@pytest.mark.parametrize(
+    "settings,sentence",
+    [
+        (dict(mixer="monarch", mixer_rank=5), "divides d_inner = 12; 5 does not, [46] would"),
+        (dict(mixer="selective_dense", d_model=200), "at most 256"),
+        (dict(mixer="kronecker", mixer_proj_rank=4), "mixer_proj_rank is for householder and dplr"),
+    ],
+)
+def test_sizes_a_mixer_cannot_have_are_a_sentence(settings, sentence):
+    config = FPRNNConfig(**{"d_model": 6, **settings})
+    with pytest.raises(ValueError, match=sentence):
+        build_mixer(config, config.d_inner, 2 * config.d_inner)
 
 
 @pytest.mark.parametrize("d,m", [(16, 4), (12, 3), (7, 1), (1536, 32), (1, 1)])

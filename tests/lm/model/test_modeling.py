@@ -141,7 +141,7 @@ def test_documents_after_eos_start_afresh():
         model.config.reset_at_eos = False
         running = model(x).logits[:, 6:]
     torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-4)
-    assert (running - alone).abs().max() > 1e-2
+    assert (running - alone).abs().max() > 2e-3  # ten times the tolerance above
 
 
 def test_generate_is_greedy_over_full_forwards_also_left_padded():

@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from lm.model import scan
-from lm.model.scan import causal_conv, chunk_decays, selective_scan
-from tests.oracles import sequential_scan
+from lm.model.scan import (
+    causal_conv,
+    chunk_decays,
+    linear_scan,
+    selective_scan,
+    ssd_decays,
+    ssd_scan,
+)
+from tests.oracles import sequential_scan, sequential_ssd
 
 NAMES = ["x", "dt", "A", "B", "C", "h0"]
 
@@ -28,7 +35,7 @@ def inputs(b, length, d, n, dtype=torch.float64, seed=0):
 
 
 def close(name, ours, theirs, tol):
-    scale = theirs.abs().max().clamp_min(1e-30)
+    scale = theirs.abs().max().clamp_min(1e-3)
     error = ((ours.double() - theirs).abs().max() / scale).item()
     assert error < tol, f"{name}: relative error {error:.1e}"
 
@@ -145,3 +152,78 @@ def test_causal_conv_does_not_cross_documents():
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
     apart = torch.cat([causal_conv(x[:, :4], w, bias), causal_conv(x[:, 4:], w, bias)], 1)
     torch.testing.assert_close(causal_conv(x, w, bias, segments), apart)
+
+
+def ssd_inputs(b, length, heads, p, groups, n, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = {
+        "x": r(b, length, heads, p),
+        "dt": torch.nn.functional.softplus(r(b, length, heads)),
+        "A": -torch.exp(r(heads)),
+        "B": r(b, length, groups, n),
+        "C": r(b, length, groups, n),
+        "h0": r(b, heads, p, n),
+    }
+    return {k: v.to(dtype).requires_grad_() for k, v in tensors.items()}
+
+
+@pytest.mark.parametrize("length,chunk", [(1, 4), (4, 4), (12, 4), (13, 4), (13, 64), (30, 7)])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("state", [False, True], ids=["zero_state", "initial_state"])
+@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
+def test_ssd_equals_the_recurrence(length, chunk, groups, state, with_keep):
+    t = ssd_inputs(2, length, 4, 3, groups, 5)
+    names = list(t) if state else list(t)[:-1]
+    h0 = t["h0"] if state else None
+    keep = None
+    if with_keep:
+        keep = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
+    arguments = [t[k] for k in ("x", "dt", "A", "B", "C")]
+    results = []
+    for fn, extra in ((ssd_scan, {"chunk": chunk}), (sequential_ssd, {})):
+        y, S = fn(*arguments, h0, keep, **extra)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+        loss = (y * weights).sum() + (S * S).sum()
+        results.append((y, S, torch.autograd.grad(loss, [t[k] for k in names])))
+    close("y", results[0][0], results[1][0], 1e-12)
+    close("final state", results[0][1], results[1][1], 1e-12)
+    for name, ours, theirs in zip(names, results[0][2], results[1][2]):
+        close(f"grad {name}", ours, theirs, 1e-11)
+
+
+def test_ssd_with_shared_decays_and_large_rates():
+    t = ssd_inputs(1, 70, 2, 3, 1, 4)
+    arguments = [t[k] for k in ("x", "dt", "A", "B", "C")]
+    shared = ssd_scan(*arguments, decays=ssd_decays(t["dt"], t["A"]))
+    assert torch.equal(shared[0], ssd_scan(*arguments)[0])
+    with torch.no_grad():
+        t["dt"] *= 300
+    y, S = ssd_scan(*arguments)
+    grads = torch.autograd.grad(y.sum() + S.sum(), arguments)
+    assert all(torch.isfinite(v).all() for v in (y, S, *grads))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 50])
+def test_linear_scan_equals_the_recurrence(length):
+    g = torch.Generator().manual_seed(0)
+    a, u = (torch.randn(2, length, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    h0 = torch.randn(2, 3, generator=g, dtype=torch.float64)
+    a = torch.sigmoid(a)
+    a[0, length // 2] = 0  # a document starts
+    tensors = [t.requires_grad_() for t in (a, u, h0)]
+    h, expected = h0, []
+    for t in range(length):
+        h = a[:, t] * h + u[:, t]
+        expected.append(h)
+    expected = torch.stack(expected, 1)
+    ours = linear_scan(*tensors)
+    close("h", ours, expected, 1e-13)
+    weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).reshape(ours.shape)
+    pairs = [torch.autograd.grad((y * weights).sum(), tensors) for y in (ours, expected)]
+    for name, x, y in zip(["a", "u", "h0"], *pairs):
+        close(f"grad {name}", x, y, 1e-12)
+    assert torch.autograd.gradcheck(linear_scan, tuple(tensors))

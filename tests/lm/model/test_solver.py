@@ -1,21 +1,16 @@
-"""The paper's solver on problems whose fixed point is known, and on the reference's traces."""
-
-import json
-from pathlib import Path
+"""The solver on problems whose fixed point is known; implicit gradient, spectral norm."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lm.model.solver import (
     NonFiniteError,
     Rule,
+    implicit_gradient,
     relative_residual,
     solve,
-    solve_parallel_paper,
+    spectral_norm,
 )
-
-SHARED = Path(__file__).parents[4] / "shared/golden"
 
 
 def linear(a):
@@ -91,28 +86,36 @@ def test_relative_residual_is_the_worst_token():
     torch.testing.assert_close(relative_residual(y, g), torch.tensor([1.0]))
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="../shared is not here")
-@pytest.mark.parametrize("name", json.loads((SHARED / "opt_linear.json").read_text())
-                         if SHARED.exists() else [])  # fmt: skip
-def test_traces_equal_the_papers_code(name):
-    case = json.loads((SHARED / "opt_linear.json").read_text())[name]
-    data = load_file(SHARED / "opt_linear.safetensors")
-    mode, setting, tol, limit = name.replace("th0.1", "th0;1").split(".")
-    training = mode == "train"
-    _, quantile, *damping = setting.split("_")
-    rule = Rule(
-        tol=float(tol[2:].replace(";", ".")),
-        max_iters=int(limit[2:]) if training else 1000,
-        quantile=1 - int(quantile[1:]) / 100 if training else 1.0,
-        stepsize=1.0 if damping else 0.99,
-        stepsize_decay=1.0 if damping else 0.9,
-    )
-    a, c = data["a"][:, None, None], data["c"]
-    trace = []
-    y, _ = solve_parallel_paper(lambda y: a * y + c, torch.zeros_like(c), rule, trace)
-    assert len(trace) == case["iter_idx"]
-    torch.testing.assert_close(y, data[f"{name}/y"], rtol=1e-9, atol=1e-12)
-    for i, key in enumerate(["residual", "min_residual", "stepsize"]):
-        if f"{name}/{key}" in data:
-            ours = torch.stack([row[i] for row in trace])
-            torch.testing.assert_close(ours, data[f"{name}/{key}"], rtol=1e-7, atol=1e-12)
+def test_implicit_gradient_is_that_of_the_fixed_point():
+    torch.manual_seed(0)
+    W = (torch.randn(4, 4, dtype=torch.float64) * 0.3).requires_grad_()
+    c = torch.randn(1, 3, 4, dtype=torch.float64)
+
+    def f(y):
+        return torch.tanh(y @ W.T) + c
+
+    rule = Rule(tol=1e-12, max_iters=2000)
+    y_star, _ = solve(f, torch.zeros_like(c), rule)
+    y = implicit_gradient(f, y_star, f(y_star), rule)
+    weights = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(1, 3, 4)
+    (ours,) = torch.autograd.grad((y * weights).sum(), [W])
+    unrolled = torch.zeros_like(c)
+    for _ in range(300):
+        unrolled = f(unrolled)
+    (theirs,) = torch.autograd.grad((unrolled * weights).sum(), [W])
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    (one_step,) = torch.autograd.grad((f(y_star) * weights).sum(), [W])
+    assert (one_step - theirs).abs().max() > 1e-2  # they do differ
+
+
+def test_spectral_norm_of_a_known_map():
+    torch.manual_seed(0)
+    M = torch.randn(6, 6, dtype=torch.float64)
+    y = torch.zeros(2, 1, 6, dtype=torch.float64)
+    exact = torch.linalg.matrix_norm(M, ord=2).item()
+    whole = spectral_norm(lambda v: v @ M.T, y, 200, linear=True)
+    torch.testing.assert_close(whole, torch.full((2,), exact, dtype=torch.float64))
+    token = spectral_norm(lambda v: v @ M.T, y, 200, per_token=True, linear=True)
+    torch.testing.assert_close(token, torch.full((2, 1), exact, dtype=torch.float64))
+    bent = spectral_norm(lambda v: torch.sin(v @ M.T), y, 200)
+    torch.testing.assert_close(bent, whole, rtol=1e-4, atol=1e-4)
