@@ -210,6 +210,7 @@ class Log(Section):
     wandb: bool = False  # offline when no key is configured
     wandb_project: str = "fprnn"
     tensorboard: bool = False
+    contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
 
 
 class Eval(Section):

@@ -216,6 +216,11 @@ class Engine:
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         self.losses_only = cfg.model.name == "fprnn"
+        if cfg.log.contraction and (self.zero_stage == 3 or not self.losses_only):
+            raise ConfigError(
+                "log.contraction looks inside the blocks of model.name fprnn, which ZeRO-3 has"
+                " partitioned away: use zero_stage 0, 1 or 2 with it"
+            )
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.zero_stage == 3 and cfg.model.name == "fprnn":
@@ -296,6 +301,15 @@ class Engine:
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return loss, norm, stats
+
+    def contraction(self, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+        """Per layer, the mean over a micro-batch of ‖I − Q‖ and ‖∂f/∂y‖ (`log.contraction`)."""
+        model = self.deepspeed.module
+        mixing, lipschitz = model.backbone.contraction(batch["input_ids"].to(self.ranks.device))
+        return {
+            "mixing_norm": [round(v, 4) for v in mixing.float().mean(-1).tolist()],
+            "lipschitz": [round(v, 4) for v in lipschitz.float().mean(-1).tolist()],
+        }
 
     def _norm_of_plain_gradients(self) -> float:
         grads = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]

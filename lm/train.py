@@ -159,6 +159,7 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
                     "tokens": step * per_step,
                     **speed.read(mean_iters),
                     **solver,
+                    **(engine.contraction(micro[0]) if cfg.log.contraction else {}),
                 }
                 stats = []
                 if writer:

@@ -191,6 +191,23 @@ class FPRNNModel(FPRNNPreTrainedModel):
         return output if return_dict is not False else output.to_tuple()
 
 
+    def contraction(self, input_ids, attention_mask=None, power_iterations=10):
+        """How contractive every layer's iteration is on these tokens (see blocks.contraction).
+
+        Returns:
+            mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*.
+        """
+        seqs, residual, rows = self._sequences(input_ids, attention_mask), None, []
+        with torch.no_grad():
+            hidden = self.embeddings(input_ids)
+            for layer in self.layers:
+                before = hidden if residual is None else residual + hidden
+                rows.append(layer.block.contraction(layer.norm(before), seqs, power_iterations))
+                hidden, residual, _ = layer(hidden, residual, seqs)
+        mixing, lipschitz = zip(*rows)
+        return torch.stack(mixing), torch.stack(lipschitz)
+
+
 class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     """FPRNNModel with a language-model head, tied to the embedding or not."""
 
