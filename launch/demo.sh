@@ -13,8 +13,8 @@ echo "== train: configs/lm/demo.yaml into runs/demo"
 echo "== export: runs/demo/hf, a folder that from_pretrained loads"
 "$PY" -m lm export runs/demo runs/demo/hf
 
-echo "== eval: 100 questions on small stories"
-"$PY" -m lm eval runs/demo/hf --tasks catbabi_mini --limit 100
+echo "== eval: 50 questions on small stories"
+"$PY" -m lm eval runs/demo/hf --tasks catbabi_mini --limit 50
 
 echo "== generate: runs/demo/sample.txt"
 "$PY" -m lm generate runs/demo/hf --prompt "The following" --out runs/demo/sample.txt

@@ -69,7 +69,7 @@ def _build(cfg: Config, vocab_size: int, eos_token_id, pad_token_id):
         config = FPRNNConfig(
             **fields,
             vocab_size=vocab_size,
-            max_position_embeddings=cfg.data.seq_len,
+            max_position_embeddings=max(2048, cfg.data.seq_len),
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
         )

@@ -153,7 +153,8 @@ def decays(name: str) -> bool:
     weight normalisation."""
     *path, leaf = name.split(".")
     owner = path[-1] if path else ""
-    return not (leaf in ("A_log", "D", "bias", "gain", "dt_bias") or "norm" in owner)
+    kept = leaf in ("A_log", "D", "gain", "dt_bias") or leaf.startswith("bias")
+    return not (kept or "norm" in owner)
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:

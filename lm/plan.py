@@ -59,10 +59,18 @@ def plan(cfg: Config, world_size: int) -> dict:
 
     if m.name == "fprnn":
         flops = {f"ℓ* = {k}": model.flops_per_token(k) for k in (1, 5, 10, 20)}
-    else:  # 6 N for the matrices and head, and the scan (Mamba's count, ×3 with the backward)
-        d = m.expand * m.d_model
-        flops = {"mamba": 6 * (n - (0 if m.tie_embeddings else embedding))
-                 + 27 * d * m.d_state * m.n_layer}  # fmt: skip
+    else:  # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward
+        d, states = m.expand * m.d_model, m.d_state
+        if m.name == "transformer":
+            mixing = 6 * m.d_model * cfg.data.seq_len  # causal: half of all pairs
+        elif m.name in ("mamba", "mamba2"):
+            mixing = 27 * d * states  # Mamba's own count of its scan
+        elif m.name == "lstm":
+            mixing = 0
+        else:  # erase, write, read a (d_model/heads × d/heads) state per head and reflection
+            mixing = 18 * m.d_model * d // m.n_heads * m.n_householder
+        matrices = 6 * (n - (0 if m.tie_embeddings else embedding))
+        flops = {m.name: matrices + mixing * m.n_layer}
 
     micro_tokens = t.micro_batch_size * cfg.data.seq_len
     shard = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which ZeRO stage on
@@ -87,7 +95,7 @@ def plan(cfg: Config, world_size: int) -> dict:
     else:
         half = 2 if t.precision == "bf16" else 4
         d = m.expand * m.d_model
-        memory["activations (with mamba-ssm)"] = (
+        memory["activations (fused kernels)"] = (
             micro_tokens * m.n_layer * (8 * d * half + 8 * m.d_model)
         )
         memory["logits"] = micro_tokens * vocab_size * (half + 8)

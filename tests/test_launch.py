@@ -255,7 +255,7 @@ def test_demo_runs_its_steps_in_order(fake):
     assert fake.lines() == [
         "py -m lm train --config configs/lm/demo.yaml train.steps=5",
         "py -m lm export runs/demo runs/demo/hf",
-        "py -m lm eval runs/demo/hf --tasks catbabi_mini --limit 100",
+        "py -m lm eval runs/demo/hf --tasks catbabi_mini --limit 50",
         "py -m lm generate runs/demo/hf --prompt The following --out runs/demo/sample.txt",
         "py -m lm report runs/demo",
     ]

@@ -1,1 +1,30 @@
 """Baselines behind the same config, training and export as the fixed-point models."""
+
+# Fields of `lm.config.Model` that concern baselines alone; `lm.build` keeps them from FPRNNConfig.
+FIELDS = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval", "backend")
+
+
+def build_baseline(model, vocab_size, precision="fp32", **common):
+    """`lm.config.Model` → the baseline that `model.name` names, freshly initialised.
+
+    Args:
+        precision: that of training; flash-linear-attention's kernels have no fp32.
+        common: eos_token_id, pad_token_id, seq_len.
+    Raises:
+        ConfigError: sizes that do not go together, or a backend that cannot run here.
+    """
+    if model.name == "mamba":
+        from .mamba import build_mamba
+
+        return build_mamba(model, vocab_size, **common)
+    if model.name == "mamba2":
+        from .mamba import build_mamba2
+
+        return build_mamba2(model, vocab_size, **common)
+    from .build import build_deltanet, build_lstm, build_transformer
+
+    if model.name == "transformer":
+        return build_transformer(model, vocab_size, **common)
+    if model.name == "lstm":
+        return build_lstm(model, vocab_size, **common)
+    return build_deltanet(model, vocab_size, precision=precision, **common)

@@ -40,8 +40,8 @@ class FPRNNConfig(PretrainedConfig):
         gradient: "one_step" (n_backwards undamped steps from y*, App. B.2), "phantom:K" (K damped
         steps) or "implicit" (the true gradient of the fixed point, Eq. 16).
         jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
-        max_position_embeddings: the length trained on; a recurrence has no limit, but
-        lm-evaluation-harness cuts contexts to it.
+        max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
+        to this length.
     Raises:
         ValueError: a size that no model can have.
     """

@@ -190,7 +190,6 @@ class FPRNNModel(FPRNNPreTrainedModel):
         output = FPRNNOutput(hidden, states, fixed_point)
         return output if return_dict is not False else output.to_tuple()
 
-
     def contraction(self, input_ids, attention_mask=None, power_iterations=10):
         """How contractive every layer's iteration is on these tokens (see blocks.contraction).
 

@@ -11,13 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lm import config
+from lm.baselines import FIELDS
 from lm.build import build_model
 from lm.config import Config, ConfigError, Model, Section
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
-OURS = {"name", "gradient_checkpointing"}
+OURS = {"name", "gradient_checkpointing", *FIELDS}
 HUGGINGFACE = {"max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
