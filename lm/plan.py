@@ -68,7 +68,9 @@ def plan(cfg: Config, world_size: int) -> dict:
         elif m.name == "lstm":
             mixing = 0
         else:  # erase, write, read a (d_model/heads × d/heads) state per head and reflection
-            mixing = 18 * m.d_model * d // m.n_heads * m.n_householder
+            head = m.headdim if m.n_heads == "auto" else m.d_model // m.n_heads
+            steps = 1 if m.name == "gated_deltanet" else m.n_householder
+            mixing = 18 * m.d_model * m.expand * head * steps
         matrices = 6 * (n - (0 if m.tie_embeddings else embedding))
         flops = {m.name: matrices + mixing * m.n_layer}
 

@@ -64,6 +64,8 @@ class Fake:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A test run in the background has SIGINT ignored, and a shell cannot undo that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.started.append(process)
         return process

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm import config
 from lm import plan as planning
 from lm.build import build_model
-from lm.config import Config, ConfigError
+from lm.config import Config, ConfigError, Model
 from lm.plan import describe, plan
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +212,10 @@ def test_the_plan_as_a_table():
     for shown in (f"{p['parameters'] / 1e6:,.1f} M", "256 of 2,048 tokens", "524,288", "2.517 B",
                   "50,264", "FLOPs per token, mamba", "memory: logits", "ZeRO-1"):  # fmt: skip
         assert shown in text, shown
+
+
+@pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
+def test_every_model_has_a_plan(name):
+    made = plan(tiny(name=name, d_model=64, headdim=16), 2)
+    assert made["parameters"] > 0 and all(v > 0 for v in made["flops_per_token"].values())
+    assert all(v >= 0 for v in made["memory_per_gpu"].values())
