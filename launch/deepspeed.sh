@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: launch/deepspeed.sh CONFIG [GPUS] [--job-index N] [key=value ...]
 # Train on one node, on the first GPUS of the visible GPUs (all of them when not given).
-# SIGTERM, SIGINT and SIGUSR1 go on to every process of the run (killing `deepspeed` alone would
-# orphan its workers), which then has GRACE seconds (90) to save and stop before it is killed.
+# SIGTERM, SIGINT and SIGUSR1 go on, as USR1, to every process of the run (killing `deepspeed` alone
+# would orphan its workers), which then has GRACE seconds (90) to save and stop before it is killed.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
@@ -23,9 +23,10 @@ deadline='' status=0
 forward() {
     [ -n "${!:-}" ] || exit 1  # nothing runs yet
     deadline=$((SECONDS + ${GRACE:-90}))
-    kill -s "$1" -- "-$!" 2>/dev/null || true
+    # Not TERM or INT: DeepSpeed's launcher answers those by killing its workers after 30 s.
+    kill -s USR1 -- "-$!" 2>/dev/null || true
 }
-for name in TERM INT USR1; do trap "forward $name" "$name"; done
+trap forward TERM INT USR1
 
 set -m  # gives the run a process group of its own
 deepspeed --no_local_rank ${gpus[@]+"${gpus[@]}"} --master_port "${MASTER_PORT:-29500}" \

@@ -48,6 +48,23 @@ def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=No
         logger.setLevel(level)
 
 
+def missing_kernels(cfg: Config) -> str | None:
+    """A warning where a Mamba baseline would run transformers' slow reference scan on a GPU."""
+    import importlib.util
+
+    import torch
+
+    if cfg.model.name not in ("mamba", "mamba2") or not torch.cuda.is_available():
+        return None
+    absent = [p for p in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(p) is None]
+    if not absent:
+        return None
+    return (
+        f"warning: {' and '.join(absent)} not installed: transformers' Mamba falls back to a slow"
+        " scan that keeps (b,l,d,n) tensors; pip install 'fprnn[gpu]'"
+    )
+
+
 def _build(cfg: Config, vocab_size: int, eos_token_id, pad_token_id):
     from lm import baselines
 

@@ -85,7 +85,10 @@ def save(engine: Engine, run_dir: Path, step: int, loader_state: dict, keep: int
         shutil.rmtree(path)
     ranks.barrier()
     engine.deepspeed.save_checkpoint(str(folder), tag=path.name, client_state={"step": step})
-    torch.save(loader_state, path / f"loader-rank{ranks.rank:04d}.pt")
+    state = {**loader_state, "rng": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda_rng"] = torch.cuda.get_rng_state()
+    torch.save(state, path / f"loader-rank{ranks.rank:04d}.pt")
     ranks.barrier()
 
     def finish():
@@ -126,6 +129,9 @@ def load(engine: Engine, path: Path, verified: dict) -> tuple[int, dict]:
     if loaded is None:
         raise CheckpointError(f"DeepSpeed could not load {path}")
     state = torch.load(path / f"loader-rank{ranks.rank:04d}.pt", weights_only=False)
+    torch.set_rng_state(state["rng"])
+    if "cuda_rng" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda_rng"])
     return verified["step"], state
 
 
@@ -143,8 +149,12 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     return consolidate_zero(path.parent, path.name)
 
 
-# What a resumed run may not change: these decide the weights' shapes and the order of the data.
-FIXED = ("seed", "model", "tokenizer", "data", "train.micro_batch_size", "train.grad_accum_steps")
+# What a resumed run may not change: the weights' shapes, the order of the data, and what the
+# optimizer's and schedule's saved states would override anyway.
+FIXED = (
+    "seed", "model", "tokenizer", "data", "optim", "train.micro_batch_size",
+    "train.grad_accum_steps",
+)  # fmt: skip
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:
@@ -155,8 +165,17 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def claim(cfg: Config, overwrite: bool) -> None:
-    """Make the run directory ours: new, or the same run continued.
+def _started(run_dir: Path) -> bool:
+    """Whether anything was trained there: a checkpoint, or a logged step."""
+    metrics = run_dir / "metrics.jsonl"
+    logged = metrics.exists() and metrics.stat().st_size > 0
+    return logged or any((run_dir / "checkpoints").glob("step-*"))
+
+
+def claim(cfg: Config, overwrite: bool, say=print) -> None:
+    """Make the run directory ours, new or the same run continued, and write its config.yaml.
+
+    A directory whose run never got to its first step (a start that failed) is made anew.
 
     Raises:
         CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
@@ -166,25 +185,37 @@ def claim(cfg: Config, overwrite: bool) -> None:
     if run_dir.exists() and not run_dir.is_dir():
         raise CheckpointError(f"{run_dir} is a file, not a run directory")
     saved = run_dir / "config.yaml"
-    if overwrite and saved.exists():
-        shutil.rmtree(run_dir)
-    if saved.exists():
+    if not saved.exists() and run_dir.exists() and any(run_dir.iterdir()):
+        raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
+    if saved.exists() and not overwrite and _started(run_dir):
         if cfg.resume == "never":
             raise CheckpointError(
                 f"{run_dir} already holds a run: continue it with resume=auto, choose another"
                 " `name`, or delete it with --overwrite"
             )
         old, new = (_flat(load_tree(saved)), _flat(yaml.safe_load(cfg.to_yaml())))
-        changed = [
-            f"{k} was {old.get(k)!r}, is {new.get(k)!r}"
-            for k in sorted(old.keys() | new.keys())
-            if k.startswith(FIXED) and old.get(k) != new.get(k)
-        ]
-        if changed:
+        changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
+                   if old.get(k) != new.get(k)}  # fmt: skip
+        fixed = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()
+                 if k.startswith(FIXED)]  # fmt: skip
+        if fixed:
             raise CheckpointError(
-                f"{run_dir} holds a run of another config ({'; '.join(changed)}): choose another"
+                f"{run_dir} holds a run of another config ({'; '.join(fixed)}): choose another"
                 " `name`, or delete it with --overwrite"
             )
-    elif run_dir.exists() and any(run_dir.iterdir()):
-        raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
+        if "train.steps" in changed:
+            was, now = changed["train.steps"]
+            say(f"note: train.steps was {was}, is {now}: the schedule now ends at {now}")
+    elif saved.exists():
+        shutil.rmtree(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    tmp = saved.with_name("config.yaml.tmp")
+    tmp.write_text(cfg.to_yaml(), encoding="utf-8")
+    os.replace(tmp, saved)
+
+
+def drop_after(run_dir: Path, step: int) -> None:
+    """Delete the checkpoints after `step`: a run resumed there has left that branch."""
+    for path in (Path(run_dir) / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)

@@ -399,9 +399,10 @@ def load(
             )
         for key, value in points[job_index].items():
             _set(tree, key, value)
-        tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
     for text in overrides:
         _set(tree, *parse_override(text))
+    if job_index is not None:  # last, so that every point has its own directory under any name
+        tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
     return build(tree, str(path))
 
 

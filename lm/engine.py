@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import pickle
 import signal
 import socket
 import warnings
@@ -32,6 +33,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
 
     @property
     def is_main(self) -> bool:
@@ -48,8 +50,10 @@ class Ranks:
                 box[0] = fn(*args)
             except Exception as e:
                 box[1] = e
+                if self.world_size > 1:
+                    box[1] = _sendable(e)
         if self.world_size > 1:
-            torch_dist.broadcast_object_list(box, src=0, device=self.device)
+            torch_dist.broadcast_object_list(box, src=0, group=self.objects)
         if box[1] is not None:
             raise box[1]
         return box[0]
@@ -65,6 +69,14 @@ class Ranks:
         parts = [torch.empty_like(t) for _ in range(self.world_size)]
         torch_dist.all_gather(parts, t.contiguous())
         return torch.cat(parts, dim=-1)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or a plain one that says the same where it cannot be pickled."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))
 
 
 def _free_port() -> int:
@@ -119,7 +131,9 @@ def start(cfg: Config) -> Ranks:
         verbose=False,
     )
     torch.manual_seed(cfg.seed)
-    return Ranks(rank, world, device)
+    days = timedelta(days=7)
+    objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
+    return Ranks(rank, world, device, objects)
 
 
 def stop() -> None:
@@ -203,7 +217,23 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
             over = json.loads(Path(over).read_text())
         except (OSError, json.JSONDecodeError) as e:
             raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
-    return _merge(config, over or {})
+    merged = _merge(config, over or {})
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+    ):
+        if merged[key] != config[key]:
+            raise ConfigError(
+                f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
+                " set train.micro_batch_size and train.grad_accum_steps instead"
+            )
+    if '"auto"' in json.dumps(merged):
+        raise ConfigError(
+            'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
+            " numbers, or leave the key out"
+        )
+    return merged
 
 
 class Engine:

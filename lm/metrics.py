@@ -6,6 +6,7 @@ import json
 import netrc
 import os
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -131,7 +132,12 @@ class Writer:
             import wandb
 
             offline = not _has_wandb_key()
+            run_id = run_dir / "wandb_id"  # a resumed run goes on in the same place
+            if not run_id.exists():
+                run_id.write_text(uuid.uuid4().hex[:12])
             self.wandb = wandb.init(
+                id=run_id.read_text(),
+                resume="allow",
                 project=cfg.log.wandb_project, name=cfg.name, dir=str(run_dir),
                 config=cfg.model_dump(mode="json"),
                 mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),
@@ -139,7 +145,8 @@ class Writer:
         if cfg.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+            purge = resumed_at + 1 if resumed_at else None
+            self.tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
 
     def write(self, record: dict) -> None:
         """record: {"step": n, …} with numbers, lists of one number a layer, or nested mappings."""

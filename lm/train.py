@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from lm import checkpoint
 from lm import engine as ds
-from lm.build import build_model, vocabulary
+from lm.build import build_model, missing_kernels, vocabulary
 from lm.config import Config, ConfigError
 from lm.console import Progress, say
 from lm.metrics import Throughput, Writer, fixed_point_metrics
@@ -45,13 +46,12 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     """
     ranks = ds.start(cfg)
     say.enabled = ranks.is_main
-    try:
-        return _train(cfg, ranks, overwrite)
-    finally:
-        ds.stop()
+    with contextlib.ExitStack() as on_exit:  # also on an error: what was logged is written out
+        on_exit.callback(ds.stop)
+        return _train(cfg, ranks, overwrite, on_exit)
 
 
-def _train(cfg: Config, ranks, overwrite: bool) -> Path:
+def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -> Path:
     from lm.data import loader, prepare
     from lm.data.ngram import ngram_baselines
     from lm.data.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
             " train.grad_accum_steps to keep the global batch"
         )
     run_dir = cfg.run_dir
-    ranks.first(checkpoint.claim, cfg, overwrite)
+    ranks.first(checkpoint.claim, cfg, overwrite, say)
 
     # Data. Rank 0 tokenises, the others open what it wrote.
     say(f"run      {run_dir} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
@@ -82,8 +82,9 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
 
     # Model and engine.
     model = build_model(cfg, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    parameters = sum(p.numel() for p in model.parameters())  # ZeRO-3 leaves none to count
+    flops = _affine(getattr(model, "flops_per_token", None))
     engine = ds.Engine(cfg, model, ranks)
-    parameters = sum(p.numel() for p in model.parameters()) if engine.zero_stage < 3 else None
     env = environment(ranks)
 
     # Resume.
@@ -97,17 +98,21 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
         done, state = checkpoint.load(engine, path, ranks.first(checkpoint.verify, path))
         batches.load_state_dict(state["loader"])
         seconds = state["seconds"]
+        if path.resolve().parent == (run_dir / "checkpoints").resolve():
+            ranks.first(checkpoint.drop_after, run_dir, done)
         say(f"resumed  {path} at update {done}")
     if ranks.is_main:
-        (run_dir / "config.yaml").write_text(cfg.to_yaml(), encoding="utf-8")
         checkpoint.write_json(run_dir / "deepspeed.json", engine.config)
         checkpoint.write_json(run_dir / "environment.json", env)
     writer = Writer(cfg, run_dir, resumed_at=done) if ranks.is_main else None
+    if writer:
+        on_exit.callback(writer.close)
 
     steps, per_step = cfg.train.steps, cfg.tokens_per_step(ranks.world_size)
     say(f"device   {env['device']}; kernels: {env['kernels']}")
-    if parameters:
-        say(f"model    {cfg.model.name}, {parameters / 1e6:.2f} M parameters, {vocab_size} tokens")
+    say(f"model    {cfg.model.name}, {parameters / 1e6:.2f} M parameters, {vocab_size} tokens")
+    if warning := missing_kernels(cfg):
+        say(warning)
     say(f"training {steps} updates of {per_step} tokens, ZeRO-{engine.zero_stage}")
 
     def save(step):
@@ -130,7 +135,6 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
     # The loop.
     engine.stop_on_signals()
     began = time.perf_counter()
-    flops = getattr(model, "flops_per_token", None)
     speed = Throughput(flops, ranks.world_size)
     stream, stats = iter(batches), []
     saved_at = done
@@ -167,9 +171,6 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
                 bar.update(step, steps, _describe(record))
             else:
                 bar.update(step, steps)
-            if step % cfg.eval.every == 0 and step < steps:
-                validate(step)
-                speed.restart()
             if step % cfg.checkpoint.every == 0 or step == steps or engine.stopping:
                 save(step)
                 saved_at = step
@@ -179,6 +180,9 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
                     f"stopped by a signal after update {step}, checkpoint saved: continue with"
                     " resume=auto"
                 )
+            if step % cfg.eval.every == 0 and step < steps:
+                validate(step)
+                speed.restart()
     seconds += time.perf_counter() - began
     if done >= steps:
         say(f"complete already: {done} of {steps} updates; --overwrite trains anew")
@@ -195,9 +199,15 @@ def _train(cfg: Config, ranks, overwrite: bool) -> Path:
                 **{k: v for k, v in final.items() if k != "step"},
             }
             checkpoint.write_json(run_dir / "result.json", result)
-    if writer:
-        writer.close()
     return run_dir
+
+
+def _affine(flops_per_token):
+    """ℓ* → FLOPs, taken while the weights are whole; None for a model that cannot say."""
+    if flops_per_token is None:
+        return None
+    at_zero, at_one = flops_per_token(0), flops_per_token(1)
+    return lambda num_iters: at_zero + num_iters * (at_one - at_zero)
 
 
 def _mean(values) -> float:

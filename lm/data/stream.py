@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -195,6 +196,8 @@ class _StreamDataset(torch.utils.data.IterableDataset):
         self.arguments = arguments
 
     def __iter__(self) -> Iterator[tuple]:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # the training decides when to stop
+            signal.signal(number, signal.SIG_IGN)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         return _read_stream(*self.arguments[torch.utils.data.get_worker_info().id])
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .mixers import MixerWeights, WNLinear, build_mixer, nrm
+from .mixers import MixerWeights, WNLinear, build_mixer, nrm, unknown
 from .scan import (
     causal_conv,
     chunk_decays,
@@ -422,5 +422,5 @@ def build_block(config):
         ValueError: an unknown name, or sizes that this block or its mixer cannot have.
     """
     if config.block not in BLOCKS:
-        raise ValueError(f"unknown block `{config.block}`: one of {', '.join(BLOCKS)}")
+        raise ValueError(unknown("block", config.block, BLOCKS))
     return BLOCKS[config.block](config)

@@ -10,6 +10,7 @@ Shape suffixes: b batch, l length, d channels (d_inner), r rank. Leading dimensi
 mixer also applies to many v per token (`matrix` does).
 """
 
+import difflib
 import math
 from typing import NamedTuple
 
@@ -20,6 +21,18 @@ from torch import nn
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
+
+
+MIXERS = (
+    "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense",
+)  # fmt: skip
+
+
+def unknown(what, name, known):
+    """A sentence on a name that is not known, with the nearest that is."""
+    near = difflib.get_close_matches(str(name), list(known), 1, 0.4)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"unknown {what} `{name}`: one of {', '.join(known)}{hint}"
 
 
 def nrm(v, eps):
@@ -358,7 +371,7 @@ def _one_mixer(name, rank, config, d_inner, d_arg):
         return NonSelective(d_inner, d_arg)
     if name == "selective_dense":
         return SelectiveDense(d_inner, d_arg, act, eps)
-    raise ValueError(f"unknown mixer `{name}`")
+    raise ValueError(unknown("mixer", name, MIXERS))
 
 
 def build_mixer(config, d_inner, d_arg):

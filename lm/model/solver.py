@@ -45,7 +45,7 @@ def relative_residual(y, g):
 def solve_parallel_paper(f, y, rule, trace=None):
     """The paper's solver (App. B.4): all tokens at once, damped, one stopping rule for the batch.
 
-    Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
+    Known limits (docs/model.md): the count depends on the whole batch and on later tokens.
 
     Args:
         f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`.

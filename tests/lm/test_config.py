@@ -249,7 +249,8 @@ def test_job_index_picks_a_point_and_overrides_come_last(tmp_path):
     assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 2e-3)
     assert cfg.name == "s/004-mixer=dplr-lr=0.002"
     cfg = load(tmp_path, SWEEP, "optim.lr=1", "name=mine", job_index=4)
-    assert (cfg.model.mixer, cfg.optim.lr, cfg.name) == ("dplr", 1.0, "mine")
+    assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 1.0)
+    assert cfg.name == "mine/004-mixer=dplr-lr=0.002"
 
 
 def test_a_sweep_point_can_be_a_model_by_name(tmp_path):
@@ -452,3 +453,9 @@ def schema(section: Section, prefix: str = "") -> dict:
 def test_the_page_has_every_key_with_its_default():
     page = {k: yaml.load(v, config._Loader) for k, v in documented().items()}
     assert page == schema(Config())
+
+
+def test_every_sweep_point_has_its_own_directory_under_any_name():
+    path = ROOT / "configs/lm/sweep_mixers.yaml"
+    names = {config.load(path, ["name=exp2"], i).name for i in range(6)}
+    assert len(names) == 6 and all(n.startswith("exp2/00") for n in names)

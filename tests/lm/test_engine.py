@@ -103,3 +103,17 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
 def test_world_size_other_than_the_configs_is_refused(tmp_path):
     with pytest.raises(AssertionError, match=r"train.world_size is 4 but 1 process"):
         run(tmp_path / "runs", "train.world_size=4")
+
+
+@pytest.mark.parametrize(
+    "raw, sentence",
+    [
+        ({"gradient_accumulation_steps": 7}, "sets gradient_accumulation_steps to 7"),
+        ({"gradient_clipping": "auto"}, 'holds "auto"'),
+    ],
+)
+def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
+    cfg = tiny()
+    cfg.engine.deepspeed = raw
+    with pytest.raises(ConfigError, match=sentence):
+        ds.deepspeed_config(cfg, 1)

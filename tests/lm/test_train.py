@@ -208,3 +208,25 @@ def test_contraction_is_logged_on_request(tmp_path):
     assert 0 < records[0]["mixing_norm"][0] <= 2.01 and records[0]["lipschitz"][0] > 0
     message = refused(*tiny_args(tmp_path / "other", *short, "engine.zero_stage=3"))
     assert "use zero_stage 0, 1 or 2" in message
+
+
+def test_a_start_that_failed_can_be_started_again(tmp_path):
+    out = tmp_path / "runs"
+    refused(*tiny_args(out, "data.seq_len=100000"))
+    records, _ = run(out, "train.steps=1", "checkpoint.every=1")
+    assert len(records) == 1
+
+
+@pytest.mark.slow
+def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
+    out = tmp_path / "runs"
+    first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")
+    older = out / "tiny/checkpoints/step-000004"
+    again, _ = run(out, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(again) == trace(first)
+    assert [p.name for p in (out / "tiny/checkpoints").glob("step-*")] == ["step-000008"]
+
+
+def test_changed_optimizer_settings_are_refused_on_resume(tiny_run):
+    message = refused(*tiny_args(tiny_run.parent, "resume=auto", "optim.lr=1e-3"))
+    assert "optim.lr was 0.01, is 0.001" in message
