@@ -333,6 +333,15 @@ class Engine:
             raise TrainingError(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return loss, norm, stats
 
+    def close(self) -> None:
+        """The last call on every rank: nothing that the peers sent each other is still under way.
+
+        ZeRO-3 fetches parameters ahead; a process that ends with such a fetch pending may abort.
+        """
+        if self.zero_stage == 3:
+            self.deepspeed.empty_partition_cache()
+        self.ranks.barrier()
+
     def contraction(self, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
         """Per layer, the mean over a micro-batch of ‖I − Q‖ and ‖∂f/∂y‖ (`log.contraction`)."""
         model = self.deepspeed.module

@@ -186,19 +186,19 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
     seconds += time.perf_counter() - began
     if done >= steps:
         say(f"complete already: {done} of {steps} updates; --overwrite trains anew")
-    if done < steps or not (run_dir / "result.json").exists():
+    if done < steps or not ranks.first((run_dir / "result.json").exists):
         final = validate(steps, final=True)
-        if ranks.is_main:
-            result = {
-                "updates": steps,
-                "tokens": steps * per_step,
-                "training_seconds": round(seconds, 1),
-                "tokens_per_s": round(steps * per_step / max(seconds, 1e-9), 1),
-                "parameters": parameters,
-                "vocab_size": vocab_size,
-                **{k: v for k, v in final.items() if k != "step"},
-            }
-            checkpoint.write_json(run_dir / "result.json", result)
+        result = {
+            "updates": steps,
+            "tokens": steps * per_step,
+            "training_seconds": round(seconds, 1),
+            "tokens_per_s": round(steps * per_step / max(seconds, 1e-9), 1),
+            "parameters": parameters,
+            "vocab_size": vocab_size,
+            **{k: v for k, v in final.items() if k != "step"},
+        }
+        ranks.first(checkpoint.write_json, run_dir / "result.json", result)
+    engine.close()
     return run_dir
 
 

@@ -1,0 +1,121 @@
+"""The YAML of a synthetic run: a task, and the model, optimizer and loader of `lm.config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from lm import config as base
+from lm.config import ConfigError, Fraction1, Model, Section
+
+Length = int | tuple[int, int]
+
+
+class Task(Section):
+    """Which dataset (synthetic/tasks), and the fields that concern it."""
+
+    name: Literal[
+        "word_problem", "copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram",
+        "mod_arithmetic", "mod_arithmetic_brackets", "parity", "even_pairs", "cycle_navigation",
+        "catbabi",
+    ] = "word_problem"  # fmt: skip
+    group: str = "S3"  # of word_problem: S5, A5, Z60, A4_x_Z5, …
+    csv: str | None = None  # of word_problem: files of the original data instead of our generator
+    alphabet: int = Field(26, ge=2)  # letters, of copying
+    ngram: int = Field(2, ge=1)  # n of the n-gram tasks
+    context: int = Field(256, gt=0)  # tokens that copying packs its training strings into
+    modulus: int = Field(5, ge=2)  # of modular arithmetic and cycle navigation
+    supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
+    data: str | None = None  # of catbabi: the folder with qa*_train.txt
+    mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
+    stories: list[int] = list(range(1, 21))  # of catbabi: the bAbI tasks used
+
+
+class Optim(base.Optim):
+    """AdamW as in lm.config, with the constants of small models."""
+
+    lr: float = Field(1e-3, gt=0)
+    min_lr: float = Field(1e-6, ge=0)
+    betas: tuple[base.Fraction, base.Fraction] = (0.9, 0.999)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+class Curriculum(Section):
+    """Longest training length: `start` at first, `grow` longer whenever the headline metric at that
+    length reaches `at`, up to the upper end of train.length."""
+
+    start: int = Field(gt=0)
+    grow: int = Field(2, gt=0)
+    at: Fraction1 = 0.98
+
+
+class Train(Section):
+    """How long, how much at once, and at which lengths."""
+
+    steps: int = Field(2000, gt=0)  # optimizer updates
+    batch_size: int = Field(64, gt=0)
+    length: Length = 16  # one length, or [shortest, longest]
+    curriculum: Curriculum | None = None
+    max_iters: PositiveInt | Literal["config", "unlimited", "gamma"] = "config"  # ℓmax in training
+    gamma_shape: float = Field(4.0, gt=0)  # of ⌈Γ(shape, 1)⌉, drawn anew each update (Fig. 6)
+    stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    threads: int | None = Field(None, gt=0)
+    workers: int = Field(0, ge=0)  # loader processes; any number gives the same data
+
+    @field_validator("length", mode="before")
+    @classmethod
+    def _interval(cls, value):
+        if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] > value[1]:
+            raise ValueError(f"length [{value[0]}, {value[1]}] is empty: shortest first")
+        return value
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return (self.length, self.length) if isinstance(self.length, int) else self.length
+
+
+class Eval(Section):
+    every: int = Field(200, gt=0)  # updates; the model is tried at the longest training length
+    lengths: str = "2:48"  # at the end: see `synthetic.evaluate.parse_lengths`
+    examples: int = Field(1000, gt=0)  # sequences per length
+    batch_size: int = Field(100, gt=0)
+    seeds: list[int] = [0]  # of the test data
+    max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
+
+
+class Bar(Section):
+    """What counts as passed: `metric` at every one of `lengths` is at least `least`."""
+
+    metric: str
+    length: int | None = Field(None, gt=0)  # null: of the whole test set (catbabi)
+    least: Fraction1
+
+
+class Checkpoint(Section):
+    every: int = Field(1000, gt=0)  # updates
+
+
+class Log(base.Log):
+    every: int = Field(50, gt=0)
+
+
+class Config(Section):
+    """One run. `out_dir/name` is its run directory."""
+
+    name: str = Field("run", min_length=1)
+    out_dir: str = "runs/synthetic"
+    seed: int = Field(0, ge=0)
+    resume: Literal["auto", "never"] = "auto"
+    model: Model = Model()
+    task: Task = Task()
+    optim: Optim = Optim()
+    train: Train = Train()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    bars: list[Bar] = []
+    sweep: dict[str, list[Any]] = {}
