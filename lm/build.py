@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 
-from lm.config import Config, ConfigError
+from lm.config import Config, ConfigError, Model
 
 
 def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
@@ -36,6 +36,21 @@ def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
 
 def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=None):
     """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
+    return build_section(
+        cfg.model, vocab_size, cfg.data.seq_len, cfg.train.precision,
+        eos_token_id=eos_token_id, pad_token_id=pad_token_id,
+    )  # fmt: skip
+
+
+def build_section(model: Model, vocab_size: int, seq_len: int, precision: str, **token_ids):
+    """The `model:` section of a YAML → PreTrainedModel with freshly initialised weights.
+
+    Args:
+        seq_len: tokens of a training sequence. precision: "fp32" or "bf16". token_ids:
+        eos_token_id, pad_token_id.
+    Raises:
+        ConfigError: sizes that do not go together.
+    """
     # transformers says on every build which CUDA packages of Mamba are absent; `fprnn train` says
     # it once, in its own words.
     logger = logging.getLogger("transformers")
@@ -43,12 +58,12 @@ def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=No
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return _build(cfg, vocab_size, eos_token_id, pad_token_id)
+            return _build(model, vocab_size, seq_len, precision, **token_ids)
     finally:
         logger.setLevel(level)
 
 
-def missing_kernels(cfg: Config) -> str | None:
+def missing_kernels(cfg) -> str | None:
     """A warning where a Mamba baseline would run transformers' slow reference scan on a GPU."""
     import importlib.util
 
@@ -65,30 +80,23 @@ def missing_kernels(cfg: Config) -> str | None:
     )
 
 
-def _build(cfg: Config, vocab_size: int, eos_token_id, pad_token_id):
+def _build(model: Model, vocab_size: int, seq_len: int, precision: str, **token_ids):
     from lm import baselines
 
-    if cfg.model.name != "fprnn":
+    if model.name != "fprnn":
         return baselines.build_baseline(
-            cfg.model,
-            vocab_size,
-            precision=cfg.train.precision,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            seq_len=cfg.data.seq_len,
+            model, vocab_size, precision=precision, seq_len=seq_len, **token_ids
         )
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
-    fields = cfg.model.model_dump(exclude=others)
     try:
         config = FPRNNConfig(
-            **fields,
+            **model.model_dump(exclude=others),
             vocab_size=vocab_size,
-            max_position_embeddings=max(2048, cfg.data.seq_len),
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
+            max_position_embeddings=max(2048, seq_len),
+            **token_ids,
         )
     except ValueError as e:
         raise ConfigError(str(e)) from None

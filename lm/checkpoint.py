@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from lm.config import Config, load_tree
+from lm.config import Run, load_tree
 from lm.engine import Engine, consolidate_zero
 
 MANIFEST = "manifest.json"
@@ -172,10 +172,13 @@ def _started(run_dir: Path) -> bool:
     return logged or any((run_dir / "checkpoints").glob("step-*"))
 
 
-def claim(cfg: Config, overwrite: bool, say=print) -> None:
+def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) -> None:
     """Make the run directory ours, new or the same run continued, and write its config.yaml.
 
     A directory whose run never got to its first step (a start that failed) is made anew.
+
+    Args:
+        fixed: dotted keys (and whole sections) that a continued run may not change.
 
     Raises:
         CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
@@ -196,11 +199,11 @@ def claim(cfg: Config, overwrite: bool, say=print) -> None:
         old, new = (_flat(load_tree(saved)), _flat(yaml.safe_load(cfg.to_yaml())))
         changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
                    if old.get(k) != new.get(k)}  # fmt: skip
-        fixed = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()
-                 if k.startswith(FIXED)]  # fmt: skip
-        if fixed:
+        other = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()
+                 if k.startswith(fixed)]  # fmt: skip
+        if other:
             raise CheckpointError(
-                f"{run_dir} holds a run of another config ({'; '.join(fixed)}): choose another"
+                f"{run_dir} holds a run of another config ({'; '.join(other)}): choose another"
                 " `name`, or delete it with --overwrite"
             )
         if "train.steps" in changed:

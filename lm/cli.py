@@ -167,9 +167,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments; key=value overrides may stand before and after options."""
+    p = parser()
+    args, rest = p.parse_known_args(argv)
+    if any("=" not in text or text.startswith("-") for text in rest) or (
+        rest and not hasattr(args, "override")
+    ):
+        p.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.override = [*args.override, *rest]
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Errors of ours are printed as a sentence, with exit status 1."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         return args.run_command(args)
     except KeyboardInterrupt:

@@ -218,22 +218,13 @@ class Eval(Section):
     micro_batch_size: int | None = Field(None, gt=0)  # null: that of training
 
 
-class Config(Section):
-    """One run. `out_dir/name` is its run directory."""
+class Run(Section):
+    """What every run has. `out_dir/name` is its run directory."""
 
     name: str = Field("run", min_length=1)
     out_dir: str = "runs"
     seed: int = Field(0, ge=0)
-    resume: str = "never"  # never | auto (newest good checkpoint of this run) | a checkpoint's path
     model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    optim: Optim = Optim()
-    train: Train = Train()
-    engine: Engine = Engine()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
-    eval: Eval = Eval()
     sweep: dict[str, list[Any]] = {}
 
     @field_validator("model", mode="before")
@@ -245,38 +236,62 @@ class Config(Section):
     def run_dir(self) -> Path:
         return Path(self.out_dir) / self.name
 
-    def tokens_per_step(self, world_size: int = 1) -> int:
-        """Tokens an optimizer update sees, over all ranks."""
-        t = self.train
-        return t.micro_batch_size * t.grad_accum_steps * world_size * self.data.seq_len
-
     def to_yaml(self) -> str:
         tree = self.model_dump(mode="json")
         return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _section(cls: type, dotted: tuple[str, ...]) -> type | None:
+class Config(Run):
+    """A language-model run."""
+
+    resume: str = "never"  # never | auto (newest good checkpoint of this run) | a checkpoint's path
+    tokenizer: Tokenizer = Tokenizer()
+    data: Data = Data()
+    optim: Optim = Optim()
+    train: Train = Train()
+    engine: Engine = Engine()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    eval: Eval = Eval()
+
+    def tokens_per_step(self, world_size: int = 1) -> int:
+        """Tokens an optimizer update sees, over all ranks."""
+        t = self.train
+        return t.micro_batch_size * t.grad_accum_steps * world_size * self.data.seq_len
+
+
+# The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
+# (synthetic/config.py).
+
+
+def _subsection(field) -> type[Section] | None:
+    """The Section that a field holds (also an optional one), or None."""
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((a for a in candidates if isinstance(a, type) and issubclass(a, Section)), None)
+
+
+def _section(schema: type, dotted: tuple[str, ...]) -> type | None:
     """The section class that holds the last key of a dotted path, or None."""
     for key in dotted[:-1]:
-        field = getattr(cls, "model_fields", {}).get(key)
-        if field is None or not isinstance(field.annotation, type):
+        field = getattr(schema, "model_fields", {}).get(key)
+        schema = None if field is None else _subsection(field)
+        if schema is None:
             return None
-        cls = field.annotation
-    return cls
+    return schema
 
 
-def _all_keys(cls: type = Config, prefix: str = "") -> list[str]:
+def _all_keys(schema: type, prefix: str = "") -> list[str]:
     keys = []
-    for name, field in cls.model_fields.items():
+    for name, field in schema.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+        if below := _subsection(field):
+            keys += _all_keys(below, f"{prefix}{name}.")
     return keys
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, schema: type) -> str:
     """'; did you mean `x.y`?' for a mistyped dotted key, or ''."""
-    keys = _all_keys()
+    keys = _all_keys(schema)
     parent, _, last = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
@@ -285,22 +300,22 @@ def _nearest(key: str) -> str:
     close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]
     if not close and not siblings:
         close = difflib.get_close_matches(key, keys, 1, 0.6)
-        siblings = Config.model_fields
+        siblings = schema.model_fields
     return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(siblings)}"
 
 
-def _explain(error: ValidationError, where: str) -> ConfigError:
+def _explain(error: ValidationError, where: str, schema: type) -> ConfigError:
     """pydantic's findings as sentences: which key, what was wrong, what would be right."""
     lines, seen = [], set()
     for e in error.errors():
         # Union members appear in `loc` as type names; keep only the keys themselves.
         loc = tuple(p for p in e["loc"] if isinstance(p, str))
-        while len(loc) > 1 and not hasattr(_section(Config, loc), "model_fields"):
+        while len(loc) > 1 and not hasattr(_section(schema, loc), "model_fields"):
             loc = loc[:-1]
         key = ".".join(loc)
-        owner = _section(Config, loc)
+        owner = _section(schema, loc)
         if e["type"] == "extra_forbidden":
-            line = f"unknown key `{key}`{_nearest(key)}"
+            line = f"unknown key `{key}`{_nearest(key, schema)}"
         elif owner and loc and loc[-1] in owner.model_fields and e["type"] != "value_error":
             annotation = owner.model_fields[loc[-1]].annotation
             if key in seen:
@@ -343,26 +358,26 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from None
 
 
-def parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    if key not in _all_keys() and not key.startswith("engine.deepspeed."):
-        raise ConfigError(f"unknown key `{key}`{_nearest(key)}")
+    if key not in _all_keys(schema) and not key.startswith("engine.deepspeed."):
+        raise ConfigError(f"unknown key `{key}`{_nearest(key, schema)}")
     return key, _parse(value, f"override `{text}`: the value")
 
 
-def build(tree: dict, where: str = "config") -> Config:
-    """A mapping → Config.
+def build(tree: dict, where: str = "config", schema: type = Config):
+    """A mapping → Config (or the schema given).
 
     Raises:
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
     try:
-        return Config.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as e:
-        raise _explain(e, where) from None
+        raise _explain(e, where, schema) from None
 
 
 def load_tree(path: str | Path) -> dict:
@@ -383,8 +398,11 @@ def load_tree(path: str | Path) -> dict:
 
 
 def load(
-    path: str | Path, overrides: list[str] | tuple[str, ...] = (), job_index: int | None = None
-) -> Config:
+    path: str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    job_index: int | None = None,
+    schema: type = Config,
+):
     """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
 
     Raises:
@@ -392,7 +410,7 @@ def load(
     """
     tree = load_tree(path)
     if job_index is not None:
-        points = sweep_points(tree, str(path))
+        points = sweep_points(tree, str(path), schema)
         if not 0 <= job_index < len(points):
             raise ConfigError(
                 f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
@@ -400,13 +418,15 @@ def load(
         for key, value in points[job_index].items():
             _set(tree, key, value)
     for text in overrides:
-        _set(tree, *parse_override(text))
+        _set(tree, *parse_override(text, schema))
     if job_index is not None:  # last, so that every point has its own directory under any name
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
-    return build(tree, str(path))
+    return build(tree, str(path), schema)
 
 
-def sweep_points(tree: dict, where: str = "config") -> list[dict[str, Any]]:
+def sweep_points(
+    tree: dict, where: str = "config", schema: type = Config
+) -> list[dict[str, Any]]:
     """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
 
     Raises:
@@ -416,9 +436,10 @@ def sweep_points(tree: dict, where: str = "config") -> list[dict[str, Any]]:
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
-        if key not in _all_keys():
-            key = str(key)
-            raise ConfigError(f"{where}: sweep over unknown key `{key}`{_nearest(key)}")
+        if key not in _all_keys(schema):
+            raise ConfigError(
+                f"{where}: sweep over unknown key `{key}`{_nearest(str(key), schema)}"
+            )
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
@@ -426,7 +447,7 @@ def sweep_points(tree: dict, where: str = "config") -> list[dict[str, Any]]:
         candidate = copy.deepcopy(tree)
         for key, value in point.items():
             _set(candidate, key, value)
-        build(candidate, where)
+        build(candidate, where, schema)
     return points
 
 

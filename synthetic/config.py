@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from lm import config as base
-from lm.config import ConfigError, Fraction1, Model, Section
+from lm.config import Fraction1, Section
 
 Length = int | tuple[int, int]
 
@@ -32,6 +30,15 @@ class Task(Section):
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
     mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
     stories: list[int] = list(range(1, 21))  # of catbabi: the bAbI tasks used
+
+
+class Model(base.Model):
+    """As in lm.config, at the size of these tasks."""
+
+    d_model: int = Field(64, gt=0)
+    n_layer: int = Field(1, gt=0)
+    tie_embeddings: bool = False  # inputs and answers share ids, not meanings
+    headdim: int = Field(32, gt=0)
 
 
 class Optim(base.Optim):
@@ -103,12 +110,10 @@ class Log(base.Log):
     every: int = Field(50, gt=0)
 
 
-class Config(Section):
+class Config(base.Run):
     """One run. `out_dir/name` is its run directory."""
 
-    name: str = Field("run", min_length=1)
     out_dir: str = "runs/synthetic"
-    seed: int = Field(0, ge=0)
     resume: Literal["auto", "never"] = "auto"
     model: Model = Model()
     task: Task = Task()
@@ -118,4 +123,8 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     bars: list[Bar] = []
-    sweep: dict[str, list[Any]] = {}
+
+
+def load(path, overrides=(), job_index: int | None = None) -> Config:
+    """`lm.config.load` for the YAML of a synthetic run."""
+    return base.load(path, overrides, job_index, schema=Config)

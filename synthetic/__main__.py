@@ -1,0 +1,7 @@
+"""`python -m synthetic`."""
+
+import sys
+
+from synthetic.cli import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""`python -m synthetic COMMAND` (console script `fprnn-synthetic`): thin, one function a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+EPILOG = """examples:
+  python -m synthetic train --config configs/synthetic/small/s3.yaml
+  python -m synthetic eval runs/synthetic/s3 --lengths 2:512
+  python -m synthetic report fig3c --run
+  python -m synthetic validate configs/synthetic/small/validate.yaml
+"""
+
+
+def _train(args) -> int:
+    from lm.console import say
+    from synthetic.config import load
+    from synthetic.evaluate import summary, verdict
+    from synthetic.train import train
+
+    cfg = load(args.config, args.override, args.job_index)
+    result = train(cfg, args.overwrite)
+    say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in"
+                        f" {result['training_seconds']:.0f} s"))  # fmt: skip
+    if text := verdict(result):
+        say(text)
+    say(f"result   {cfg.run_dir / 'result.json'}")
+    return 0 if all(bar["passed"] for bar in result["bars"]) else 2
+
+
+def _eval(args) -> int:
+    from lm.console import say
+    from synthetic.evaluate import evaluate_run, summary, verdict
+
+    result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out)
+    say(summary(result, f"{args.run}"))
+    if text := verdict(result):
+        say(text)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Nothing heavy is imported to build it or to print its help."""
+    p = argparse.ArgumentParser(
+        prog="python -m synthetic",
+        description="Does a sequence mixer track state, copy, compute and remember?",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    c = commands.add_parser(
+        "train",
+        help="train a model on a task and evaluate it over lengths",
+        description="Train the run a YAML describes, or continue it after a kill. OVERRIDES are"
+        " dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/synthetic.md lists all keys."
+        " Exit status 2: trained, but below one of the config's bars.",
+    )
+    c.add_argument("--config", required=True, metavar="YAML")
+    c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
+    c.add_argument("--job-index", type=int, metavar="I", help="train point I of the sweep grid")
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_train)
+
+    c = commands.add_parser(
+        "eval",
+        help="evaluate a trained run over other lengths and seeds",
+        description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
+    )
+    c.add_argument("run", metavar="RUN")
+    c.add_argument("--lengths", help="default: the config's eval.lengths")
+    c.add_argument("--seeds", type=int, nargs="+", help="of the test data")
+    c.add_argument("--out", help="results JSON (default: RUN/eval.json)")
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_eval)
+    return p
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments; key=value overrides may stand before and after options."""
+    p = parser()
+    args, rest = p.parse_known_args(argv)
+    if any("=" not in text or text.startswith("-") for text in rest) or (
+        rest and not hasattr(args, "override")
+    ):
+        p.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.override = [*args.override, *rest]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Errors of ours are printed as a sentence, with exit status 1."""
+    args = parse(argv)
+    try:
+        return args.run_command(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as e:
+        if type(e).__module__.split(".")[0] not in ("lm", "synthetic"):
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

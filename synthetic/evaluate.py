@@ -1,0 +1,267 @@
+"""How far a trained model goes: accuracy and ℓ* over lengths and seeds, with JSON out."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lm.console import Progress, say
+from lm.metrics import fixed_point_metrics
+from synthetic.tasks import Batch, Task, TaskError
+
+LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
+
+
+def parse_lengths(text: str, task: Task) -> list[int]:
+    """Lengths to evaluate: "16,32,48"; "2:50:1" (from, to, step); "2:512" (from, to, ×√2 each).
+
+    A range keeps the lengths that the task can have; one named by itself must be possible.
+
+    Raises:
+        TaskError: not a list of lengths, or a length the task cannot have.
+    """
+    lengths: list[int] = []
+    for part in str(text).split(","):
+        try:
+            numbers = [int(n) for n in part.split(":")]
+            first, last = numbers[0], numbers[1] if len(numbers) > 1 else numbers[0]
+            if len(numbers) > 3 or not 1 <= first <= last or (len(numbers) == 3 and numbers[2] < 1):
+                raise ValueError
+        except ValueError:
+            raise TaskError(
+                f"lengths `{text}`: `{part}` must be a length, START:STOP (×√2 from one to the"
+                " next) or START:STOP:STEP"
+            ) from None
+        if len(numbers) == 1:
+            task.check_length(first)
+            lengths.append(first)
+            continue
+        if len(numbers) == 3:
+            wanted = range(first, last + 1, numbers[2])
+        else:
+            count = math.floor(math.log(last / first, LADDER) + 1e-9)
+            wanted = [*dict.fromkeys(round(first * LADDER**i) for i in range(count + 1)), last]
+        possible = []
+        for n in wanted:  # the nearest length below that the task can have
+            for near in (n, n - 1):
+                try:
+                    task.check_length(near)
+                except TaskError:
+                    continue
+                possible.append(near)
+                break
+        if not possible:
+            task.check_length(last)
+        lengths += possible
+    return sorted(set(lengths))
+
+
+def as_tensors(batch: Batch, device):
+    """(input_ids, labels, attention_mask or None) on the device."""
+
+    def tensor(a):
+        return None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device)
+
+    return tensor(batch.input_ids), tensor(batch.labels), tensor(batch.mask)
+
+
+def _free_bytes(device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _sequences_that_fit(model, length: int, wanted: int, device) -> int:
+    """How many sequences of this length an evaluation pass can hold (a rough lower bound of what
+    it needs: a dozen activations of the inner width, and the logits twice).
+
+    Raises:
+        TaskError: not even one.
+    """
+    c = model.config
+    width = 12 * 2 * getattr(c, "hidden_size", 64) + 2 * c.vocab_size
+    heads = getattr(c, "num_attention_heads", 0)  # a Transformer's scores
+    each = 4 * length * (width + heads * length)
+    free = int(0.8 * _free_bytes(device))
+    if each > free:
+        raise TaskError(
+            f"length {length} does not fit: one sequence needs about {each / 2**30:.1f} GiB,"
+            f" {free / 2**30:.1f} GiB are free; evaluate shorter lengths"
+        )
+    return max(1, min(wanted, free // each))
+
+
+@torch.no_grad()
+def measure(model, task: Task, cfg, length: int, split: str, seed: int, precision: str) -> dict:
+    """One length: {"metrics", "stderr", "sequences", "seconds"} and, with a solver, ℓ* per layer.
+
+    A task that is one long stream (CatbAbI) is gone through once, its state carried along.
+
+    Raises:
+        TaskError: the length is impossible, or beyond the memory of this machine.
+    """
+    task.check_length(length)
+    device = next(model.parameters()).device
+    streams = getattr(task, "streams", False)
+    size = cfg.eval.batch_size
+    if streams:
+        numbers = range(task.segments(split, size, length))
+    else:
+        size = _sequences_that_fit(model, length, min(size, cfg.eval.examples), device)
+        numbers = range(math.ceil(cfg.eval.examples / size))
+    carries = streams and getattr(model, "carries_state", False)
+    was_training, limit = model.training, getattr(model.config, "eval_max_iters", None)
+    model.eval()
+    if cfg.eval.max_iters and limit:
+        model.config.eval_max_iters = cfg.eval.max_iters
+    values, stats, state, began = {}, [], None, time.perf_counter()
+    try:
+        for i in numbers:
+            batch = task.batch(seed, split, i, size, (length, length))
+            ids, _, mask = as_tensors(batch, device)
+            extra = {"state": state if batch.carry else None, "return_state": True}
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                output = model(input_ids=ids, attention_mask=mask, **(extra if carries else {}))
+            state = output.state if carries else None
+            if getattr(output, "fixed_point", None) is not None:
+                stats.append(output.fixed_point)
+            predicted = output.logits.argmax(-1).cpu().numpy()
+            for name, items in task.score(predicted, batch).items():
+                values.setdefault(name, []).append(items)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise TaskError(
+            f"length {length} does not fit in memory, {size} sequences at once: make"
+            " eval.batch_size smaller"
+        ) from None
+    finally:
+        model.train(was_training)
+        if limit:
+            model.config.eval_max_iters = limit
+    pooled = {name: np.concatenate(items) for name, items in values.items()}
+    record = {
+        "metrics": {k: float(v.mean()) for k, v in pooled.items() if len(v)},
+        "stderr": {k: float(v.std() / len(v) ** 0.5) for k, v in pooled.items() if len(v)},
+        "sequences": size * len(numbers),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    return {**record, **fixed_point_metrics(stats)}
+
+
+def evaluate_all(model, task: Task, cfg, lengths: list[int], seeds: list[int], precision) -> list:
+    """Every length with every seed of test data → [{"length", "seed", "metrics", …}]."""
+    if getattr(task, "streams", False):  # one test set, read in segments as in training
+        lengths, seeds = [cfg.train.lengths[1]], [0]
+    results = []
+    with Progress("evaluating", total=len(lengths) * len(seeds), unit="lengths") as bar:
+        for length in lengths:
+            for seed in seeds:
+                found = measure(model, task, cfg, length, "test", seed, precision)
+                results.append({"length": length, "seed": seed, **found})
+                bar.update(len(results))
+    return results
+
+
+def at_length(results: list, length: int | None, metric: str) -> float | None:
+    """Mean over seeds of a metric at a length (None: the only one)."""
+    found = [r["metrics"][metric] for r in results
+             if metric in r["metrics"] and length in (None, r["length"])]  # fmt: skip
+    return sum(found) / len(found) if found else None
+
+
+def solved_length(results: list, metric: str, least: float = 0.9) -> int:
+    """The longest evaluated length up to which the metric never falls below `least`; 0 if none."""
+    best = 0
+    for length in sorted({r["length"] for r in results}):
+        value = at_length(results, length, metric)
+        if value is None or value < least:
+            break
+        best = length
+    return best
+
+
+def passes(bars: list, results: list) -> list[dict]:
+    """Each bar of the config with the value reached and whether it passed."""
+    found = []
+    for bar in bars:
+        value = at_length(results, bar.length, bar.metric)
+        ok = value is not None and value >= bar.least
+        found.append({**bar.model_dump(), "value": value, "passed": ok})
+    return found
+
+
+def summary(result: dict, title: str):
+    """A run's result as a rich table: per length, metrics and ℓ*."""
+    from rich.table import Table
+
+    rows = result["eval"]
+    names = [k for k in rows[0]["metrics"]]
+    stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
+    table = Table(title=title)
+    if stream:
+        for head in ("metric", "value"):
+            table.add_column(head, justify="right")
+        for name in names:
+            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}")
+        return table
+    table.add_column("length", justify="right")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    solver = "num_iters" in rows[0]
+    if solver:
+        table.add_column("ℓ* per layer", justify="right")
+        table.add_column("not converged", justify="right")
+    for length in sorted({r["length"] for r in rows}):
+        same = [r for r in rows if r["length"] == length]
+        cells = [f"{at_length(rows, length, name):.4f}" for name in names]
+        if solver:
+            layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
+            missed = np.mean([r["not_converged"] for r in same])
+            cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
+        table.add_row(str(length), *cells)
+    return table
+
+
+def verdict(result: dict) -> str:
+    """The pass/fail lines of a recipe; '' for a config without bars."""
+    lines = []
+    for bar in result["bars"]:
+        at = f" at length {bar['length']}" if bar["length"] else ""
+        value = "not measured" if bar["value"] is None else f"{bar['value']:.4f}"
+        word = "PASS" if bar["passed"] else "FAIL"
+        lines.append(f"{word}  {bar['metric']}{at}: {value} (bar {bar['least']:g})")
+    return "\n".join(lines)
+
+
+def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> dict:
+    """Evaluate a trained run again, over other lengths or seeds (or with other eval.* keys).
+
+    Returns:
+        what was written to `out` (default RUN/eval.json).
+    """
+    from lm.checkpoint import write_json
+    from synthetic.config import load as load_config
+    from synthetic.train import load_as
+
+    run_dir = Path(run_dir)
+    checkpoint = run_dir / "checkpoints" / "last.pt"
+    if not checkpoint.exists():
+        raise TaskError(f"{run_dir} holds no trained model ({checkpoint} is missing): train it")
+    cfg = load_config(run_dir / "config.yaml", overrides)
+    cfg, task, model, precision = load_as(cfg, checkpoint)
+    wanted = parse_lengths(lengths or cfg.eval.lengths, task)
+    results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision)
+    result = {
+        "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,
+        "headline": task.headline, "chance": task.chance, "eval": results,
+        "bars": passes(cfg.bars, results),
+    }  # fmt: skip
+    path = Path(out) if out else run_dir / "eval.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    say(f"wrote    {path}")
+    return result

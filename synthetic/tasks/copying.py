@@ -1,0 +1,177 @@
+"""Copying random strings and looking n-grams up in them: the datasets, their oracle, the metrics."""
+
+from __future__ import annotations
+
+from string import ascii_letters, digits
+
+import numpy as np
+
+from synthetic import config
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths
+
+CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
+
+
+class Copying(Task):
+    """The string tasks of Jelassi et al. 2024, "Repeat After Me: Transformers are Better than State
+    Space Models at Copying" (arXiv 2402.01032).
+
+    Tokens are the letters, then `$` (start), `|` (separator), `.` (end) and `*` (padding). The
+    length is that of s, the string that is copied or looked up in; its letters are uniform. The
+    model answers what stands in brackets, one token ahead and given the true ones before:
+
+        copy             $ s | [s .]
+        duplicate_ngram  $ s | [s .]           some n-gram occurs twice in s, without overlap
+        suffix_ngram     $ s | key [value .]   value: the n letters of s right after the key
+        prefix_ngram     $ key | s | [value .]
+
+    The key is an n-gram that occurs exactly once in s. Only with two letters and n ≤ 2, where that
+    would leave almost nothing of the string to chance, it may occur again, and the first
+    occurrence counts.
+
+    In training every row is a context of `task.context` tokens with as many examples, one after
+    another, as come before the first that no longer fits; evaluation has one example a row.
+    """
+
+    headline = "string_accuracy"
+    source = "Jelassi et al. 2024 (arXiv 2402.01032)"
+
+    def __init__(self, task: config.Task):
+        self.name, self.letters, self.n = task.name, task.alphabet, task.ngram
+        self.context = task.context
+        self.start, self.bar, self.end, self.pad = range(self.letters, self.letters + 4)
+        self.vocab_size = self.letters + 4
+        self.chance = 1 / self.letters
+        self.shortest = 1 if self.name == "copy" else 2 * self.n
+
+    def check_length(self, length: int) -> None:
+        if length < self.shortest:
+            kind = "" if self.name == "copy" else f" of two {self.n}-grams or more"
+            raise TaskError(
+                f"{self.name} has no strings of length {length}: it copies or searches strings"
+                f"{kind}, of lengths {self.shortest}, {self.shortest + 1}, …"
+            )
+
+    def tokens(self, length):
+        """Tokens of an example with a string of this length (an int or an array of them)."""
+        extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
+        return length + extra[self.name] if self.name in extra else 2 * length + 3
+
+    def text(self, ids: np.ndarray) -> str:
+        """Ids as characters, one each."""
+        special = {self.start: "$", self.bar: "|", self.end: ".", self.pad: "*"}
+        return "".join(
+            special[i] if i in special else CHARACTERS[i] if i < len(CHARACTERS) else chr(256 + i)
+            for i in map(int, ids)
+        )
+
+    def sample(
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+    ) -> Batch:
+        self.check_length(lengths[1])
+        if not train:
+            drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
+            sizes = self.tokens(drawn)
+            return self._batch(*self._examples(rng, drawn), sizes, int(sizes.max()))
+        if self.tokens(lengths[1]) > self.context:
+            raise TaskError(
+                f"{self.name} with strings of length {lengths[1]} needs a context of "
+                f"{self.tokens(lengths[1])} tokens, and task.context is {self.context}: raise it "
+                f"or train on shorter strings"
+            )
+        slots = self.context // self.tokens(max(lengths[0], self.shortest))
+        drawn = draw_lengths(rng, batch_size * slots, lengths, first=self.shortest)
+        drawn = drawn.reshape(batch_size, slots)
+        fits = self.tokens(drawn).cumsum(1) <= self.context
+        sizes = (self.tokens(drawn) * fits).sum(1)
+        return self._batch(*self._examples(rng, drawn[fits]), sizes, self.context)
+
+    def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+        """character_accuracy: of the letters; string_accuracy: of the examples, where every letter
+        and the end are right."""
+        due = batch.labels != IGNORE
+        right = predicted == batch.labels
+        # `$` stands at the beginning of every example and nowhere else.
+        example = (batch.input_ids == self.start).cumsum().reshape(due.shape) - 1
+        mistakes = np.bincount(example[due], ~right[due])
+        return {
+            "character_accuracy": right[due & (batch.labels < self.letters)].astype(float),
+            "string_accuracy": (mistakes == 0).astype(float),
+        }
+
+    def _batch(self, tokens: np.ndarray, due: np.ndarray, sizes: np.ndarray, width: int) -> Batch:
+        """Tokens one after another → rows of `sizes` tokens each, padded to `width`."""
+        # The answer to a token is the next one; what follows an example's end is never due.
+        labels = np.where(np.roll(due, -1), np.roll(tokens, -1), IGNORE)
+        mask = np.arange(width) < sizes[:, None]
+        batch = Batch(
+            np.full(mask.shape, self.pad), np.full(mask.shape, IGNORE), None if mask.all() else mask
+        )
+        batch.input_ids[mask], batch.labels[mask] = tokens, labels
+        return batch
+
+    def _examples(self, rng: np.random.Generator, lengths: np.ndarray):
+        """All examples one after another → tokens, and whether each belongs to an answer."""
+        s = rng.integers(self.letters, size=(len(lengths), lengths.max()))
+        s[np.arange(s.shape[1]) >= lengths[:, None]] = self.pad
+        start, bar, end = (np.full((len(s), 1), i) for i in (self.start, self.bar, self.end))
+        if self.name in ("prefix_ngram", "suffix_ngram"):
+            key, value = self._look_up(rng, s, lengths)
+            prefix, suffix = [start, key, bar, s, bar], [start, s, bar, key]
+            prompt, answer = prefix if self.name == "prefix_ngram" else suffix, [value, end]
+        else:
+            if self.name == "duplicate_ngram":
+                self._duplicate(rng, s, lengths)
+            prompt, answer = [start, s, bar], [s, end]
+        wide = np.hstack(prompt + answer)
+        due = np.zeros(wide.shape, bool)
+        due[:, -sum(part.shape[1] for part in answer) :] = True
+        kept = wide != self.pad  # the strings' own padding, left out
+        return wide[kept], due[kept]
+
+    def _duplicate(self, rng, s: np.ndarray, lengths: np.ndarray) -> None:
+        """Copy an n-gram to a later place of its string, in place."""
+        rooms = (lengths - 2 * self.n + 1)[:, None]  # places of a first n-gram before another
+        first, second = np.sort(rng.integers(0, rooms, (len(s), 2)), 1).T
+        np.put_along_axis(s, self._places(second + self.n), self._ngram(s, first), 1)
+
+    def _look_up(self, rng, s: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Choose keys, and change s in place so that they are unique → keys and values (b,n)."""
+        at = rng.integers(0, lengths - 2 * self.n + 1)
+        key = self._ngram(s, at)
+        rows = np.arange(len(s) if max(self.letters, self.n) > 2 else 0)
+        while len(rows):
+            row, place = np.nonzero(self._equal(s[rows], key[rows]))
+            row = rows[row]
+            row, place = (x[place != at[row]] for x in (row, place))
+            # Of every other occurrence redraw the letter farthest from the key, which lies outside
+            # it. The occurrences nearest to the key move away from it, so this comes to an end.
+            farthest = np.where(place > at[row], place + self.n - 1, place)
+            s[row, farthest] = rng.integers(self.letters, size=len(row))
+            rows = np.unique(row)
+        first = self._equal(s, key).argmax(1)
+        return key, self._ngram(s, first + self.n)
+
+    def _equal(self, s: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """(b,l), (b,n) → (b, l − n + 1): whether the key stands at this place."""
+        windows = np.lib.stride_tricks.sliding_window_view(s, self.n, axis=1)
+        return (windows == key[:, None]).all(-1)
+
+    def _places(self, at: np.ndarray) -> np.ndarray:
+        return at[:, None] + np.arange(self.n)
+
+    def _ngram(self, s: np.ndarray, at: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(s, self._places(at), 1)
+
+
+def oracle(text: str, task_name: str, ngram: int) -> str:
+    """The answer to a prompt, or to the prompt that an example's text begins with."""
+    parts = text.removeprefix("$").split("|")
+    if task_name == "prefix_ngram":
+        key, s = parts[:2]
+    elif task_name == "suffix_ngram":
+        s, key = parts[0], parts[1][:ngram]
+    else:
+        return parts[0] + "."
+    after = s.find(key) + ngram
+    return s[after : after + ngram] + "."

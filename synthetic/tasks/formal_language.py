@@ -1,0 +1,240 @@
+"""Formal languages that ask for state tracking: arithmetic, parity, even pairs, a walk on a cycle."""
+
+from __future__ import annotations
+
+import ast
+import operator
+
+import numpy as np
+
+from synthetic import config
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths
+
+
+class FormalLanguage(Task):
+    """What the languages share: answers at the last token or at every one, scored at the last.
+
+    A subclass says what its symbols are and what the answer after each of them is.
+    """
+
+    headline = "scaled_accuracy"
+    characters: str | list[str]  # of the symbols, by id; padding comes after all of them
+    symbols: int  # ids 0 to symbols − 1 are drawn uniformly
+
+    def __init__(self, task: config.Task):
+        self.name = task.name
+        self.every = task.supervision == "every"
+
+    @property
+    def pad(self) -> int:
+        return self.vocab_size - 1
+
+    def check_length(self, length: int) -> None:
+        if length < 1:
+            raise TaskError(f"{self.name} has no sequences of length {length}: it has 1, 2, 3, …")
+
+    def answers(self, ids: np.ndarray) -> np.ndarray:
+        """(b,l) → (b,l): the answer if the sequence ended at this very symbol."""
+        raise NotImplementedError
+
+    def sample(
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+    ) -> Batch:
+        drawn = draw_lengths(rng, batch_size, lengths)
+        ids = rng.integers(self.symbols, size=(batch_size, drawn.max()))
+        return self.label(ids, self.answers(ids), drawn)
+
+    def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
+        """(b,l) with `sizes` valid tokens a row → the batch, padded, with the labels that are due."""
+        place, last = np.arange(ids.shape[1]), sizes[:, None] - 1
+        mask = place <= last
+        labels = np.where(mask if self.every else place == last, answers, IGNORE)
+        return Batch(np.where(mask, ids, self.pad), labels, None if mask.all() else mask)
+
+    def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
+        """Of the last label of each sequence; scaled: 0 is guessing and 1 is perfect."""
+        last = batch.labels.shape[1] - 1 - (batch.labels != IGNORE)[:, ::-1].argmax(1)
+        rows = np.arange(len(last))
+        right = (predicted[rows, last] == batch.labels[rows, last]).astype(float)
+        return {
+            "scaled_accuracy": (right - self.chance) / (1 - self.chance),
+            "accuracy": right,
+        }
+
+    def text(self, ids: np.ndarray) -> str:
+        """Ids as characters; padding is `_`."""
+        return "".join("_" if i == self.pad else self.characters[i] for i in map(int, ids))
+
+
+class Parity(FormalLanguage):
+    """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
+    Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
+
+    source = "Delétang et al. 2023 (arXiv 2207.02098)"
+    vocab_size, symbols, characters, chance = 3, 2, "01", 1 / 2
+
+    def answers(self, ids: np.ndarray) -> np.ndarray:
+        return ids.cumsum(1) % 2
+
+
+class EvenPairs(FormalLanguage):
+    """Is the number of `ab` and `ba` together even (1) or odd (0)? That is, are the first and the
+    last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
+    are numbered the other way round."""
+
+    source = "Delétang et al. 2023 (arXiv 2207.02098)"
+    vocab_size, symbols, characters, chance = 3, 2, "ab", 1 / 2
+
+    def answers(self, ids: np.ndarray) -> np.ndarray:
+        return (ids == ids[:, :1]).astype(int)
+
+
+class CycleNavigation(FormalLanguage):
+    """Where on a cycle of `task.modulus` places, from place 0, do the moves lead? Moves are stay
+    (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
+    2207.02098)."""
+
+    source = "Delétang et al. 2023 (arXiv 2207.02098)"
+    symbols, characters = 3, "0+-"
+
+    def __init__(self, task: config.Task):
+        super().__init__(task)
+        self.modulus = task.modulus
+        self.vocab_size = max(3, task.modulus) + 1
+        self.chance = 1 / task.modulus
+
+    def answers(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([0, 1, -1])[ids].cumsum(1) % self.modulus
+
+
+class ModularArithmetic(FormalLanguage):
+    """The value, modulo `task.modulus`, of an expression that ends with `=`: `modular_arithmetic`
+    and `modular_arithmetic_brackets` of Delétang et al. 2023 (arXiv 2207.02098), with the `=` and
+    the vocabulary of Beck et al. 2024 (xLSTM, arXiv 2405.04517) and Grazzi et al. 2024 (arXiv
+    2411.12537).
+
+    The length n counts the tokens before the `=`, where the answer is due. Tokens are the digits
+    0 … m − 1 (one token each also beyond 9), then + − * ( ) = and padding, 12 for m = 5.
+
+    Without brackets digits and + − * alternate, with the usual precedence. With brackets, an
+    expression is d, -d, (d) or (-d) for n = 1, 2, 3, 4, else `(left op right)` where the length of
+    left is uniform in 1 … n − 4. There op is + or −: products are 0 too often to guess at chance,
+    and Delétang et al. leave them out unless told; so does the column "w/ brackets, no mult" of
+    Grazzi et al.'s Table 5.
+    """
+
+    source = "Delétang et al. 2023 (arXiv 2207.02098), Grazzi et al. 2024 (arXiv 2411.12537)"
+
+    def __init__(self, task: config.Task):
+        super().__init__(task)
+        self.modulus = task.modulus
+        self.chance = 1 / task.modulus
+        self.brackets = self.name == "mod_arithmetic_brackets"
+        if self.brackets and self.every:
+            raise TaskError(
+                "mod_arithmetic_brackets has no answer before its brackets are closed: set "
+                'task.supervision to "last", or use mod_arithmetic'
+            )
+        self.characters = [*map(str, range(self.modulus)), *"+-*()="]
+        self.vocab_size = len(self.characters) + 1
+        special = range(self.modulus, self.modulus + 6)
+        self.plus, self.minus, self.times, self.open, self.close, self.equals = special
+        self.operators = [self.plus, self.minus, *([] if self.brackets else [self.times])]
+
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        if not self.brackets and length % 2 == 0:
+            raise TaskError(
+                f"{self.name} has no expressions of length {length}: digits and operators "
+                f"alternate, so it has lengths 1, 3, 5, …"
+            )
+
+    def sample(
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+    ) -> Batch:
+        drawn = draw_lengths(rng, batch_size, lengths, step=1 if self.brackets else 2)
+        expressions = self._bracketed if self.brackets else self._flat
+        ids, answers = expressions(rng, drawn, drawn.max() + 1)
+        rows = np.arange(batch_size)
+        ids[rows, drawn] = self.equals
+        answers[rows, drawn] = answers[rows, drawn - 1]
+        return self.label(ids, answers, drawn + 1)
+
+    def _flat(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Without brackets → ids (b,width), the value so far (b,width) at every digit."""
+        count, m = len(lengths), self.modulus
+        ids = np.empty((count, width), int)
+        ids[:, ::2] = rng.integers(m, size=(count, width // 2))  # no column for `=`: width is even
+        ids[:, 1::2] = rng.choice(self.operators, (count, width // 2))
+        answers = np.full((count, width), IGNORE)
+        total, product = np.zeros(count, int), ids[:, 0]  # of the terms before, of the last so far
+        answers[:, 0] = product
+        for place in range(2, width, 2):
+            op, digit = ids[:, place - 1], ids[:, place]
+            total = np.where(op == self.times, total, total + product) % m
+            signed = np.where(op == self.minus, -digit, digit)
+            product = np.where(op == self.times, product * digit, signed) % m
+            answers[:, place] = (total + product) % m
+        return ids, answers
+
+    def _bracketed(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """With brackets → ids (b,width), the value (b,width) all along. All parts of one depth, of
+        all expressions, are written at once; then values go up from the deepest."""
+        m = self.modulus
+        ids = np.full(len(lengths) * width, self.pad)
+        start, length = np.arange(len(lengths)) * width, lengths
+        depths = []
+        while len(start):
+            leaf = length <= 4
+            s, n = start[leaf], length[leaf]
+            negative, enclosed = n % 2 == 0, n >= 3
+            digit = rng.integers(m, size=len(s))
+            ids[s[enclosed]], ids[(s + n - 1)[enclosed]] = self.open, self.close
+            ids[(s + enclosed)[negative]] = self.minus
+            ids[s + enclosed + negative] = digit
+            value = np.empty(len(start), int)
+            value[leaf] = np.where(negative, -digit, digit)
+
+            s, n = start[~leaf], length[~leaf]
+            left = rng.integers(1, n - 3)
+            op = rng.choice(self.operators, len(s))
+            ids[s], ids[s + 1 + left], ids[s + n - 1] = self.open, op, self.close
+            depths.append((value, leaf, op))
+            start, length = np.append(s + 1, s + 2 + left), np.append(left, n - 3 - left)
+
+        parts = np.empty(0, int)
+        for value, leaf, op in reversed(depths):
+            a, b = np.split(parts, 2)
+            signed = np.where(op == self.minus, a - b, a + b)
+            value[~leaf] = np.where(op == self.times, a * b, signed)
+            parts = value % m
+        return ids.reshape(-1, width), np.repeat(parts[:, None], width, 1)
+
+
+def oracle_arithmetic(text: str, modulus: int) -> int:
+    """The value of an expression, up to its `=` if it has one, as Python reads it."""
+    functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp):
+            return -value(node.operand)
+        return functions[type(node.op)](value(node.left), value(node.right))
+
+    return value(ast.parse(text.partition("=")[0], mode="eval").body) % modulus
+
+
+def oracle_parity(text: str) -> int:
+    return text.count("1") % 2
+
+
+def oracle_even_pairs(text: str) -> int:
+    return 1 - (text.count("ab") + text.count("ba")) % 2
+
+
+def oracle_cycle(text: str, modulus: int) -> int:
+    place = 0
+    for move in text:
+        place = (place + {"0": 0, "+": 1, "-": -1}[move]) % modulus
+    return place

@@ -1,0 +1,181 @@
+"""The word problem over a finite group: tokens are elements, answers the running products."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from . import Batch, Task, TaskError
+
+MAX_ORDER = 5040  # S7; its table has 25 million entries
+
+
+class Group:
+    """A finite group as its multiplication table.
+
+    Attributes:
+        name; table (n,n) int32: table[i, j] is the element i·j; identity: its index.
+    """
+
+    def __init__(self, name: str, table: np.ndarray):
+        self.name, self.table = name, table
+        n = np.arange(len(table))
+        self.identity = int(np.flatnonzero((table == n).all(1))[0])
+
+    @property
+    def order(self) -> int:
+        return len(self.table)
+
+    def products(self, x: np.ndarray) -> np.ndarray:
+        """x (b,l) elements → (b,l): x_1 · x_2 ⋯ x_t at every t."""
+        y = np.empty_like(x)
+        state = np.full(len(x), self.identity, dtype=x.dtype)
+        for t in range(x.shape[1]):
+            state = y[:, t] = self.table[state, x[:, t]]
+        return y
+
+
+def permutations(n: int, even: bool = False) -> np.ndarray:
+    """The permutations of 0…n−1 in lexicographic order, or the even ones → (count,n)."""
+    p = np.array(list(itertools.permutations(range(n))), dtype=np.int8)
+    if not even:
+        return p
+    inversions = sum((p[:, [i]] > p[:, i + 1 :]).sum(1) for i in range(n - 1))
+    return p[inversions % 2 == 0] if n > 1 else p
+
+
+def _of_permutations(name: str, p: np.ndarray) -> Group:
+    """p·q is 'first p, then q': (p·q)[i] = q[p[i]]."""
+    n = p.shape[1]
+    weights = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
+    codes = p @ weights  # ascending, since p is in lexicographic order
+    table = np.empty((len(p), len(p)), dtype=np.int32)
+    for i, first in enumerate(p):
+        table[i] = np.searchsorted(codes, p[:, first] @ weights)
+    return Group(name, table)
+
+
+def _product(a: Group, b: Group) -> Group:
+    """The direct product; (i, j) is numbered i · |b| + j."""
+    table = a.table[:, None, :, None] * b.order + b.table[None, :, None, :]
+    n = a.order * b.order
+    return Group(f"{a.name}_x_{b.name}", table.reshape(n, n).astype(np.int32))
+
+
+def _order(name: str) -> int:
+    """The number of elements of S_n, A_n, Z_n or a product."""
+    order = 1
+    for part in name.split("_x_"):
+        found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})", part)
+        if not found:
+            raise TaskError(
+                f"unknown group `{name}`: groups are S<n> (all permutations of n), A<n> (the even"
+                " ones), Z<n> (addition modulo n) and their products, as in S5, A5, Z60, A4_x_Z5"
+            )
+        kind, n = found[1], int(found[2])
+        factor = n
+        if kind != "Z":
+            factor = 1
+            for k in range(2 if kind == "S" else 3, n + 1):
+                factor *= k
+                if factor > MAX_ORDER:
+                    break
+        order *= factor
+    return order
+
+
+@lru_cache(maxsize=8)
+def group(name: str) -> Group:
+    """The group of a name: S5, A5, Z60, A4_x_Z5.
+
+    Raises:
+        TaskError: no such group, or one whose table would be too large.
+    """
+    order = _order(name)
+    if order > MAX_ORDER:
+        raise TaskError(f"group `{name}` has more than {MAX_ORDER} elements: its table is too large")
+    parts = []
+    for part in name.split("_x_"):
+        n = int(part[1:])
+        if part[0] == "Z":
+            i = np.arange(n, dtype=np.int32)
+            parts.append(Group(part, (i[:, None] + i) % n))
+        else:
+            parts.append(_of_permutations(part, permutations(n, even=part[0] == "A")))
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = _product(whole, part)
+    return whole
+
+
+class WordProblem(Task):
+    """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
+    2024, "The Illusion of State in State-Space Models", whose files `task.csv` reads)."""
+
+    source = "Merrill et al. 2024"
+
+    def __init__(self, task):
+        self.group = group(task.group)
+        self.vocab_size, self.chance = self.group.order, 1 / self.group.order
+        self.rows = None if task.csv is None else read_csv(task.csv, self.vocab_size)
+
+    def check_length(self, length: int) -> None:
+        if length < 1:
+            raise TaskError(f"word problem: a sequence has at least 1 element, not {length}")
+        if self.rows is not None and length > self.rows[0].shape[1]:
+            raise TaskError(
+                f"word problem: length {length} is longer than the file's {self.rows[0].shape[1]}"
+            )
+
+    def sample(self, rng, batch_size, lengths, train) -> Batch:
+        # Every prefix is a word too: one length serves a batch, drawn anew for each.
+        length = int(rng.integers(lengths[0], lengths[1] + 1))
+        self.check_length(length)
+        if self.rows is None:
+            x = rng.integers(0, self.group.order, (batch_size, length))
+            return Batch(x, self.group.products(x))
+        x, y = self.rows
+        cut = int(0.8 * len(x))  # four parts for training, the last for the rest
+        pick = rng.integers(0, cut, batch_size) if train else rng.integers(cut, len(x), batch_size)
+        return Batch(x[pick, :length], y[pick, :length])
+
+
+def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:
+    """A file of the original data (columns seed, input, target; elements separated by blanks).
+
+    Returns:
+        inputs and targets, (rows, length) int64.
+    Raises:
+        TaskError: no file, a column missing, rows of different lengths, elements the group lacks.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TaskError(f"no word-problem file at {path}")
+    columns: dict[str, list] = {"input": [], "target": []}
+    with path.open(newline="", encoding="utf-8") as f:
+        reader = csv.DictReader(f)
+        if missing := columns.keys() - set(reader.fieldnames or ()):
+            raise TaskError(f"{path} has no column {', '.join(sorted(missing))} (input, target)")
+        for row in reader:
+            for name, rows in columns.items():
+                try:
+                    rows.append([int(v) for v in row[name].split()])
+                except ValueError:
+                    raise TaskError(
+                        f"{path}:{reader.line_num}: {name} must be numbers separated by blanks"
+                    ) from None
+    lengths = {len(r) for rows in columns.values() for r in rows}
+    if len(lengths) != 1 or 0 in lengths:
+        raise TaskError(f"{path}: inputs and targets must all have one length, not {lengths or 0}")
+    if len(columns["input"]) < 5:
+        raise TaskError(f"{path} has {len(columns['input'])} rows; at least 5 are needed")
+    x, y = (np.array(columns[name], dtype=np.int64) for name in ("input", "target"))
+    most = int(max(x.max(), y.max()))
+    if most >= order or min(x.min(), y.min()) < 0:
+        raise TaskError(f"{path} holds element {most}, the group has 0 to {order - 1}")
+    return x, y

@@ -1,0 +1,296 @@
+"""The one trainer of all tasks and models: data, model, steps, evaluation, result; one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lm.build import build_section, missing_kernels
+from lm.checkpoint import claim, write_json
+from lm.console import Progress, say
+from lm.engine import TrainingError, lr_factor, parameter_groups
+from lm.metrics import Writer, fixed_point_metrics
+from synthetic import tasks
+from synthetic.config import Config
+from synthetic.evaluate import as_tensors, evaluate_all, measure, parse_lengths, passes
+
+# What a continued run may not change.
+FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "train.curriculum",
+         "train.max_iters", "train.gamma_shape", "train.precision")  # fmt: skip
+
+
+class Batches(torch.utils.data.Dataset):
+    """Training batches by number; each is made from (seed, number) alone."""
+
+    def __init__(self, task, cfg: Config, lengths: tuple[int, int], first: int):
+        self.task, self.cfg, self.lengths, self.first = task, cfg, lengths, first
+
+    def __len__(self):
+        return self.cfg.train.steps - self.first
+
+    def __getitem__(self, i):
+        cfg = self.cfg
+        return self.task.batch(
+            cfg.seed, "train", self.first + i, cfg.train.batch_size, self.lengths
+        )
+
+
+def loader(task, cfg: Config, lengths: tuple[int, int], first: int):
+    """Training batches from number `first` on."""
+    return iter(
+        torch.utils.data.DataLoader(
+            Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
+            num_workers=cfg.train.workers,
+        )
+    )  # fmt: skip
+
+
+class MaxIters:
+    """ℓmax of every training step: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def at(self, step: int) -> int:
+        t = self.cfg.train
+        if t.max_iters == "config":
+            return self.cfg.model.max_iters
+        if t.max_iters == "unlimited":
+            return 10**9  # the solver's own damping gives up long before
+        if t.max_iters == "gamma":
+            rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), step])
+            return int(np.ceil(rng.gamma(t.gamma_shape)))
+        return t.max_iters
+
+
+def device_of(cfg: Config) -> tuple[torch.device, str]:
+    """Where to run, and "fp32" or "bf16"."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = cfg.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return device, precision
+
+
+def build(cfg: Config, task, seq_len: int):
+    """The model of a run, freshly initialised, and the device and precision it runs in."""
+    device, precision = device_of(cfg)
+    torch.manual_seed(cfg.seed)
+    size = cfg.model.vocab_size
+    if size != "auto" and size < task.vocab_size:
+        raise tasks.TaskError(
+            f"model.vocab_size is {size}, task `{cfg.task.name}` has {task.vocab_size} ids"
+        )
+    size = task.vocab_size if size == "auto" else size
+    model = build_section(cfg.model, size, seq_len, precision)
+    return model.to(device), device, precision
+
+
+def train(cfg: Config, overwrite: bool = False) -> dict:
+    """Train (or continue) the run that `cfg` describes, evaluate it, and return its result.
+
+    Raises:
+        ConfigError, TaskError, CheckpointError: something asked for cannot be had.
+        TrainingError: the loss became NaN or infinite, or a signal asked for a stop.
+    """
+    if cfg.train.threads:
+        torch.set_num_threads(cfg.train.threads)
+    task = tasks.build(cfg.task)
+    lo, hi = cfg.train.lengths
+    task.check_length(hi)
+    lengths = parse_lengths(cfg.eval.lengths, task)
+    run_dir = cfg.run_dir
+    claim(cfg, overwrite, say, FIXED)
+    model, device, precision = build(cfg, task, max(hi, *lengths))
+    parameters = sum(p.numel() for p in model.parameters())
+    streams = getattr(task, "streams", False)
+    carries = streams and getattr(model, "carries_state", False)
+    o = cfg.optim
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps
+    )
+    say(f"run      {run_dir}")
+    say(f"task     {_task_line(cfg, task)}")
+    say(f"model    {cfg.model.name}, {parameters / 1e6:.3f} M parameters, on {device} in {precision}")
+    if streams and not carries:
+        say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
+    if warning := missing_kernels(cfg):
+        say(warning)
+
+    done, seconds, solved_at = 0, 0.0, None
+    longest = min(hi, cfg.train.curriculum.start) if cfg.train.curriculum else hi
+    path = run_dir / "checkpoints" / "last.pt"
+    if cfg.resume == "auto" and path.exists():
+        saved = torch.load(path, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done, seconds, longest = saved["step"], saved["seconds"], saved["longest"]
+        solved_at = saved["solved_at"]
+        torch.set_rng_state(saved["rng"].cpu())
+        say(f"resumed  at update {done}")
+    writer = Writer(cfg, run_dir, resumed_at=done)
+
+    def save():
+        state = {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+            "seconds": seconds + time.perf_counter() - began, "longest": longest,
+            "solved_at": solved_at, "rng": torch.get_rng_state(),
+        }  # fmt: skip
+        tmp = path.with_name(path.name + ".tmp")
+        torch.save(state, tmp)
+        os.replace(tmp, path)
+
+    stop = []
+    handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in _SIGNALS}
+    steps, step = cfg.train.steps, done
+    max_iters, began = MaxIters(cfg), time.perf_counter()
+    since, tokens, stats, right, due = began, 0, [], 0, 0
+    batches = loader(task, cfg, (min(lo, longest), longest), done)
+    state = None
+    try:
+        with Progress("training", total=steps, start=done, unit="updates") as bar:
+            for step in range(done + 1, steps + 1):
+                if solved_at is not None:
+                    step -= 1
+                    break
+                lr = o.lr * lr_factor(o, steps, step)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                batch = next(batches)
+                ids, labels, mask = as_tensors(batch, device)
+                if cfg.model.name == "fprnn":
+                    model.config.max_iters = max_iters.at(step)
+                model.train()
+                extra = {"state": state if batch.carry else None, "return_state": True}
+                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    output = model(input_ids=ids, attention_mask=mask, **(extra if carries else {}))
+                state = output.state if carries else None
+                loss = F.cross_entropy(output.logits.float().flatten(0, 1), labels.flatten())
+                if cfg.model.name == "fprnn":
+                    stats.append(output.fixed_point)
+                    loss = loss + cfg.model.jacobian_reg * output.fixed_point.jacobian.mean()
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                clip = o.grad_clip or float("inf")
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                if not torch.isfinite(norm + loss.detach()):
+                    raise TrainingError(
+                        f"stopped at update {step}: the loss is {loss.item()}, the gradient norm"
+                        f" {norm.item()}"
+                    )
+                optimizer.step()
+                scored = labels != tasks.IGNORE
+                right += ((output.logits.argmax(-1) == labels) & scored).sum().item()
+                due += scored.sum().item()
+                tokens += ids.numel()
+                if step % cfg.log.every == 0 or step == steps:
+                    now = time.perf_counter()
+                    record = {
+                        "step": step, "loss": loss.item(), "accuracy": right / max(1, due),
+                        "lr": lr, "grad_norm": norm.item(), "longest": longest,
+                        "tokens_per_s": round(tokens / (now - since), 1),
+                        "seconds": round(seconds + now - began, 1), **fixed_point_metrics(stats),
+                    }  # fmt: skip
+                    writer.write(record)
+                    bar.update(step, steps, _describe(record))
+                    since, tokens, stats, right, due = now, 0, [], 0, 0
+                else:
+                    bar.update(step, steps)
+                if step % cfg.eval.every == 0 and step < steps:
+                    tried = measure(model, task, cfg, longest, "valid", cfg.seed, precision)
+                    score = tried["metrics"][task.headline]
+                    spent = seconds + time.perf_counter() - began
+                    writer.write({"step": step, "valid": tried, "seconds": round(spent, 1)})
+                    say(f"update {step:>6}  length {longest}: {_scores(tried)}")
+                    if longest < hi and score >= cfg.train.curriculum.at:
+                        longest = min(hi, longest + cfg.train.curriculum.grow)
+                        batches, state = loader(task, cfg, (lo, longest), step), None
+                    elif cfg.train.stop_at is not None and score >= cfg.train.stop_at:
+                        if longest == hi:
+                            solved_at = step
+                    since, tokens = time.perf_counter(), 0
+                if stop or step % cfg.checkpoint.every == 0 or step == steps or solved_at:
+                    save()
+                if stop:
+                    raise TrainingError(
+                        f"stopped by a signal after update {step}, checkpoint saved: the same"
+                        " command continues"
+                    )
+        seconds += time.perf_counter() - began
+    finally:
+        writer.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    results = evaluate_all(model, task, cfg, lengths, cfg.eval.seeds, precision)
+    result = {
+        "task": cfg.task.name, "model": cfg.model.name, "parameters": parameters,
+        "updates": step, "solved_at": solved_at, "training_seconds": round(seconds, 1),
+        "headline": task.headline, "chance": task.chance,
+        "eval": results, "bars": passes(cfg.bars, results),
+    }  # fmt: skip
+    write_json(run_dir / "result.json", result)
+    return result
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def _task_line(cfg: Config, task) -> str:
+    what = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
+    lo, hi = cfg.train.lengths
+    at = f"{lo} to {hi}" if lo < hi else f"{hi}"
+    return f"{what}, {task.vocab_size} ids, training length {at} (chance {task.chance:.3g})"
+
+
+def _scores(tried: dict) -> str:
+    text = "  ".join(f"{k} {v:.3f}" for k, v in tried["metrics"].items() if not k.startswith("qa"))
+    iters = tried.get("num_iters")
+    return text + ("  ℓ* " + " ".join(f"{v:.1f}" for v in iters["mean"]) if iters else "")
+
+
+def _describe(record: dict) -> str:
+    text = f"loss {record['loss']:.3f}  acc {record['accuracy']:.3f}  |g| {record['grad_norm']:.2f}"
+    if "num_iters" in record:
+        text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
+    return f"{text}  {record['tokens_per_s']:,.0f} tok/s"
+
+
+def load(run_dir: Path):
+    """A trained run → (cfg, task, model, precision), the model in evaluation mode.
+
+    Raises:
+        CheckpointError: nothing was trained there.
+        TaskError: the checkpoint was trained on another vocabulary.
+    """
+    from lm.checkpoint import CheckpointError
+    from synthetic.config import load as load_config
+
+    run_dir = Path(run_dir)
+    path = run_dir / "checkpoints" / "last.pt"
+    if not path.exists():
+        raise CheckpointError(f"{run_dir} holds no trained model ({path.name} is missing): train")
+    cfg = load_config(run_dir / "config.yaml")
+    return load_as(cfg, path)
+
+
+def load_as(cfg: Config, path: Path):
+    """The weights at `path` in the model and task of `cfg` (see `load`)."""
+    task = tasks.build(cfg.task)
+    model, _, precision = build(cfg, task, cfg.train.lengths[1])
+    weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
+    ours = model.state_dict()
+    for name, tensor in weights.items():
+        if name in ours and ours[name].shape != tensor.shape and "embedding" in name:
+            raise tasks.TaskError(
+                f"{path} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
+                f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
+            )
+    model.load_state_dict(weights)
+    return cfg, task, model.eval(), precision
