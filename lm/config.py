@@ -351,6 +351,16 @@ def _set(tree: dict, dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+def _set_point(tree: dict, point: dict[str, Any]) -> None:
+    """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
+    for key, value in point.items():
+        if isinstance(value, dict):
+            for below, v in value.items():
+                _set(tree, f"{key}.{below}", v)
+        else:
+            _set(tree, key, value)
+
+
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a SafeLoader
@@ -415,8 +425,7 @@ def load(
             raise ConfigError(
                 f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
             )
-        for key, value in points[job_index].items():
-            _set(tree, key, value)
+        _set_point(tree, points[job_index])
     for text in overrides:
         _set(tree, *parse_override(text, schema))
     if job_index is not None:  # last, so that every point has its own directory under any name
@@ -445,13 +454,15 @@ def sweep_points(
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
-        for key, value in point.items():
-            _set(candidate, key, value)
+        _set_point(candidate, point)
         build(candidate, where, schema)
     return points
 
 
 def point_name(name: str, index: int, point: dict[str, Any]) -> str:
     """Directory name of a sweep point: `name/003-lr=0.001-mixer_rank=4`."""
-    parts = [f"{k.rpartition('.')[2]}={v}" for k, v in point.items()]
+    parts = []
+    for key, value in point.items():
+        text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
+        parts.append(f"{key.rpartition('.')[2]}={text}")
     return f"{name}/{index:03d}-" + "-".join(parts).replace("/", "_").replace(" ", "")

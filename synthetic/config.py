@@ -88,10 +88,19 @@ class Train(Section):
 class Eval(Section):
     every: int = Field(200, gt=0)  # updates; the model is tried at the longest training length
     lengths: str = "2:48"  # at the end: see `synthetic.evaluate.parse_lengths`
+    during: str | None = None  # lengths tried at every evaluation as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
     batch_size: int = Field(100, gt=0)
     seeds: list[int] = [0]  # of the test data
     max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
+    sequential: bool = False  # also solve token by token, as when decoding (Fig. 10)
+
+    @field_validator("lengths", "during", mode="before")
+    @classmethod
+    def _one_or_several(cls, value):
+        if isinstance(value, (list, tuple)):
+            return ",".join(map(str, value))
+        return str(value) if isinstance(value, int) else value
 
 
 class Bar(Section):

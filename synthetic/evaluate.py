@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -96,12 +97,38 @@ def _sequences_that_fit(model, length: int, wanted: int, device) -> int:
     return max(1, min(wanted, free // each))
 
 
+def answer(model, ids, mask, state, carries: bool, sequential: bool):
+    """Logits (b,l,vocab), solver statistics (a list) and the state after these tokens.
+
+    `sequential` solves token by token, each from the state that the one before has left.
+    """
+    if not carries:
+        output = model(input_ids=ids, attention_mask=mask)
+        return output.logits, [getattr(output, "fixed_point", None)], None
+    width = 1 if sequential else ids.shape[1]
+    logits, stats = [], []
+    for t in range(0, ids.shape[1], width):
+        part = None if mask is None else mask[:, t : t + width]
+        output = model(
+            input_ids=ids[:, t : t + width], attention_mask=part, state=state, return_state=True
+        )
+        logits.append(output.logits)
+        stats.append(getattr(output, "fixed_point", None))
+        state = output.state
+    return torch.cat(logits, 1), stats, state
+
+
 @torch.no_grad()
-def measure(model, task: Task, cfg, length: int, split: str, seed: int, precision: str) -> dict:
+def measure(
+    model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
+    sequential: bool = False,
+) -> dict:  # fmt: skip
     """One length: {"metrics", "stderr", "sequences", "seconds"} and, with a solver, ℓ* per layer.
 
     A task that is one long stream (CatbAbI) is gone through once, its state carried along.
 
+    Args:
+        sequential: solve token by token (a model that carries its state); ℓ* is then per token.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
@@ -114,7 +141,9 @@ def measure(model, task: Task, cfg, length: int, split: str, seed: int, precisio
     else:
         size = _sequences_that_fit(model, length, min(size, cfg.eval.examples), device)
         numbers = range(math.ceil(cfg.eval.examples / size))
-    carries = streams and getattr(model, "carries_state", False)
+    carries = (streams or sequential) and getattr(model, "carries_state", False)
+    if sequential and not carries:
+        raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
     was_training, limit = model.training, getattr(model.config, "eval_max_iters", None)
     model.eval()
     if cfg.eval.max_iters and limit:
@@ -124,13 +153,11 @@ def measure(model, task: Task, cfg, length: int, split: str, seed: int, precisio
         for i in numbers:
             batch = task.batch(seed, split, i, size, (length, length))
             ids, _, mask = as_tensors(batch, device)
-            extra = {"state": state if batch.carry else None, "return_state": True}
+            state = state if batch.carry else None
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                output = model(input_ids=ids, attention_mask=mask, **(extra if carries else {}))
-            state = output.state if carries else None
-            if getattr(output, "fixed_point", None) is not None:
-                stats.append(output.fixed_point)
-            predicted = output.logits.argmax(-1).cpu().numpy()
+                logits, solved, state = answer(model, ids, mask, state, carries, sequential)
+            stats += [s for s in solved if s is not None]
+            predicted = logits.argmax(-1).cpu().numpy()
             for name, items in task.score(predicted, batch).items():
                 values.setdefault(name, []).append(items)
     except (torch.OutOfMemoryError, MemoryError):
@@ -153,23 +180,37 @@ def measure(model, task: Task, cfg, length: int, split: str, seed: int, precisio
 
 
 def evaluate_all(model, task: Task, cfg, lengths: list[int], seeds: list[int], precision) -> list:
-    """Every length with every seed of test data → [{"length", "seed", "metrics", …}]."""
+    """Every length with every seed of test data → [{"length", "seed", "schedule", "metrics", …}].
+
+    The schedule is "parallel" (all tokens at once), and with eval.sequential also "sequential".
+    """
     if getattr(task, "streams", False):  # one test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], [0]
+    schedules = ["parallel", "sequential"] if cfg.eval.sequential else ["parallel"]
     results = []
-    with Progress("evaluating", total=len(lengths) * len(seeds), unit="lengths") as bar:
-        for length in lengths:
-            for seed in seeds:
-                found = measure(model, task, cfg, length, "test", seed, precision)
-                results.append({"length": length, "seed": seed, **found})
-                bar.update(len(results))
+    with Progress(
+        "evaluating", total=len(lengths) * len(seeds) * len(schedules), unit="lengths"
+    ) as bar:
+        for length, seed, schedule in itertools.product(lengths, seeds, schedules):
+            found = measure(
+                model, task, cfg, length, "test", seed, precision, schedule == "sequential"
+            )
+            results.append({"length": length, "seed": seed, "schedule": schedule, **found})
+            bar.update(len(results))
     return results
 
 
-def at_length(results: list, length: int | None, metric: str) -> float | None:
+def at_length(
+    results: list, length: int | None, metric: str, schedule: str = "parallel"
+) -> float | None:
     """Mean over seeds of a metric at a length (None: the only one)."""
-    found = [r["metrics"][metric] for r in results
-             if metric in r["metrics"] and length in (None, r["length"])]  # fmt: skip
+    found = [
+        r["metrics"][metric]
+        for r in results
+        if metric in r["metrics"]
+        and length in (None, r["length"])
+        and r.get("schedule", "parallel") == schedule
+    ]
     return sum(found) / len(found) if found else None
 
 
@@ -215,14 +256,16 @@ def summary(result: dict, title: str):
     if solver:
         table.add_column("ℓ* per layer", justify="right")
         table.add_column("not converged", justify="right")
-    for length in sorted({r["length"] for r in rows}):
-        same = [r for r in rows if r["length"] == length]
-        cells = [f"{at_length(rows, length, name):.4f}" for name in names]
+    schedules = list(dict.fromkeys(r["schedule"] for r in rows))
+    for length, schedule in itertools.product(sorted({r["length"] for r in rows}), schedules):
+        same = [r for r in rows if (r["length"], r["schedule"]) == (length, schedule)]
+        cells = [f"{at_length(rows, length, name, schedule):.4f}" for name in names]
         if solver:
             layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
             missed = np.mean([r["not_converged"] for r in same])
             cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
-        table.add_row(str(length), *cells)
+        shown = f"{length}" if len(schedules) == 1 else f"{length} {schedule}"
+        table.add_row(shown, *cells)
     return table
 
 

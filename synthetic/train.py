@@ -18,7 +18,7 @@ from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.metrics import Writer, fixed_point_metrics
 from synthetic import tasks
 from synthetic.config import Config
-from synthetic.evaluate import as_tensors, evaluate_all, measure, parse_lengths, passes
+from synthetic.evaluate import answer, as_tensors, evaluate_all, measure, parse_lengths, passes
 
 # What a continued run may not change.
 FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "train.curriculum",
@@ -105,6 +105,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     lo, hi = cfg.train.lengths
     task.check_length(hi)
     lengths = parse_lengths(cfg.eval.lengths, task)
+    during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
     run_dir = cfg.run_dir
     claim(cfg, overwrite, say, FIXED)
     model, device, precision = build(cfg, task, max(hi, *lengths))
@@ -117,7 +118,9 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     )
     say(f"run      {run_dir}")
     say(f"task     {_task_line(cfg, task)}")
-    say(f"model    {cfg.model.name}, {parameters / 1e6:.3f} M parameters, on {device} in {precision}")
+    say(
+        f"model    {cfg.model.name}, {parameters / 1e6:.3f} M parameters, on {device} in {precision}"
+    )
     if streams and not carries:
         say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
     if warning := missing_kernels(cfg):
@@ -167,14 +170,13 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 if cfg.model.name == "fprnn":
                     model.config.max_iters = max_iters.at(step)
                 model.train()
-                extra = {"state": state if batch.carry else None, "return_state": True}
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    output = model(input_ids=ids, attention_mask=mask, **(extra if carries else {}))
-                state = output.state if carries else None
-                loss = F.cross_entropy(output.logits.float().flatten(0, 1), labels.flatten())
-                if cfg.model.name == "fprnn":
-                    stats.append(output.fixed_point)
-                    loss = loss + cfg.model.jacobian_reg * output.fixed_point.jacobian.mean()
+                    state = state if batch.carry else None
+                    logits, solved, state = answer(model, ids, mask, state, carries, False)
+                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+                if solved[0] is not None:
+                    stats += solved
+                    loss = loss + cfg.model.jacobian_reg * solved[0].jacobian.mean()
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 clip = o.grad_clip or float("inf")
@@ -186,7 +188,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     )
                 optimizer.step()
                 scored = labels != tasks.IGNORE
-                right += ((output.logits.argmax(-1) == labels) & scored).sum().item()
+                right += ((logits.argmax(-1) == labels) & scored).sum().item()
                 due += scored.sum().item()
                 tokens += ids.numel()
                 if step % cfg.log.every == 0 or step == steps:
@@ -203,10 +205,17 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 else:
                     bar.update(step, steps)
                 if step % cfg.eval.every == 0 and step < steps:
+                    paused = time.perf_counter()
                     tried = measure(model, task, cfg, longest, "valid", cfg.seed, precision)
                     score = tried["metrics"][task.headline]
-                    spent = seconds + time.perf_counter() - began
-                    writer.write({"step": step, "valid": tried, "seconds": round(spent, 1)})
+                    spent = seconds + paused - began
+                    record = {"step": step, "valid": tried, "seconds": round(spent, 1)}
+                    if during:
+                        record["over_lengths"] = {
+                            n: measure(model, task, cfg, n, "valid", cfg.seed, precision)["metrics"]
+                            for n in during
+                        }
+                    writer.write(record)
                     say(f"update {step:>6}  length {longest}: {_scores(tried)}")
                     if longest < hi and score >= cfg.train.curriculum.at:
                         longest = min(hi, longest + cfg.train.curriculum.grow)
@@ -214,6 +223,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     elif cfg.train.stop_at is not None and score >= cfg.train.stop_at:
                         if longest == hi:
                             solved_at = step
+                    began += time.perf_counter() - paused  # seconds are those of training
                     since, tokens = time.perf_counter(), 0
                 if stop or step % cfg.checkpoint.every == 0 or step == steps or solved_at:
                     save()

@@ -25,8 +25,12 @@ FLOORS = {
     9: ("__main__",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
-# What `synthetic` may use of lm: what builds a model from a config, nothing that trains one.
-FOR_SYNTHETIC = {"", "baselines", "build", "config", "console", "metrics", "model"}
+# What `synthetic` may use of lm: what builds a model, the pieces of its training that do not know of
+# DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
+FOR_SYNTHETIC = {
+    "", "baselines", "build", "checkpoint", "config", "console", "engine", "metrics", "model",
+    "tasks",
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -224,12 +228,3 @@ def test_no_path_of_one_machine():
             if STRAY.search(line):
                 found.append(f"{relative(path)}:{number}: {line.strip()[:80]}")
     assert found == []
-
-
-def test_every_yaml_under_configs_parses():
-    from lm import config
-
-    paths = sorted((ROOT / "configs").rglob("*.y*ml"))
-    assert paths
-    for path in paths:
-        assert config.load(path).name

@@ -3,6 +3,8 @@
 Shapes: b batch, l length. This file travels with an exported checkpoint.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -77,8 +79,20 @@ class BaselinePreTrainedModel(PreTrainedModel):
                 init.normal_(getattr(module, name).weight, std=std)
 
 
+@dataclass
+class StatefulOutput(CausalLMOutput):
+    """CausalLMOutput, and the state if it was asked for."""
+
+    state: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
 class Backbone(nn.Module):
-    """Embedding, layers, final norm. A layer maps (b,l,d_model) to itself and is causal."""
+    """Embedding, layers, final norm. A layer maps (b,l,d_model) to itself and is causal.
+
+    One that carries a state also takes `layer(x, state, lengths, return_state=True)` and then returns
+    its output and its state after each row's last token: a tuple of tensors with the batch first,
+    without gradient. state: what it returned before, or None; lengths: (b,), or None for all of x.
+    """
 
     def __init__(self, config, make_layer):
         super().__init__()
@@ -86,25 +100,53 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(make_layer(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
 
-    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        state=None,
+        return_state=False,
+    ):
         """input_ids (b,l) or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding.
 
         Padded tokens are moved behind the others, where a causal layer cannot see them, and their
         outputs back to their places: to the states they are the identity.
+
+        Returns:
+            (b,l,d_model), and the tuple of the layers' states, None unless `return_state`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        order = None
+        if state is not None:
+            _check(state, len(hidden), len(self.layers))
+        order = lengths = None
         if attention_mask is not None and not attention_mask.all():
             order = torch.argsort((attention_mask == 0).to(torch.int8), dim=1, stable=True)
             hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
-        for layer in self.layers:
-            hidden = layer(hidden)
+            lengths = (attention_mask != 0).sum(1)
+        ends = []
+        for index, layer in enumerate(self.layers):
+            if state is None and not return_state:
+                hidden = layer(hidden)
+            else:
+                start = None if state is None else state[index]
+                hidden, end = layer(hidden, start, lengths, True)
+                ends.append(end)
         hidden = self.norm(hidden)
         if order is not None:
             hidden = hidden.take_along_dim(order.argsort(1).unsqueeze(-1), 1)
-        return hidden
+        return hidden, tuple(ends) if return_state else None
+
+
+def _check(state, batch, n_layer):
+    """Raise a ValueError unless this is the state of `batch` streams and `n_layer` layers."""
+    if len(state) != n_layer:
+        raise ValueError(f"the state is of {len(state)} layers, the model has {n_layer}")
+    rows = state[0][0].shape[0]
+    if rows != batch:
+        raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
 
 
 class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
@@ -112,6 +154,7 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
     layer_class = None
+    carries_state = False  # whether its layers take and return a state (see Backbone)
 
     def __init__(self, config):
         super().__init__(config)
@@ -144,6 +187,8 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         shift_labels=None,
         logits_to_keep=0,
         return_dict=None,
+        state=None,
+        return_state=False,
         **kwargs,
     ):
         """Next-token logits (fp32) and, with labels, the mean cross-entropy.
@@ -152,8 +197,14 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
             labels: (b,l), shifted inside as everywhere in HuggingFace (labels = input_ids).
             shift_labels: (b,l), already shifted; wins over labels. −100 is ignored in both.
             logits_to_keep: only the last so many positions' logits (0: all).
+            state: what an earlier pass returned: the rows go on from there. return_state: return
+                the state after each row's last token, without gradient.
+        Raises:
+            ValueError: another batch's state, or any for a model without `carries_state`.
         """
-        hidden = self.model(input_ids, attention_mask, inputs_embeds)
+        if (return_state or state is not None) and not self.carries_state:
+            raise ValueError(f"{type(self).__name__} cannot start from a state or return one")
+        hidden, end = self.model(input_ids, attention_mask, inputs_embeds, state, return_state)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
@@ -164,5 +215,5 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
             targets = shift_labels[:, keep].flatten()
             nll = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
             loss = nll / (targets != -100).sum().clamp_min(1)
-        output = CausalLMOutput(loss=loss, logits=logits)
+        output = StatefulOutput(loss=loss, logits=logits, state=end)
         return output if return_dict is not False else output.to_tuple()

@@ -5,6 +5,7 @@ This file and those it imports travel with an exported checkpoint.
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -25,13 +26,32 @@ class LSTMLayer(GradientCheckpointingLayer):
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.lstm = nn.LSTM(config.d_model, config.d_model, batch_first=True)
 
-    def forward(self, x):
-        return x + self.lstm(self.norm(x))[0]
+    def forward(self, x, state=None, lengths=None, return_state=False):
+        """x: (b,l,d) → (b,l,d), and with `return_state` the state after each row's first `lengths`
+        tokens (None: all): (h, c) of (b,d) each, as `state` is. See Backbone."""
+        normed = self.norm(x)
+        if state is None and not return_state:
+            return x + self.lstm(normed)[0]
+        zero = normed.new_zeros(len(x), x.shape[-1])
+        start = [zero if s is None else s.to(normed.dtype) for s in state or (None, None)]
+        packed = normed
+        if lengths is not None:  # h and c stop after a row's last token; packing wants one at least
+            packed = pack_padded_sequence(
+                normed, lengths.clamp_min(1).cpu(), batch_first=True, enforce_sorted=False
+            )
+        y, end = self.lstm(packed, tuple(s.unsqueeze(0) for s in start))
+        end = tuple(e.detach().squeeze(0) for e in end)
+        if lengths is not None:
+            y, _ = pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])
+            some = (lengths > 0).unsqueeze(-1)
+            end = tuple(torch.where(some, e, s.to(e.dtype)) for e, s in zip(end, start))
+        return (x + y, end) if return_state else x + y
 
 
 class LSTMForCausalLM(BaselineForCausalLM):
     config_class = LSTMConfig
     layer_class = LSTMLayer
+    carries_state = True
     _no_split_modules = ["LSTMLayer"]  # noqa: RUF012
 
     @torch.no_grad()

@@ -26,19 +26,7 @@ from .solver import (
     solve,
     spectral_norm,
 )
-
-
-class Sequences(NamedTuple):
-    """What is known of the tokens besides their embedding; a None means 'nothing special'."""
-
-    mask: torch.Tensor | None = None  # (b,l) bool, False at padding: a step there changes no state
-    starts: torch.Tensor | None = None  # (b,l) bool, True at the first token of a packed document
-
-
-def shift(y, seqs):
-    """sh(y)[t] = y[t−1], zero at t = 0 and at the first token of every packed document."""
-    y = F.pad(y[:, :-1], (0, 0, 1, 0))
-    return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
+from .state import BlockState, Sequences, last, shift
 
 
 class Static(NamedTuple):
@@ -52,15 +40,18 @@ class Static(NamedTuple):
     mixer: MixerWeights
     seqs: Sequences
     time: tuple  # what the block's own recurrence needs
+    tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
 
 
 class FixedPointBlock(nn.Module):
     """What the blocks share: mixing, solving, gradients, gate and projection.
 
-    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, bc) → y`: its recurrence and
-    norm, from the mixed x (b,l,d) and the k projected values bc (b,l,k).
+    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, bc) → (y, h)`: its recurrence
+    and norm, from the mixed x (b,l,d) and the k projected values bc (b,l,k), to the iterate and the
+    recurrence's final state.
 
-    forward: u (b,l,d_model) → output (b,l,d_model) and FixedPointStats.
+    forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
+    the BlockState after the last token.
     """
 
     def __init__(self, config):
@@ -72,12 +63,34 @@ class FixedPointBlock(nn.Module):
         self.out_proj = nn.Linear(d, config.d_model, bias=False)
         self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
 
-    def _conv(self, x, seqs, conv):
-        """silu(causal convolution), within documents; x itself when short convolutions are off."""
+    def _conv(self, x, seqs, conv, index=0):
+        """silu(causal convolution), within documents; x itself when short convolutions are off.
+        index: which of the state's convolution inputs come before x."""
         if not self.config.use_short_conv:
             return x
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        return F.silu(causal_conv(x, conv.weight, conv.bias, segments))
+        tail = seqs.before("conv", index)
+        return F.silu(causal_conv(x, conv.weight, conv.bias, segments, tail))
+
+    def _tail(self, x, seqs, index=0):
+        """The last inputs of the convolution over x, None unless they will be needed."""
+        if not (self.config.use_short_conv and seqs.return_state):
+            return None
+        return last(x, self.config.d_conv - 1, seqs.before("conv", index), seqs)
+
+    def _tails(self, s, y):
+        """`BlockState.conv` from what `prepare` kept; y: the iterate the output is computed from."""
+        return () if s.tail is None else (s.tail,)
+
+    def _end(self, s, y, h):
+        """The BlockState after the last token, None unless asked for. It is detached: what is
+        learnt from one segment stops at its border (truncated backpropagation)."""
+        if not s.seqs.return_state:
+            return None
+        before = s.seqs.before("y")
+        before = None if before is None else before.unsqueeze(1)
+        y_last = last(y, 1, before, s.seqs).squeeze(1)
+        return BlockState(y_last, h.detach().clone(), self._tails(s, y))
 
     def _projections(self, x, bc_x, weight_bc):
         """(raw, weight_y, mixer weights): the mixer's map and B, C split into x and sh(y) parts."""
@@ -89,8 +102,9 @@ class FixedPointBlock(nn.Module):
         first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         return torch.cat([raw, bc_x.to(acc)], -1), torch.cat([first_y, weight_bc]), weights
 
-    def step(self, s, y):
-        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d)."""
+    def step(self, s, y, with_state=False):
+        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
+        `with_state` the recurrence's final state."""
         m = self.mixer.out_features
         from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
         with torch.autocast(y.device.type, enabled=False):
@@ -98,8 +112,9 @@ class FixedPointBlock(nn.Module):
                 from_y = F.pad(from_y, (m, 0))
             raw = s.raw + from_y
             x = self.mixer(raw[..., :m], s.x - y, s.mixer) + y  # Q x + (I − Q) y
-            y = self.mix_time(s, x, raw[..., m:])
-            return y if s.seqs.mask is None else y * s.seqs.mask.unsqueeze(-1)
+            y, h = self.mix_time(s, x, raw[..., m:])
+            y = y if s.seqs.mask is None else y * s.seqs.mask.unsqueeze(-1)
+            return (y, h) if with_state else y
 
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
@@ -125,27 +140,29 @@ class FixedPointBlock(nn.Module):
     def _gradient_steps(self, s, y_star):
         """From the detached y* to the output, with the gradient that `config.gradient` names.
 
-        Returns the output, f(y*), and an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
-        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference).
+        Returns the output, f(y*), an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
+        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference), and `_end`.
         """
         cfg, (kind, k) = self.config, self.config.gradient_kind
-        first = y = self.step(s, y_star)
+        first, h = self.step(s, y_star, True)
+        y = first
         if kind == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
         elif kind == "phantom":  # k damped steps (Geng et al. 2021)
             damping = cfg.stepsize
             y = damping * first + (1 - damping) * y_star
             for _ in range(k - 1):
-                y = damping * self.step(s, y) + (1 - damping) * y
+                g, h = self.step(s, y, True)
+                y = damping * g + (1 - damping) * y
         else:
             for _ in range(cfg.n_backwards - 1):
-                y = self.step(s, y)
+                y, h = self.step(s, y, True)
         jacobian = y_star.new_zeros(y_star.shape[0])
         if cfg.jacobian_reg and self.training and torch.is_grad_enabled():
             sigma = 1e-2
             moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
             jacobian = ((moved - first) / sigma).square().mean((1, 2))
-        return self.finish(s, y), first, jacobian
+        return self.finish(s, y), first, jacobian, self._end(s, y, h)
 
     def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
         checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
@@ -154,14 +171,15 @@ class FixedPointBlock(nn.Module):
         y_star, stats = self._solve(s)
         if checkpointed:  # the backward computes these steps again, never the solve
             del s
-            out, first, jacobian = self._gradient_checkpointing_func(
+            out, first, jacobian, end = self._gradient_checkpointing_func(
                 lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
             )
         else:
-            out, first, jacobian = self._gradient_steps(s, y_star)
+            out, first, jacobian, end = self._gradient_steps(s, y_star)
         with torch.no_grad():  # the residual of what the solve returned, for free
             residual = relative_residual(y_star, first)
-        return out, FixedPointStats(*stats[:3], residual, jacobian)
+        stats = FixedPointStats(*stats[:3], residual, jacobian)
+        return (out, stats, end) if seqs.return_state else (out, stats)
 
     def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
         """How contractive the iteration is at its fixed point, by power iteration (no training).
@@ -222,6 +240,7 @@ class FPMamba1(FixedPointBlock):
         x, z = self.in_proj(u).chunk(2, dim=-1)
         if seqs.mask is not None:
             x = x * seqs.mask.unsqueeze(-1)
+        tail = self._tail(x, seqs)
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         acc = torch.promote_types(u.dtype, torch.float32)
@@ -235,7 +254,7 @@ class FPMamba1(FixedPointBlock):
         raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, keep, decays)
-        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time)
+        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time, tail)
 
     def mix_time(self, s, x, bc):
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm."""
@@ -243,13 +262,13 @@ class FPMamba1(FixedPointBlock):
         B, C = bc.chunk(2, dim=-1)
         if cfg.bc_norm:
             B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
-        o, _ = selective_scan(x, dt, A, B, C, keep=keep, decays=decays)
+        o, h = selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
         o = o + self.D.to(o.dtype) * x
         if cfg.glu_in_loop:
             o = o * F.silu(s.z.to(o.dtype))
         norm = self.out_norm
         weight, bias = norm.weight.to(o.dtype), norm.bias.to(o.dtype)
-        return F.layer_norm(o, norm.normalized_shape, weight, bias, norm.eps)
+        return F.layer_norm(o, norm.normalized_shape, weight, bias, norm.eps), h
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two).
@@ -291,6 +310,7 @@ class FPMamba2(FixedPointBlock):
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
         if seqs.mask is not None:
             xbc = xbc * seqs.mask.unsqueeze(-1)
+        tail = self._tail(xbc, seqs)
         xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
         acc = torch.promote_types(u.dtype, torch.float32)
@@ -304,7 +324,7 @@ class FPMamba2(FixedPointBlock):
         raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, decays)
-        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time)
+        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time, tail)
 
     def mix_time(self, s, x, bc):
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t + D x̃_t; the gate
@@ -314,9 +334,9 @@ class FPMamba2(FixedPointBlock):
         if cfg.bc_norm:
             B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, _ = ssd_scan(heads, dt, A, B, C, decays=decays)
+        o, h = ssd_scan(heads, dt, A, B, C, s.seqs.before("h"), decays=decays)
         o = (o + self.D.to(o.dtype).unsqueeze(-1) * heads).flatten(-2)
-        return self.out_norm.wide(o * F.silu(s.z.to(o.dtype)))
+        return self.out_norm.wide(o * F.silu(s.z.to(o.dtype))), h
 
     def flops_per_token(self):
         """See FPMamba1.flops_per_token."""
@@ -350,6 +370,7 @@ class FPRNN(FixedPointBlock):
         x0, z = self.in_proj(u).chunk(2, dim=-1)
         if seqs.mask is not None:
             x0 = x0 * seqs.mask.unsqueeze(-1)
+        tail = self._tail(x0, seqs)  # the four convolutions read the same
         x, x_b, x_mixer, x_lambda = (
             self._conv(x0, seqs, getattr(self, f"conv1d_{name}", None))
             for name in ("x", "b", "mixer", "lambda")
@@ -366,18 +387,25 @@ class FPRNN(FixedPointBlock):
         none = x_mixer.new_zeros(0, x_mixer.shape[-1])
         raw, weight_y, weights = self._projections(x_mixer, x_mixer[..., :0], none)
         time = (decay, fresh, x)
-        return Static(b * x.to(acc), z, raw, weight_y, None, weights, seqs, time)
+        return Static(b * x.to(acc), z, raw, weight_y, None, weights, seqs, time, tail)
 
     def mix_time(self, s, x, bc):
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
         decay, fresh, _ = s.time
-        return linear_scan(decay, fresh * x)
+        h = linear_scan(decay, fresh * x, s.seqs.before("h"))
+        return h, h[:, -1]
+
+    def _tails(self, s, y):
+        if s.tail is None:
+            return ()
+        both = torch.cat([s.time[2], y.to(s.time[2].dtype)], -1)
+        return s.tail, self._tail(both, s.seqs, 1)
 
     def finish(self, s, y):
         """c = silu(W_c silu(conv[x, h])); out = W_out RMSNorm(silu(z) ⊙ c ⊙ h)."""
         x = s.time[2]
         if self.config.use_short_conv:
-            both = self._conv(torch.cat([x, y.to(x.dtype)], -1), s.seqs, self.conv1d_c)
+            both = self._conv(torch.cat([x, y.to(x.dtype)], -1), s.seqs, self.conv1d_c, 1)
         else:
             both = torch.cat([x, shift(y, s.seqs).to(x.dtype)], -1)
         c = F.silu(self.c_proj(both))

@@ -15,11 +15,12 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .blocks import FPRNN, FixedPointBlock, FPMamba1, FPMamba2, RMSNorm, Sequences, build_block
+from .blocks import FPRNN, FixedPointBlock, FPMamba1, FPMamba2, RMSNorm, build_block
 from .configuration_fprnn import FPRNNConfig
 from .mixers import Orthogonal, WNLinear
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
+from .state import FPRNNState, Sequences, last, padding_to_the_right
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (FPRNN, selective_scan)
@@ -30,11 +31,12 @@ LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss
 @dataclass
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, the
-    solver's FixedPointStats with tensors of shape (n_layer,b)."""
+    solver's FixedPointStats with tensors of shape (n_layer,b); state, if it was asked for."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointStats | None = None
+    state: FPRNNState | None = None
 
 
 @dataclass
@@ -46,6 +48,7 @@ class FPRNNCausalLMOutput(ModelOutput):
     logits: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointStats | None = None
+    state: FPRNNState | None = None
 
 
 class FPRNNLayer(nn.Module):
@@ -61,8 +64,8 @@ class FPRNNLayer(nn.Module):
         residual = hidden if residual is None else residual + hidden
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
-        hidden, stats = self.block(self.norm(residual), seqs)
-        return hidden, residual, stats
+        hidden, *rest = self.block(self.norm(residual), seqs)  # its stats, and its state if asked
+        return hidden, residual, *rest
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -142,15 +145,20 @@ class FPRNNModel(FPRNNPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embeddings = value
 
-    def _sequences(self, input_ids, attention_mask):
+    def _sequences(self, input_ids, attention_mask, state=None, return_state=False):
         """Padding and document starts of a batch; None where there are none."""
         mask = starts = None
+        eos = self.config.eos_token_id
         if attention_mask is not None and not attention_mask.all():
             mask = attention_mask.bool()
-        if self.config.reset_at_eos and self.config.eos_token_id is not None:
-            starts = F.pad(input_ids[:, :-1] == self.config.eos_token_id, (1, 0))
+        if input_ids is not None and self.config.reset_at_eos and eos is not None:
+            starts = F.pad(input_ids[:, :-1] == eos, (1, 0))
+            if state is not None and state.last_token is not None:
+                starts[:, 0] = state.last_token == eos
+            if mask is not None and (state is not None or return_state):
+                starts &= mask  # padding may be EOS tokens; it must leave the state as it is
             starts = starts if starts.any() else None
-        return Sequences(mask, starts)
+        return Sequences(mask, starts, return_state=return_state)
 
     def forward(
         self,
@@ -159,36 +167,67 @@ class FPRNNModel(FPRNNPreTrainedModel):
         inputs_embeds=None,
         output_hidden_states=None,
         return_dict=None,
+        state=None,
+        return_state=False,
         **kwargs,
     ):
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
         either side → FPRNNOutput.
 
+        Args:
+            state: the FPRNNState that an earlier pass returned: the rows go on from there.
+            return_state: return the FPRNNState after each row's last token. It has no gradient, so
+                a stream processed in segments is trained by truncated backpropagation.
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds.
+            ValueError: both or neither of input_ids and inputs_embeds, or another batch's state.
             NonFiniteError: an iterate became NaN or infinite; names the layer.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if input_ids is None:
-            seqs = Sequences(None if attention_mask is None else attention_mask.bool())
-        else:
-            seqs = self._sequences(input_ids, attention_mask)
-        residual, states, stats = None, [], []
+        back = None
+        if state is not None:
+            state.check(len(hidden), len(self.layers))
+        if attention_mask is not None and (state is not None or return_state):
+            # Nothing may stand between a row's state and its first token.
+            order, back = padding_to_the_right(attention_mask.bool())
+            attention_mask = attention_mask.take_along_dim(order, 1)
+            hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
+            input_ids = None if input_ids is None else input_ids.take_along_dim(order, 1)
+        seqs = self._sequences(input_ids, attention_mask, state, return_state)
+        residual, states, stats, ends = None, [], [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(hidden if residual is None else residual + hidden)
+            if state is not None:
+                seqs = seqs._replace(state=state.layers[index])
             try:
-                hidden, residual, layer_stats = layer(hidden, residual, seqs)
+                hidden, residual, layer_stats, *end = layer(hidden, residual, seqs)
             except NonFiniteError as e:
                 raise NonFiniteError(f"layer {index}: {e}") from None
             stats.append(layer_stats)
+            ends += end
         hidden = self.norm_f(residual + hidden)
+        states.append(hidden)
+        if back is not None:
+            states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
         fixed_point = FixedPointStats(*(torch.stack(field) for field in zip(*stats)))
-        states = (*states, hidden) if output_hidden_states else None
-        output = FPRNNOutput(hidden, states, fixed_point)
+        output = FPRNNOutput(
+            states[-1],
+            tuple(states) if output_hidden_states else None,
+            fixed_point,
+            self._end(input_ids, seqs, state, ends) if return_state else None,
+        )
         return output if return_dict is not False else output.to_tuple()
+
+    def _end(self, input_ids, seqs, state, ends):
+        """The FPRNNState after the last token, from those of the layers."""
+        if input_ids is None:
+            return FPRNNState(tuple(ends), None)
+        known = state is not None and state.last_token is not None
+        before = state.last_token if known else input_ids.new_full((len(input_ids),), -1)
+        tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
+        return FPRNNState(tuple(ends), tokens.flatten())
 
     def contraction(self, input_ids, attention_mask=None, power_iterations=10):
         """How contractive every layer's iteration is on these tokens (see blocks.contraction).
@@ -211,6 +250,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     """FPRNNModel with a language-model head, tied to the embedding or not."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+    carries_state = True  # forward takes `state` and `return_state`
 
     def __init__(self, config):
         super().__init__(config)
@@ -239,6 +279,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         loss_only=False,
         output_hidden_states=None,
         return_dict=None,
+        state=None,
+        return_state=False,
         **kwargs,
     ):
         """Next-token logits and, with labels, the mean cross-entropy.
@@ -249,10 +291,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 wins over labels. −100 is ignored in both.
             logits_to_keep: only the last so many positions' logits (0: all).
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
+            state, return_state: see FPRNNModel.forward. A segment's last target is the first token
+                of the next segment, so segments are trained with shift_labels.
         """
         outputs = self.backbone(
-            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states
-        )
+            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
+            state=state, return_state=return_state,
+        )  # fmt: skip
         hidden = outputs.last_hidden_state
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -270,7 +315,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
         if loss is not None and self.training and self.config.jacobian_reg:
             loss = loss + self.config.jacobian_reg * outputs.fixed_point.jacobian.mean()
-        output = FPRNNCausalLMOutput(loss, logits, outputs.hidden_states, outputs.fixed_point)
+        output = FPRNNCausalLMOutput(
+            loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state
+        )
         return output if return_dict is not False else output.to_tuple()
 
     def _chunked_loss(self, hidden, targets):

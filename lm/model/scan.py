@@ -312,15 +312,20 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
         return y.flatten(1, 2)[:, :length], state
 
 
-def causal_conv(x, weight, bias, segments=None):
+def causal_conv(x, weight, bias, segments=None, before=None):
     """Depthwise causal convolution over time that never looks across a document boundary.
 
     Args:
         x: (b,l,d). weight: (d,1,k). bias: (d,) or None. segments: (b,l) document index, or None.
+        before: (b,k−1,d) the inputs before x, of document 0; zero if None.
     Returns:
         (b,l,d)
     """
     k = weight.shape[-1]
+    if before is not None:
+        segments = None if segments is None else F.pad(segments, (k - 1, 0))
+        x = torch.cat([before.to(x.dtype), x], 1)
+        return causal_conv(x, weight, bias, segments)[:, k - 1 :]
     if segments is None:
         return F.conv1d(x.transpose(1, 2), weight, bias, padding=k - 1, groups=x.shape[-1])[
             ..., : x.shape[1]

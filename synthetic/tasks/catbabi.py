@@ -40,9 +40,9 @@ class CatBabi(Task):
     [i·S, (i + 1)·S) with S = lengths[1], the last one what is left of them (so it may be shorter).
     Segment 0 starts afresh, the others carry on, so batch_size and S must stay what they are within
     an epoch. In training each epoch has an order of its own, and a stream may begin within a story
-    (the < batch_size tokens left over are dropped). In valid and test the order never changes, every
-    stream begins with a story (else its first questions would lack their facts) and is padded on
-    the right to the longest one, and each question is due exactly once.
+    (the < batch_size tokens left over are dropped). In valid and test the order never changes,
+    every stream begins with a story (else its first questions would lack their facts) and is padded
+    on the right to the longest one, and each question is due exactly once.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """
@@ -129,8 +129,10 @@ class CatBabi(Task):
 
     def _order(self, seed: int, split: str, epoch: int) -> np.ndarray:
         """The order of the stories; that of valid and test is always the same."""
-        entropy = [seed, SPLITS.index(split), epoch] if split == "train" else [0, 1, 0]
-        return np.random.default_rng(entropy).permutation(len(self._corpora[split].starts) - 1)
+        if split != "train":
+            seed = epoch = 0
+        rng = np.random.default_rng([seed, SPLITS.index(split), epoch])
+        return rng.permutation(len(self._corpora[split].starts) - 1)
 
     def _bounds(self, split: str, batch_size: int) -> tuple[np.ndarray, int]:
         """Where in an epoch's stream the parallel streams begin (batch_size + 1 places, the last
@@ -165,15 +167,14 @@ class CatBabi(Task):
         kinds = np.append(corpus.kinds[source], np.int8(0))[1:]  # at the `?`, not at the answer
         labels = tokens[1:] if self.mode == "lm" else np.where(kinds > 0, tokens[1:], IGNORE)
         bounds, n = self._bounds(split, batch_size)
-        rows = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:])]
         out = _Epoch(
             np.full((batch_size, n), self.pad, np.int32),
             np.full((batch_size, n), IGNORE, np.int32),
             np.zeros((batch_size, n), np.int8),
             np.diff(bounds),
         )
-        for r, row in enumerate(rows):
-            size = row.stop - row.start
+        for r, size in enumerate(out.lengths):
+            row = slice(bounds[r], bounds[r] + size)
             out.tokens[r, :size] = tokens[row]
             out.labels[r, :size] = labels[row]
             out.kinds[r, :size] = kinds[row]

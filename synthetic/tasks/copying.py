@@ -1,4 +1,4 @@
-"""Copying random strings and looking n-grams up in them: the datasets, their oracle, the metrics."""
+"""Copying random strings and looking n-grams up in them: datasets, oracle and metrics."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Copying(Task):
 
     def check_length(self, length: int) -> None:
         if length < self.shortest:
-            kind = "" if self.name == "copy" else f" of two {self.n}-grams or more"
+            room = "" if self.name == "copy" else f", where two {self.n}-grams fit"
             raise TaskError(
-                f"{self.name} has no strings of length {length}: it copies or searches strings"
-                f"{kind}, of lengths {self.shortest}, {self.shortest + 1}, …"
+                f"{self.name} has no strings of length {length}: it has lengths "
+                f"{self.shortest}, {self.shortest + 1}, …{room}"
             )
 
-    def tokens(self, length):
-        """Tokens of an example with a string of this length (an int or an array of them)."""
+    def tokens(self, length: int | np.ndarray) -> int | np.ndarray:
+        """Tokens of an example with a string of this length."""
         extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
         return length + extra[self.name] if self.name in extra else 2 * length + 3
 
@@ -110,7 +110,7 @@ class Copying(Task):
         batch.input_ids[mask], batch.labels[mask] = tokens, labels
         return batch
 
-    def _examples(self, rng: np.random.Generator, lengths: np.ndarray):
+    def _examples(self, rng, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All examples one after another → tokens, and whether each belongs to an answer."""
         s = rng.integers(self.letters, size=(len(lengths), lengths.max()))
         s[np.arange(s.shape[1]) >= lengths[:, None]] = self.pad

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lm import config
 from lm.baselines import FIELDS
+import synthetic.config
 from lm.build import build_model
 from lm.config import Config, ConfigError, Model, Section
 
@@ -377,12 +378,13 @@ def test_every_choice_of_the_model_section_runs(field, value):
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
 def test_every_shipped_yaml_parses(path):
+    schema = synthetic.config.Config if "synthetic" in path.parts else config.Config
     tree = config.load_tree(path)
-    cfg = config.load(path)
+    cfg = config.load(path, schema=schema)
     assert cfg.name == tree["name"]
     if "sweep" in tree:
-        points = config.sweep_points(tree, str(path))
-        names = {config.load(path, job_index=i).name for i in range(len(points))}
+        points = config.sweep_points(tree, str(path), schema)
+        names = {config.load(path, (), i, schema).name for i in range(len(points))}
         assert len(names) == len(points)
 
 

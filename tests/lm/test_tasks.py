@@ -147,8 +147,10 @@ def test_lm_eval_finds_our_tasks_and_tags():
         "arc_easy_local",
         "catbabi_mini",
         "catbabi_mini_gen",
+        *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "lambada_local",
     ]
+    assert manager.all_groups == ["catbabi_qa"]
     assert manager.all_tags == ["catbabi", "local_eval"]
 
 

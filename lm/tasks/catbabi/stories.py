@@ -25,11 +25,11 @@ def line(story: list[babi.Line]) -> str:
 
 
 def documents(stories: list[list[babi.Line]], choices: list[str], count: int, seed: str) -> list:
-    """`count` documents (at most one a question), the same for the same arguments."""
+    """`count` documents (at most one a question); fewer of the same seed are the first of more."""
     rng = random.Random(seed)
     questions = [(s, i) for s, story in enumerate(stories) for i, x in enumerate(story) if x.answer]
     out = []
-    for s, i in rng.sample(questions, min(count, len(questions))):
+    for s, i in rng.sample(questions, len(questions))[:count]:
         others = [n for n in range(len(stories)) if n != s]
         before = rng.sample(others, min(rng.randint(1, 2), len(others)))
         last = [line(stories[s][:i])] if i else []

@@ -1,0 +1,93 @@
+"""What crosses from one token to the next, and from one segment of a long stream to the next.
+
+Shape suffixes: b batch, l length, d channels, k d_conv.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class BlockState(NamedTuple):
+    """What one block leaves behind after a row's last token that is not padding; has no gradient.
+
+    All are of the iterate that the output was computed from.
+    """
+
+    y: torch.Tensor  # (b,d) the iterate: sh(y) of the next token
+    h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
+    conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
+
+
+class FPRNNState(NamedTuple):
+    """Where a forward pass ended, so that the next segment of the same streams can start there."""
+
+    layers: tuple[BlockState, ...]
+    last_token: torch.Tensor | None  # (b,), −1 where a row had none; None: embeddings were given
+
+    def check(self, batch, n_layer):
+        """Raise a ValueError unless this is the state of `batch` streams and `n_layer` blocks."""
+        if len(self.layers) != n_layer:
+            raise ValueError(f"the state is of {len(self.layers)} layers, the model has {n_layer}")
+        rows = self.layers[0].y.shape[0]
+        if rows != batch:
+            raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
+
+
+class Sequences(NamedTuple):
+    """What is known of the tokens besides their embedding; a None means 'nothing special'."""
+
+    mask: torch.Tensor | None = None  # (b,l) bool, False at padding: a step there changes no state
+    starts: torch.Tensor | None = None  # (b,l) bool, True at the first token of a packed document
+    # A block that starts from a state, or is to return one, wants padding on the right.
+    state: BlockState | None = None  # what the tokens before the first left behind
+    return_state: bool = False  # the block returns its BlockState as well
+
+    def before(self, name, index=None):
+        """A field of the state to start from (of a tuple: its index-th), None without a state."""
+        value = None if self.state is None else getattr(self.state, name)
+        return value if value is None or index is None else value[index]
+
+
+def shift(y, seqs):
+    """sh(y)[t] = y[t−1]; at t = 0 that of the state to start from, zero without one; zero at the
+    first token of every packed document."""
+    if seqs.state is None:
+        y = F.pad(y[:, :-1], (0, 0, 1, 0))
+    else:
+        y = torch.cat([seqs.state.y.to(y.dtype).unsqueeze(1), y[:, :-1]], 1)
+    return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
+
+
+def last(x, n, before, seqs):
+    """The last n positions of each row that are not padding, zero where another document's.
+
+    Args:
+        x: (b,l,·), padded on the right where seqs.mask says so.
+        before: (b,n,·) the positions before x; zero if None.
+    Returns:
+        (b,n,·), detached, and a copy: keeping it does not keep x.
+    """
+    x = x.detach()
+    before = x.new_zeros(x.shape[0], n, *x.shape[2:]) if before is None else before.to(x.dtype)
+    joined = torch.cat([before, x], 1)
+    if seqs.mask is None:
+        at = torch.arange(x.shape[1], x.shape[1] + n, device=x.device).expand(x.shape[0], n)
+    else:
+        at = seqs.mask.sum(1, keepdim=True) + torch.arange(n, device=x.device)
+    tail = joined.take_along_dim(at.unsqueeze(-1), 1)
+    if seqs.starts is None or n == 0:
+        return tail
+    # `before` is of the document that the first token goes on with, unless that one starts another.
+    document = F.pad(seqs.starts.long().cumsum(1), (n, 0)).take_along_dim(at, 1)
+    return tail * (document == document[:, -1:]).unsqueeze(-1)
+
+
+def padding_to_the_right(mask):
+    """The order of positions that puts padding behind the tokens, and the order that undoes it.
+
+    mask: (b,l) bool → two (b,l), to be used with `take_along_dim(…, 1)`.
+    """
+    order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
+    return order, order.argsort(1)

@@ -1,0 +1,211 @@
+"""CatbAbI's stream: it is the stories, every question is due, segments go on, each refusal."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm.tasks import babi
+from synthetic import config
+from synthetic.tasks import IGNORE, SPLITS, TaskError, build
+
+SHARED = Path(__file__).parents[3] / "shared/data/babi/en-valid"
+SIZES = {"train": 7, "valid": 3, "test": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Stories of different lengths; no two are the same."""
+    path = tmp_path_factory.mktemp("en-valid")
+    rng = np.random.default_rng(0)
+    for task in babi.TASKS:
+        for split, count in SIZES.items():
+            lines = []
+            for story in range(count):
+                lines.append(f"1 Story {task} {split} {story} begins.")
+                for n in range(2, rng.integers(4, 12)):
+                    place = rng.choice(["home", "office", "n,w"])
+                    asks = n == 2 or rng.random() < 0.5
+                    where = f"Where is Mary? \t{place}\t1" if asks else f"Mary went to {place}."
+                    lines.append(f"{n} {where}")
+            (path / f"qa{task}_{split}.txt").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def task(folder, **fields):
+    return build(config.Task(name="catbabi", data=folder and str(folder), **fields))
+
+
+def epoch(data, split, batch_size, length, seed=0, epoch=0):
+    count = data.segments(split, batch_size, length)
+    indices = range(epoch * count, (epoch + 1) * count)
+    return [data.batch(seed, split, i, batch_size, (1, length)) for i in indices]
+
+
+def joined(batches, field):
+    if field == "mask":
+        rows = [np.ones(b.labels.shape, bool) if b.mask is None else b.mask for b in batches]
+    else:
+        rows = [getattr(b, field) for b in batches]
+    return np.concatenate(rows, 1)
+
+
+def told(data, ids):
+    """A sequence of ids that begins with `<eos>` → its stories as text, in order."""
+    words = " ".join(data.vocabulary[i] for i in ids)
+    assert words.startswith("<eos> ")
+    return [story.strip() for story in words.split("<eos>")[1:]]
+
+
+@pytest.mark.parametrize("batch_size, length", [(1, 200), (4, 50), (9, 33)])
+@pytest.mark.parametrize("split", ["valid", "test"])
+@pytest.mark.parametrize("mode", ["answers", "lm"])
+def test_an_evaluation_epoch_is_every_story_and_question_once(
+    folder, split, mode, batch_size, length
+):
+    data = task(folder, mode=mode)
+    batches = epoch(data, split, batch_size, length)
+    ids, labels, kinds, mask = (
+        joined(batches, f) for f in ("input_ids", "labels", "kinds", "mask")
+    )
+    stories = babi.read(folder, split)
+    rows = [told(data, row[keep]) for row, keep in zip(ids, mask)]  # each begins with a story
+    found = Counter(text for row in rows for text in row)
+    assert found == Counter(" ".join(s.tokens) for s in stories)
+    due = Counter(s.task for s in stories for _ in s.answers)
+    assert Counter(kinds[kinds > 0].tolist()) == due
+    answers = Counter(s.tokens[i] for s in stories for i in s.answers)
+    assert Counter(data.vocabulary[i] for i in labels[kinds > 0]) == answers
+    assert {data.vocabulary[i] for i in ids[kinds > 0]} == {"?"}
+    # Padding is on the right, and nothing is due there.
+    assert (np.diff(mask.astype(int), axis=1) <= 0).all() and mask[:, 0].all()
+    assert (labels[~mask] == IGNORE).all() and (ids[~mask] == data.pad).all()
+    if mode == "lm":
+        assert (labels[mask] != IGNORE).all()
+        going_on = mask[:, 1:]
+        assert (labels[:, :-1] == ids[:, 1:])[going_on].all()
+        assert (labels == data.eos).sum() == len(stories)
+    else:
+        assert ((labels != IGNORE) == (kinds > 0)).all()
+
+
+@pytest.mark.parametrize("batch_size, length", [(1, 200), (4, 50), (9, 33)])
+def test_a_training_epoch_is_the_stories_but_for_the_remainder(folder, batch_size, length):
+    data = task(folder, mode="lm")
+    stories = babi.read(folder, "train")
+    total = sum(len(s.tokens) + 1 for s in stories)
+    for number in (0, 1, 5):
+        batches = epoch(data, "train", batch_size, length, seed=3, epoch=number)
+        assert all(b.mask is None and b.labels.dtype == np.int64 for b in batches)
+        ids, labels = joined(batches, "input_ids").ravel(), joined(batches, "labels").ravel()
+        assert len(ids) == total // batch_size * batch_size
+        assert (labels[:-1] == ids[1:]).all()  # also from one stream to the next
+        *whole, last = told(data, ids)
+        texts = {" ".join(s.tokens) for s in stories}
+        assert len(set(whole)) == len(whole) and set(whole) < texts
+        assert len(whole) + 1 + batch_size >= len(texts)
+        assert any(text.startswith(last) for text in texts - set(whole))
+
+
+def test_the_segments_of_an_epoch(folder):
+    data = task(folder)
+    batches = epoch(data, "train", 4, 50)
+    assert [b.input_ids.shape for b in batches[:-1]] == [(4, 50)] * (len(batches) - 1)
+    assert 1 <= batches[-1].input_ids.shape[1] <= 50
+    assert [b.carry for b in batches] == [False] + [True] * (len(batches) - 1)
+    following = data.batch(0, "train", len(batches), 4, (50, 50))
+    assert following.carry is False and not np.array_equal(
+        following.input_ids, batches[0].input_ids
+    )
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b))
+
+
+def test_a_batch_depends_on_its_arguments_only(folder):
+    first, second = task(folder), task(folder)
+    asked = [("train", 9, 1), ("test", 0, 2), ("train", 0, 1), ("train", 100, 1), ("train", 0, 2)]
+    answers = {a: first.batch(a[2], a[0], a[1], 2, (20, 20)) for a in asked}
+    for split, index, seed in reversed(asked):
+        again = second.batch(seed, split, index, 2, (20, 20))
+        assert same(again, answers[split, index, seed])
+    assert not same(answers["train", 0, 1], answers["train", 0, 2])
+    # In valid and test neither the seed nor the epoch matters.
+    count = first.segments("test", 2, 20)
+    for seed, index in [(0, 0), (7, 0), (7, count), (7, 3 * count)]:
+        fresh = task(folder)  # nothing cached
+        assert same(fresh.batch(seed, "test", index, 2, (20, 20)), answers["test", 0, 2])
+
+
+def test_what_a_batch_returns_can_be_written_to(folder):
+    data = task(folder)
+    batch = data.batch(0, "train", 0, 2, (20, 20))
+    before = batch.input_ids.copy()
+    batch.input_ids[:], batch.labels[:], batch.kinds[:] = 0, 0, 0
+    assert np.array_equal(data.batch(0, "train", 0, 2, (20, 20)).input_ids, before)
+
+
+def test_only_the_tasks_asked_for_and_the_same_ids(folder):
+    data, every = task(folder, stories=[4, 2]), task(folder)
+    assert data.stories == [2, 4]
+    assert data.vocabulary == every.vocabulary == babi.vocabulary(folder)
+    assert data.vocab_size == len(data.vocabulary)
+    kinds = joined(epoch(data, "train", 1, 100), "kinds")
+    assert set(np.unique(kinds)) == {0, 2, 4}
+    assert data.chance == every.chance == 1 / 3  # home, office, n,w
+
+
+@pytest.mark.parametrize("mode", ["answers", "lm"])
+def test_the_score(folder, mode):
+    data = task(folder, mode=mode, stories=[1, 2, 3])
+    assert data.headline == "accuracy" and data.streams
+    batch = data.batch(0, "valid", 0, 1, (1, 150))
+    right = np.where(batch.labels == IGNORE, 0, batch.labels)
+    scores = data.score(right, batch)
+    names = {"accuracy", "qa1", "qa2", "qa3"} | ({"token_accuracy"} if mode == "lm" else set())
+    assert set(scores) == names and all((v == 1).all() for v in scores.values())
+    assert len(scores["accuracy"]) == sum(len(scores[f"qa{n}"]) for n in (1, 2, 3)) > 3
+    wrong = np.where(batch.kinds == 2, 0, right)
+    scores = data.score(wrong, batch)
+    assert (scores["qa2"] == 0).all() and (scores["qa1"] == 1).all()
+    assert (1 - scores["accuracy"]).sum() == len(scores["qa2"])
+    if mode == "lm":
+        assert len(scores["token_accuracy"]) == (batch.labels != IGNORE).sum()
+        assert (1 - scores["token_accuracy"]).sum() == len(scores["qa2"])
+
+
+def test_refusals(folder, tmp_path):
+    with pytest.raises(TaskError, match=r"set task\.data .* `python -m lm\.tasks\.babi download"):
+        task(None)
+    with pytest.raises(TaskError, match=r"task\.data: no folder .*nowhere"):
+        task(tmp_path / "nowhere")
+    for stories in ([], [0], [3, 21]):
+        with pytest.raises(TaskError, match=r"task\.stories is "):
+            task(folder, stories=stories)
+    data = task(folder)
+    with pytest.raises(TaskError, match=r"100 streams in segments of 1000 .* train has only"):
+        data.batch(0, "train", 0, 100, (1000, 1000))
+    with pytest.raises(TaskError, match="test has only"):
+        data.segments("test", 100, 1000)
+    with pytest.raises(TaskError, match="at least one token"):
+        data.check_length(0)
+    with pytest.raises(TaskError, match="has only"):
+        data.check_length(10**6)
+    data.check_length(200)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/babi")
+def test_the_real_stories():
+    data = task(SHARED)
+    assert data.vocab_size == 178 and data.chance == 1 / 58
+    counts = babi.counts(SHARED)
+    for split in SPLITS:
+        batches = epoch(data, split, 1 if split == "train" else 32, 200)
+        kinds = Counter(joined(batches, "kinds").ravel().tolist())
+        expected = {n: counts[n][split].questions for n in babi.TASKS}
+        assert {n: kinds[n] for n in babi.TASKS} == expected
+        mask = joined(batches, "mask")
+        assert mask.sum() == sum(c[split].tokens + c[split].stories for c in counts.values())
+    assert set(expected.values()) == {1000}  # of test

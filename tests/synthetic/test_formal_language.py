@@ -1,0 +1,199 @@
+"""Formal languages: the generators against the oracles, supervision, padding and metrics."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from synthetic.config import Task
+from synthetic.tasks import IGNORE, TaskError, build
+from synthetic.tasks.formal_language import (
+    FormalLanguage,
+    oracle_arithmetic,
+    oracle_cycle,
+    oracle_even_pairs,
+    oracle_parity,
+)
+
+ARITHMETIC = ("mod_arithmetic", "mod_arithmetic_brackets")
+TOKEN_BY_TOKEN = ("parity", "even_pairs", "cycle_navigation")
+NAMES = ARITHMETIC + TOKEN_BY_TOKEN
+
+
+def task(name: str, **fields) -> FormalLanguage:
+    return build(Task(name=name, **fields))
+
+
+def oracle(made: FormalLanguage, text: str) -> int:
+    if made.name in ARITHMETIC:
+        return oracle_arithmetic(text, made.modulus)
+    if made.name == "cycle_navigation":
+        return oracle_cycle(text, made.modulus)
+    return {"parity": oracle_parity, "even_pairs": oracle_even_pairs}[made.name](text)
+
+
+@st.composite
+def cases(draw, names=NAMES, supervisions=("last", "every")):
+    name = draw(st.sampled_from(names))
+    every = "last" if name == "mod_arithmetic_brackets" else draw(st.sampled_from(supervisions))
+    shortest = draw(st.integers(1, 40))
+    lengths = shortest, shortest + draw(st.integers(1, 30))
+    made = task(name, modulus=draw(st.integers(2, 13)), supervision=every)
+    return made, made.batch(draw(st.integers(0, 2**30)), "train", 0, 6, lengths), lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_the_last_label_is_the_oracles(case):
+    made, batch, lengths = case
+    for ids, labels in zip(batch.input_ids, batch.labels):
+        real = ids[ids != made.pad]
+        assert lengths[0] <= len(real) - (made.name in ARITHMETIC) <= lengths[1]
+        assert labels[len(real) - 1] == oracle(made, made.text(real))
+        assert (labels[len(real) :] == IGNORE).all()
+        if not made.every:
+            assert (labels[: len(real) - 1] == IGNORE).all()
+    assert batch.input_ids.min() >= 0 and batch.input_ids.max() < made.vocab_size
+    assert batch.labels.max() < made.vocab_size - 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(names=("mod_arithmetic", *TOKEN_BY_TOKEN), supervisions=("every",)))
+def test_with_every_supervision_each_label_is_the_oracles(case):
+    made, batch, _ = case
+    for ids, labels in zip(batch.input_ids, batch.labels):
+        for i in range((ids != made.pad).sum()):
+            if made.name == "mod_arithmetic" and i % 2 and ids[i] != made.equals:
+                assert labels[i] == IGNORE  # an operator
+            else:
+                assert labels[i] == oracle(made, made.text(ids[: i + 1]))
+
+
+@pytest.mark.parametrize("name", ("mod_arithmetic", *TOKEN_BY_TOKEN))
+def test_supervision_changes_nothing_but_the_labels(name):
+    last, every = (
+        task(name, supervision=s).batch(3, "train", 0, 50, (3, 20)) for s in ("last", "every")
+    )
+    assert (last.input_ids == every.input_ids).all()
+    due = last.labels != IGNORE
+    assert (due.sum(1) == 1).all() and (last.labels[due] == every.labels[due]).all()
+    assert (every.labels != IGNORE).sum() > 5 * due.sum()
+
+
+def test_brackets_have_no_answers_on_the_way():
+    with pytest.raises(TaskError, match="no answer before its brackets are closed: set task"):
+        task("mod_arithmetic_brackets", supervision="every")
+
+
+def test_the_oracles_on_examples_by_hand():
+    assert [oracle_arithmetic(s, 5) for s in ("1+2*3=", "1-1-1", "0*1+4*3-2", "7")] == [2, 4, 0, 2]
+    assert oracle_arithmetic("((1--2)*(-4))=", 5) == 3
+    assert [oracle_parity(s) for s in ("0", "1", "0110", "111")] == [0, 1, 0, 1]
+    assert [oracle_even_pairs(s) for s in ("a", "ab", "aba", "aabbba", "babb")] == [1, 0, 1, 1, 1]
+    assert [oracle_cycle(s, 5) for s in ("0", "+-0--", "+++-", "+++++")] == [0, 3, 2, 0]
+
+
+def test_expressions_with_brackets_have_the_given_shapes():
+    made = task("mod_arithmetic_brackets")
+    shapes = {1: {"d"}, 2: {"-d"}, 3: {"(d)"}, 4: {"(-d)"}, 5: {"(d±d)"}, 6: {"(-d±d)", "(d±-d)"}}
+    shapes[7] = {"((d)±d)", "(-d±-d)", "(d±(d))"}
+    for length, forms in shapes.items():
+        batch = made.batch(0, "valid", 0, 100, (length, length))
+        texts = {re.sub(r"\d", "d", made.text(ids)) for ids in batch.input_ids}
+        assert texts == {form.replace("±", op) + "=" for form in forms for op in "+-"}
+        assert batch.mask is None and (batch.input_ids[:, -1] == made.equals).all()
+
+
+def test_brackets_also_evaluate_products():
+    made = task("mod_arithmetic_brackets")
+    made.operators.append(made.times)
+    batch = made.batch(0, "valid", 0, 100, (3, 60))
+    texts = [made.text(ids[ids != made.pad]) for ids in batch.input_ids]
+    assert any("*" in text for text in texts)
+    labels = batch.labels[batch.labels != IGNORE]
+    assert labels.tolist() == [oracle_arithmetic(text, 5) for text in texts]
+
+
+@pytest.mark.parametrize("name, length", [*((n, 41) for n in NAMES), (ARITHMETIC[1], 256)])
+def test_answers_are_about_uniform(name, length):
+    made = task(name)
+    labels = made.batch(0, "valid", 0, 4000, (length, length)).labels[:, -1]
+    counts = np.bincount(labels) / len(labels)
+    assert len(counts) == round(1 / made.chance)
+    assert np.abs(counts * len(counts) - 1).max() < 0.25
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_length_and_every_symbol_occurs(name):
+    made = task(name)
+    batch = made.batch(0, "train", 0, 1000, (3, 12))
+    lengths = batch.mask.sum(1) - (name in ARITHMETIC)
+    assert set(lengths) == set(range(3, 13, 2 if name == "mod_arithmetic" else 1))
+    symbols = dict(zip(NAMES, ("01234+-*=", "01234+-()=", "01", "ab", "0+-")))
+    assert set(made.text(batch.input_ids.ravel())) == {*symbols[name], "_"}
+
+
+def test_vocabularies_hold_inputs_labels_and_padding():
+    sizes = {n: task(n).vocab_size for n in NAMES}
+    assert sizes == dict(zip(NAMES, (12, 12, 3, 3, 6)))
+    assert task("cycle_navigation", modulus=2).vocab_size == 4  # three moves, two places
+    assert task("mod_arithmetic", modulus=12).text([11, 12, 10, 17, 18]) == "11+10=_"
+    assert [task(n, modulus=4).chance for n in NAMES] == [1 / 4, 1 / 4, 1 / 2, 1 / 2, 1 / 4]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_is_on_the_right_and_masked(name):
+    made = task(name)
+    batch = made.batch(0, "train", 0, 100, (1, 15))
+    assert ((batch.input_ids == made.pad) == ~batch.mask).all()
+    assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()
+    assert made.batch(0, "train", 0, 100, (15, 15)).mask is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_depend_on_their_arguments_alone(name):
+    first, again, *others = (
+        task(name).batch(seed, split, index, 8, (31, 31))
+        for seed, split, index in [
+            (0, "train", 0), (0, "train", 0), (0, "train", 1), (1, "train", 0), (0, "valid", 0),
+        ]
+    )  # fmt: skip
+    assert (first.input_ids == again.input_ids).all() and (first.labels == again.labels).all()
+    assert all(not np.array_equal(first.input_ids, other.input_ids) for other in others)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_perfect_answers_score_one_and_guesses_zero(name):
+    made = task(name)
+    batch = made.batch(0, "valid", 0, 4000, (5, 21))
+    perfect = made.score(batch.labels, batch)
+    assert all(values.shape == (4000,) and (values == 1).all() for values in perfect.values())
+    guess = np.random.default_rng(0).integers(round(1 / made.chance), size=batch.labels.shape)
+    scores = made.score(guess, batch)
+    assert abs(scores["scaled_accuracy"].mean()) < 0.05
+    assert abs(scores["accuracy"].mean() - made.chance) < 0.05
+    assert made.headline == "scaled_accuracy"
+
+
+def test_only_the_last_label_is_scored():
+    made = task("parity", supervision="every")
+    batch = made.batch(0, "valid", 0, 3, (4, 9))
+    predicted = np.full(batch.labels.shape, made.pad)
+    last = batch.mask.sum(1) - 1
+    predicted[[0, 1], last[:2]] = batch.labels[[0, 1], last[:2]]
+    assert made.score(predicted, batch)["accuracy"].tolist() == [1, 1, 0]
+    assert made.score(predicted, batch)["scaled_accuracy"].tolist() == [1, 1, -1]
+
+
+def test_lengths_that_no_sequence_has_are_refused():
+    for name in NAMES:
+        with pytest.raises(TaskError, match=f"{name} has no .*of length 0: it has"):
+            task(name).check_length(0)
+        task(name).check_length(1)
+    with pytest.raises(TaskError, match="length 4: digits and operators alternate, so it has len"):
+        task("mod_arithmetic").check_length(4)
+    with pytest.raises(TaskError, match="no length between 4 and 4: this task has lengths 1, 3, 5"):
+        task("mod_arithmetic").batch(0, "train", 0, 2, (4, 4))
+    task("mod_arithmetic_brackets").check_length(4)

@@ -1,0 +1,123 @@
+"""Lengths, pooled metrics, solved length, bars."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from synthetic import tasks
+from synthetic.config import Bar, Config, Task
+from synthetic.evaluate import (
+    at_length,
+    evaluate_all,
+    measure,
+    parse_lengths,
+    passes,
+    solved_length,
+)
+from synthetic.tasks import TaskError
+
+S3 = tasks.build(Task(name="word_problem", group="S3"))
+
+
+@pytest.mark.parametrize(
+    "text, lengths",
+    [
+        ("16", [16]),
+        ("32,16,16", [16, 32]),
+        ("2:6:1", [2, 3, 4, 5, 6]),
+        ("2:20:6", [2, 8, 14, 20]),
+        ("2:16", [2, 3, 4, 6, 8, 11, 16]),
+        ("5:5", [5]),
+        ("2:4:1,48", [2, 3, 4, 48]),
+    ],
+)
+def test_lengths_are_read(text, lengths):
+    assert parse_lengths(text, S3) == lengths
+
+
+def test_a_wide_range_has_few_lengths_and_both_ends():
+    lengths = parse_lengths("2:512", S3)
+    assert lengths[0] == 2 and lengths[-1] == 512 and len(lengths) < 20
+    assert all(b / a <= 1.51 for a, b in zip(lengths, lengths[1:]))
+
+
+def test_a_range_keeps_the_lengths_a_task_can_have():
+    odd = tasks.build(Task(name="mod_arithmetic"))
+    lengths = parse_lengths("3:32", odd)
+    assert lengths[0] == 3 and all(n % 2 for n in lengths)
+    with pytest.raises(TaskError):
+        parse_lengths("4", odd)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0", "5:2", "1:2:3:4", "2:8:0", "4,,5", "-3"])
+def test_what_is_no_list_of_lengths_is_refused(text):
+    with pytest.raises(TaskError, match=r"must be a length, START:STOP"):
+        parse_lengths(text, S3)
+
+
+class Oracle(nn.Module):
+    """Answers the word problem of S3 rightly up to a length, and with the identity after it."""
+
+    def __init__(self, upto):
+        super().__init__()
+        self.upto = upto
+        self.config = SimpleNamespace(vocab_size=6, hidden_size=8)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, attention_mask=None):
+        y = torch.from_numpy(S3.group.products(input_ids.numpy()))
+        y[:, self.upto :] = S3.group.identity
+        return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
+
+
+def config(**values):
+    return Config.model_validate({"eval": {"examples": 600, "batch_size": 250, **values}})
+
+
+def test_the_metrics_of_a_model_that_is_right_up_to_a_length():
+    tried = measure(Oracle(8), S3, config(), 8, "test", 0, "fp32")
+    assert tried["metrics"] == {"token_accuracy": 1.0, "sequence_accuracy": 1.0}
+    assert tried["sequences"] == 750
+    tried = measure(Oracle(8), S3, config(), 16, "test", 0, "fp32")
+    # Half of the tokens are right, and a sixth of the rest by chance.
+    assert tried["metrics"]["token_accuracy"] == pytest.approx(0.5 + 0.5 / 6, abs=0.01)
+    assert tried["metrics"]["sequence_accuracy"] < 0.01
+    assert 0 < tried["stderr"]["token_accuracy"] < 0.01
+
+
+def test_seeds_are_other_data_and_the_longest_solved_length_is_found():
+    cfg = config(examples=50)
+    results = evaluate_all(Oracle(8), S3, cfg, [4, 8, 16], [0, 1], "fp32")
+    assert [(r["length"], r["seed"]) for r in results] == [
+        (4, 0), (4, 1), (8, 0), (8, 1), (16, 0), (16, 1)
+    ]  # fmt: skip
+    assert results[4]["metrics"] != results[5]["metrics"]
+    assert solved_length(results, "sequence_accuracy") == 8
+    assert solved_length(results, "sequence_accuracy", least=1.1) == 0
+    mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
+    assert at_length(results, 16, "token_accuracy") == pytest.approx(mean)
+    assert at_length(results, 5, "token_accuracy") is None
+
+
+def test_bars():
+    results = evaluate_all(Oracle(8), S3, config(examples=50), [8, 16], [0], "fp32")
+    bars = [
+        Bar(metric="sequence_accuracy", length=8, least=0.99),
+        Bar(metric="token_accuracy", length=16, least=0.95),
+        Bar(metric="token_accuracy", length=99, least=0.1),
+    ]
+    found = passes(bars, results)
+    assert [b["passed"] for b in found] == [True, False, False]
+    assert found[2]["value"] is None
+
+
+def test_a_length_beyond_memory_is_a_sentence(monkeypatch):
+    monkeypatch.setattr("synthetic.evaluate._free_bytes", lambda device: 10_000)
+    with pytest.raises(TaskError, match=r"length 512 does not fit: .* evaluate shorter lengths"):
+        measure(Oracle(8), S3, config(), 512, "test", 0, "fp32")
+    # Where one batch does not fit, a smaller one is taken and as many sequences are seen.
+    tried = measure(Oracle(8), S3, config(examples=20, batch_size=20), 4, "test", 0, "fp32")
+    assert tried["sequences"] == 20

@@ -1,0 +1,207 @@
+"""The trainer in this process on tiny models: determinism, resume, curriculum, ℓmax, early stop."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lm.checkpoint import CheckpointError
+from lm.config import ConfigError
+from lm.metrics import read_metrics
+from synthetic import config, tasks
+from synthetic.cli import main, parse
+from synthetic.tasks import TaskError
+from synthetic.train import MaxIters, loader, train
+
+TREE = {
+    "name": "t",
+    "model": {"d_model": 16, "d_state": 4, "max_iters": 10, "eval_max_iters": 10},
+    "task": {"name": "word_problem", "group": "Z3"},
+    "optim": {"lr": 1e-2, "warmup": 2},
+    "train": {"steps": 12, "batch_size": 8, "length": 4},
+    "eval": {"every": 4, "lengths": "2:6:2", "examples": 16, "batch_size": 8},
+    "log": {"every": 1},
+    "checkpoint": {"every": 4},
+}
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    def build(*overrides):
+        path = tmp_path / "c.yaml"
+        path.write_text(json.dumps(TREE))
+        return config.load(path, (f"out_dir={tmp_path / 'runs'}", *overrides))
+
+    return build
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [r["loss"] for r in read_metrics(run_dir) if "loss" in r]
+
+
+def test_a_run_leaves_metrics_and_a_result(cfg):
+    c = cfg()
+    result = train(c)
+    assert len(losses(c.run_dir)) == 12
+    valid = [r for r in read_metrics(c.run_dir) if "valid" in r]
+    assert [r["step"] for r in valid] == [4, 8]
+    saved = json.loads((c.run_dir / "result.json").read_text())
+    assert saved == json.loads(json.dumps(result))
+    assert [r["length"] for r in saved["eval"]] == [2, 4, 6]
+    assert all(len(r["num_iters"]["mean"]) == 1 for r in saved["eval"])
+    assert saved["updates"] == 12 and saved["chance"] == pytest.approx(1 / 3)
+
+
+def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(cfg):
+    train(cfg("name=a"))
+    train(cfg("name=b", "train.workers=2"))
+    train(cfg("name=c", "seed=1"))
+    a, b, c = (losses(cfg(f"name={n}").run_dir) for n in "abc")
+    assert a == b != c
+
+
+def test_a_killed_run_continues_exactly(cfg, monkeypatch):
+    train(cfg("name=whole"))
+    import synthetic.train as module
+
+    batch = tasks.word_problem.WordProblem.batch
+    seen = []
+
+    def die(self, seed, split, index, *rest):
+        if split == "train" and index == 9 and not seen:
+            seen.append(index)
+            raise KeyboardInterrupt
+        return batch(self, seed, split, index, *rest)
+
+    monkeypatch.setattr(tasks.word_problem.WordProblem, "batch", die)
+    with pytest.raises(KeyboardInterrupt):
+        module.train(cfg("name=killed"))
+    module.train(cfg("name=killed"))
+    whole, killed = (losses(cfg(f"name={n}").run_dir) for n in ("whole", "killed"))
+    assert killed == whole
+    results = [json.loads((cfg(f"name={n}").run_dir / "result.json").read_text())
+               for n in ("whole", "killed")]  # fmt: skip
+    for result in results:
+        result.pop("training_seconds")
+        for row in result["eval"]:
+            row.pop("seconds")
+    assert results[0] == results[1]
+
+
+def test_a_run_of_another_config_is_refused_and_a_finished_one_kept(cfg):
+    train(cfg())
+    with pytest.raises(CheckpointError, match=r"another config .*task.group was 'Z3', is 'Z4'"):
+        train(cfg("task.group=Z4"))
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        train(cfg("resume=never"))
+    before = losses(cfg().run_dir)
+    train(cfg())  # nothing left to do but to evaluate again
+    assert losses(cfg().run_dir) == before
+
+
+def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
+    easy = ("train.steps=80", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
+    c = cfg("task.group=Z1", *easy, "train.curriculum={start: 1, grow: 1}", "train.stop_at=1.0")
+    result = train(c)  # one element: every answer is right
+    longest = [r["longest"] for r in read_metrics(c.run_dir) if "loss" in r]
+    assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
+    again = train(c)
+    assert again["solved_at"] == again["updates"] == 6
+
+
+def test_lmax_is_fixed_unlimited_or_drawn(cfg):
+    assert MaxIters(cfg()).at(3) == 10
+    assert MaxIters(cfg("train.max_iters=7")).at(3) == 7
+    assert MaxIters(cfg("train.max_iters=unlimited")).at(3) > 10**6
+    drawn = MaxIters(cfg("train.max_iters=gamma"))
+    values = np.array([drawn.at(s) for s in range(3000)])
+    assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
+    assert [drawn.at(s) for s in range(50)] == list(values[:50])
+    c = cfg("name=few", "train.max_iters=2", "train.steps=2")
+    train(c)
+    assert all(max(r["num_iters"]["max"]) <= 2 for r in read_metrics(c.run_dir) if "loss" in r)
+
+
+@pytest.mark.parametrize("name", ["mamba", "lstm", "transformer", "gated_deltaproduct"])
+def test_baselines_train(cfg, name):
+    c = cfg(f"model.name={name}", "model.headdim=8", "train.steps=2")
+    result = train(c)
+    assert "num_iters" not in result["eval"][0] and result["model"] == name
+
+
+@pytest.mark.parametrize(
+    "task", ["copy", "suffix_ngram", "mod_arithmetic", "mod_arithmetic_brackets", "parity"]
+)
+def test_every_family_of_tasks_trains(cfg, task):
+    c = cfg(f"task.name={task}", "train.length=[5, 9]", "eval.lengths=9", "train.steps=2",
+            "task.context=32", f"name={task}")  # fmt: skip
+    train(c)
+    assert (c.run_dir / "result.json").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(cfg):
+    with pytest.raises((RuntimeError, FloatingPointError), match=r"NaN|nan|inf"):
+        train(cfg("optim.lr=1e30", "optim.min_lr=0", "optim.grad_clip=0"))
+
+
+def test_batches_are_those_of_the_task_in_order(cfg):
+    c = cfg()
+    task = tasks.build(c.task)
+    stream = loader(task, c, (4, 4), 5)
+    for index in range(5, 12):
+        expected = task.batch(c.seed, "train", index, 8, (4, 4))
+        assert (next(stream).input_ids == expected.input_ids).all()
+
+
+@pytest.mark.parametrize(
+    "overrides, error, message",
+    [
+        (["task.group=Q8"], TaskError, "unknown group"),
+        (["task.name=parety"], ConfigError, "did you mean `parity`"),
+        (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
+        (["train.length=[5, 3]"], ConfigError, "shortest first"),
+        (["eval.lengths=a"], TaskError, "must be a length"),
+        (["model.vocab_size=2"], TaskError, "has 3 ids"),
+        (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
+    ],
+)
+def test_bad_input_is_a_sentence(cfg, overrides, error, message):
+    with pytest.raises(error, match=message):
+        train(cfg(*overrides))
+
+
+def test_the_command_line(cfg, tmp_path, capsys):
+    c = cfg()
+    yaml = str(tmp_path / "c.yaml")
+    out = f"out_dir={tmp_path / 'runs'}"
+    bar = "bars=[{metric: token_accuracy, length: 4, least: 0.0}]"
+    assert main(["train", "--config", yaml, out, "train.steps=2", bar]) == 0
+    shown = capsys.readouterr().out
+    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per layer" in shown
+    bar = "bars=[{metric: sequence_accuracy, length: 6, least: 1.0}]"
+    assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", bar]) == 2
+    assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
+    assert main(["eval", str(c.run_dir), "--lengths", "3,5", "--seeds", "0", "1"]) == 0
+    rows = json.loads((c.run_dir / "eval.json").read_text())["eval"]
+    assert [(r["length"], r["seed"]) for r in rows] == [(3, 0), (3, 1), (5, 0), (5, 1)]
+    # A checkpoint is for the vocabulary it was trained on.
+    assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
+    assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nothing")]) == 1
+    assert "holds no trained model" in capsys.readouterr().err
+
+
+def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):
+    c = cfg()
+    train(c)
+    folder = c.run_dir / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == ["last.pt"]
+    assert torch.load(folder / "last.pt", weights_only=True)["step"] == 12
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(SystemExit):
+        parse(["train", "--config", "x", "--overwrite", "--lr=3"])
+    assert parse(["train", "--config", "x", "a=1", "--overwrite", "b=2"]).override == ["a=1", "b=2"]
