@@ -1,4 +1,4 @@
-"""`python -m synthetic COMMAND` (console script `fprnn-synthetic`): thin, one function a command."""
+"""`python -m synthetic COMMAND` (also `fprnn-synthetic`): thin, one function a command."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Task(Section):
     supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
     mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
-    stories: list[int] = list(range(1, 21))  # of catbabi: the bAbI tasks used
+    stories: tuple[int, ...] = tuple(range(1, 21))  # of catbabi: the bAbI tasks used
 
 
 class Model(base.Model):
@@ -91,7 +91,7 @@ class Eval(Section):
     during: str | None = None  # lengths tried at every evaluation as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
     batch_size: int = Field(100, gt=0)
-    seeds: list[int] = [0]  # of the test data
+    seeds: tuple[int, ...] = (0,)  # of the test data
     max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
     sequential: bool = False  # also solve token by token, as when decoding (Fig. 10)
 
@@ -131,7 +131,7 @@ class Config(base.Run):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
-    bars: list[Bar] = []
+    bars: tuple[Bar, ...] = ()
 
 
 def load(path, overrides=(), job_index: int | None = None) -> Config:

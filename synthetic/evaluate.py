@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lm.checkpoint import write_json
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics
+from synthetic.build import load_run
 from synthetic.tasks import Batch, Task, TaskError
 
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
@@ -240,7 +242,7 @@ def summary(result: dict, title: str):
     from rich.table import Table
 
     rows = result["eval"]
-    names = [k for k in rows[0]["metrics"]]
+    names = list(rows[0]["metrics"])
     stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
     table = Table(title=title)
     if stream:
@@ -286,16 +288,8 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
     Returns:
         what was written to `out` (default RUN/eval.json).
     """
-    from lm.checkpoint import write_json
-    from synthetic.config import load as load_config
-    from synthetic.train import load_as
-
     run_dir = Path(run_dir)
-    checkpoint = run_dir / "checkpoints" / "last.pt"
-    if not checkpoint.exists():
-        raise TaskError(f"{run_dir} holds no trained model ({checkpoint} is missing): train it")
-    cfg = load_config(run_dir / "config.yaml", overrides)
-    cfg, task, model, precision = load_as(cfg, checkpoint)
+    cfg, task, model, precision = load_run(run_dir, overrides)
     wanted = parse_lengths(lengths or cfg.eval.lengths, task)
     results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision)
     result = {

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lm.build import build_section, missing_kernels
+from lm.build import missing_kernels
 from lm.checkpoint import claim, write_json
 from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.metrics import Writer, fixed_point_metrics
 from synthetic import tasks
+from synthetic.build import build
 from synthetic.config import Config
 from synthetic.evaluate import answer, as_tensors, evaluate_all, measure, parse_lengths, passes
 
@@ -69,29 +69,6 @@ class MaxIters:
         return t.max_iters
 
 
-def device_of(cfg: Config) -> tuple[torch.device, str]:
-    """Where to run, and "fp32" or "bf16"."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = cfg.train.precision
-    if precision == "auto":
-        precision = "bf16" if device.type == "cuda" else "fp32"
-    return device, precision
-
-
-def build(cfg: Config, task, seq_len: int):
-    """The model of a run, freshly initialised, and the device and precision it runs in."""
-    device, precision = device_of(cfg)
-    torch.manual_seed(cfg.seed)
-    size = cfg.model.vocab_size
-    if size != "auto" and size < task.vocab_size:
-        raise tasks.TaskError(
-            f"model.vocab_size is {size}, task `{cfg.task.name}` has {task.vocab_size} ids"
-        )
-    size = task.vocab_size if size == "auto" else size
-    model = build_section(cfg.model, size, seq_len, precision)
-    return model.to(device), device, precision
-
-
 def train(cfg: Config, overwrite: bool = False) -> dict:
     """Train (or continue) the run that `cfg` describes, evaluate it, and return its result.
 
@@ -118,9 +95,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     )
     say(f"run      {run_dir}")
     say(f"task     {_task_line(cfg, task)}")
-    say(
-        f"model    {cfg.model.name}, {parameters / 1e6:.3f} M parameters, on {device} in {precision}"
-    )
+    size = f"{parameters / 1e6:.3f} M parameters"
+    say(f"model    {cfg.model.name}, {size}, on {device} in {precision}")
     if streams and not carries:
         say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
     if warning := missing_kernels(cfg):
@@ -220,9 +196,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     if longest < hi and score >= cfg.train.curriculum.at:
                         longest = min(hi, longest + cfg.train.curriculum.grow)
                         batches, state = loader(task, cfg, (lo, longest), step), None
-                    elif cfg.train.stop_at is not None and score >= cfg.train.stop_at:
-                        if longest == hi:
-                            solved_at = step
+                    elif longest == hi and score >= (cfg.train.stop_at or float("inf")):
+                        solved_at = step
                     began += time.perf_counter() - paused  # seconds are those of training
                     since, tokens = time.perf_counter(), 0
                 if stop or step % cfg.checkpoint.every == 0 or step == steps or solved_at:
@@ -270,37 +245,3 @@ def _describe(record: dict) -> str:
     if "num_iters" in record:
         text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
     return f"{text}  {record['tokens_per_s']:,.0f} tok/s"
-
-
-def load(run_dir: Path):
-    """A trained run → (cfg, task, model, precision), the model in evaluation mode.
-
-    Raises:
-        CheckpointError: nothing was trained there.
-        TaskError: the checkpoint was trained on another vocabulary.
-    """
-    from lm.checkpoint import CheckpointError
-    from synthetic.config import load as load_config
-
-    run_dir = Path(run_dir)
-    path = run_dir / "checkpoints" / "last.pt"
-    if not path.exists():
-        raise CheckpointError(f"{run_dir} holds no trained model ({path.name} is missing): train")
-    cfg = load_config(run_dir / "config.yaml")
-    return load_as(cfg, path)
-
-
-def load_as(cfg: Config, path: Path):
-    """The weights at `path` in the model and task of `cfg` (see `load`)."""
-    task = tasks.build(cfg.task)
-    model, _, precision = build(cfg, task, cfg.train.lengths[1])
-    weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
-    ours = model.state_dict()
-    for name, tensor in weights.items():
-        if name in ours and ours[name].shape != tensor.shape and "embedding" in name:
-            raise tasks.TaskError(
-                f"{path} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
-                f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
-            )
-    model.load_state_dict(weights)
-    return cfg, task, model.eval(), precision

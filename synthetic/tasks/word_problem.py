@@ -98,7 +98,7 @@ def group(name: str) -> Group:
     """
     order = _order(name)
     if order > MAX_ORDER:
-        raise TaskError(f"group `{name}` has more than {MAX_ORDER} elements: its table is too large")
+        raise TaskError(f"group `{name}` has more than {MAX_ORDER} elements, too many to tabulate")
     parts = []
     for part in name.split("_x_"):
         n = int(part[1:])

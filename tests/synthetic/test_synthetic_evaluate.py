@@ -1,5 +1,6 @@
 """Lengths, pooled metrics, solved length, bars."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_lengths_are_read(text, lengths):
 def test_a_wide_range_has_few_lengths_and_both_ends():
     lengths = parse_lengths("2:512", S3)
     assert lengths[0] == 2 and lengths[-1] == 512 and len(lengths) < 20
-    assert all(b / a <= 1.51 for a, b in zip(lengths, lengths[1:]))
+    assert all(b / a <= 1.51 for a, b in itertools.pairwise(lengths))
 
 
 def test_a_range_keeps_the_lengths_a_task_can_have():

@@ -1,0 +1,60 @@
+"""The model of a synthetic run: freshly initialised, or as it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lm.build import build_section
+from lm.checkpoint import CheckpointError
+from synthetic import tasks
+from synthetic.config import Config, load
+
+
+def device_of(cfg: Config) -> tuple[torch.device, str]:
+    """Where to run, and "fp32" or "bf16"."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = cfg.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return device, precision
+
+
+def build(cfg: Config, task, seq_len: int):
+    """The model of a run, freshly initialised, and the device and precision it runs in."""
+    device, precision = device_of(cfg)
+    torch.manual_seed(cfg.seed)
+    size = cfg.model.vocab_size
+    if size != "auto" and size < task.vocab_size:
+        raise tasks.TaskError(
+            f"model.vocab_size is {size}, task `{cfg.task.name}` has {task.vocab_size} ids"
+        )
+    size = task.vocab_size if size == "auto" else size
+    model = build_section(cfg.model, size, seq_len, precision)
+    return model.to(device), device, precision
+
+
+def load_run(run_dir: Path, overrides=()):
+    """A trained run → (cfg, task, model, precision), the model in evaluation mode.
+
+    Raises:
+        CheckpointError: nothing was trained there.
+        TaskError: the checkpoint was trained on another vocabulary.
+    """
+    path = Path(run_dir) / "checkpoints" / "last.pt"
+    if not path.exists():
+        raise CheckpointError(f"{run_dir} holds no trained model ({path} is missing): train it")
+    cfg = load(Path(run_dir) / "config.yaml", overrides)
+    task = tasks.build(cfg.task)
+    model, _, precision = build(cfg, task, cfg.train.lengths[1])
+    weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
+    ours = model.state_dict()
+    for name, tensor in weights.items():
+        if "embedding" in name and name in ours and len(ours[name]) != len(tensor):
+            raise tasks.TaskError(
+                f"{path} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
+                f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
+            )
+    model.load_state_dict(weights)
+    return cfg, task, model.eval(), precision
