@@ -336,7 +336,8 @@ def _explain(error: ValidationError, where: str, schema: type) -> ConfigError:
     return ConfigError(f"{where}: " + "; ".join(lines))
 
 
-def _set(tree: dict, dotted: str, value: Any) -> None:
+def set_key(tree: dict, dotted: str, value: Any) -> None:
+    """Put a value under a dotted key of a nested mapping."""
     if dotted == "model" and isinstance(value, str):  # the shorthand keeps the sizes beside it
         dotted = "model.name"
     *parents, last = dotted.split(".")
@@ -351,14 +352,14 @@ def _set(tree: dict, dotted: str, value: Any) -> None:
     tree[last] = value
 
 
-def _set_point(tree: dict, point: dict[str, Any]) -> None:
+def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
     for key, value in point.items():
         if isinstance(value, dict):
             for below, v in value.items():
-                _set(tree, f"{key}.{below}", v)
+                set_key(tree, f"{key}.{below}", v)
         else:
-            _set(tree, key, value)
+            set_key(tree, key, value)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -425,9 +426,9 @@ def load(
             raise ConfigError(
                 f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
             )
-        _set_point(tree, points[job_index])
+        set_point(tree, points[job_index])
     for text in overrides:
-        _set(tree, *parse_override(text, schema))
+        set_key(tree, *parse_override(text, schema))
     if job_index is not None:  # last, so that every point has its own directory under any name
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
     return build(tree, str(path), schema)
@@ -454,7 +455,7 @@ def sweep_points(
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
-        _set_point(candidate, point)
+        set_point(candidate, point)
         build(candidate, where, schema)
     return points
 

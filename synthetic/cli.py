@@ -40,6 +40,15 @@ def _eval(args) -> int:
     return 0
 
 
+def _validate(args) -> int:
+    from lm.console import say
+    from synthetic.validate import table, validate
+
+    rows = validate(args.config, args.override, args.out_dir, args.jobs)
+    say(table(rows))
+    return 0 if all(row["passed"] for row in rows) else 2
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -74,6 +83,19 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_eval)
+
+    c = commands.add_parser(
+        "validate",
+        help="the quick set on a model config: one table",
+        description="State tracking, copying, arithmetic, memory: trains the four small recipes on"
+        " the `model:` section of any YAML (or on each model of its sweep) and prints one table."
+        " Finished runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
+    )
+    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("--out-dir", default="runs/validate", metavar="DIR")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
+    c.add_argument("override", nargs="*", metavar="key=value", help="keys of model and optim")
+    c.set_defaults(run_command=_validate)
     return p
 
 
