@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads `1e-3` as a number (1.2 does, PyYAML's 1.1 does not) and no key twice."""
+    """YAML with the numbers of version 1.2 (PyYAML has those of 1.1) and no key twice."""
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -49,12 +49,19 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(str, _Dumper.represent_text)
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
+    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text; 1.2 and people do not.
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in _class.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in [
+        (_INT, r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)"),
+        (_FLOAT, r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"),
+        (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    ]:  # fmt: skip
+        _class.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 
 
 class Section(BaseModel):
@@ -434,9 +441,7 @@ def load(
     return build(tree, str(path), schema)
 
 
-def sweep_points(
-    tree: dict, where: str = "config", schema: type = Config
-) -> list[dict[str, Any]]:
+def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> list[dict[str, Any]]:
     """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
 
     Raises:

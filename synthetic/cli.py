@@ -49,6 +49,25 @@ def _validate(args) -> int:
     return 0 if all(row["passed"] for row in rows) else 2
 
 
+def _report(args) -> int:
+    from lm.console import say
+    from synthetic.report import overview, report
+
+    name, overrides = args.name, list(args.override)
+    if name and "=" in name:  # no report, only overrides
+        name, overrides = None, [name, *overrides]
+    if args.out_dir:
+        overrides.append(f"out_dir={args.out_dir}")
+    if name is None:
+        made, problems = overview(args.scale, tuple(overrides))
+        say(made)
+        for problem in problems:
+            say(f"note: {problem}")
+        return 0
+    report(name, args.scale, tuple(overrides), args.config, args.out, args.run_missing, args.jobs)
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -96,6 +115,23 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
     c.add_argument("override", nargs="*", metavar="key=value", help="keys of model and optim")
     c.set_defaults(run_command=_validate)
+
+    c = commands.add_parser(
+        "report",
+        help="the paper's figures and tables from the runs that are finished",
+        description="Without NAME: all reports and how many of their runs are found. With NAME:"
+        " draw it, write its numbers as CSV, and print the commands of the runs that are missing."
+        " OVERRIDES go over every run, e.g. task.data=data/babi/en-valid. Exit status 1: no run.",
+    )
+    c.add_argument("name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)")
+    c.add_argument("--scale", choices=("small", "paper"), default="small", help="default: small")
+    c.add_argument("--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml")
+    c.add_argument("--run", dest="run_missing", action="store_true", help="train what is missing")
+    c.add_argument("--jobs", type=int, default=1, metavar="N", help="with --run: processes at once")
+    c.add_argument("--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)")
+    c.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_report)
     return p
 
 

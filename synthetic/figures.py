@@ -14,7 +14,7 @@ SOLVED = 0.9  # of the headline metric: a length counts as solved
 # Okabe & Ito's palette (without its yellow, too pale for lines), safe for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
-DASHES = {"parallel": "-", "sequential": "--"}
+DASHES = {"sequential": "--"}
 WORDS = {"num_iters": "ℓ* (iterations)"}
 
 
@@ -90,6 +90,16 @@ def schedules(run: Trained) -> dict[str, list[dict]]:
     return found
 
 
+def parallel(result: dict) -> list[dict]:
+    return [row for row in result["eval"] if row.get("schedule", "parallel") == "parallel"]
+
+
+def solved(values: dict[int, float]) -> int:
+    """Of one metric over lengths: the longest up to which it never falls below SOLVED."""
+    rows = [{"length": n, "metrics": {"": v}} for n, v in values.items()]
+    return solved_length(rows, "", SOLVED)
+
+
 def nearest(lengths, wanted: int) -> int:
     """The evaluated length nearest to the one wanted, the shorter one of two."""
     return min(lengths, key=lambda n: (abs(n - wanted), n))
@@ -126,19 +136,23 @@ def _legend(figure, axes) -> None:
 
 
 def _styles(runs: list[Trained]) -> dict[str, dict]:
-    """A colour and a marker for each label; a ramp where it is ℓmax that changes."""
+    """A colour, a marker and dashes for each label; a ramp where it is ℓmax that changes."""
     labels = list(dict.fromkeys(run.model for run in runs))
-    if all("train.max_iters" in run.point for run in runs) and len(labels) > 2:
+    colors = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
+    if all("train.max_iters" in run.point for run in runs):
         from matplotlib import colormaps
 
         ramp = colormaps["viridis"]
-        colors = [ramp(0.92 * i / (len(labels) - 1)) for i in range(len(labels))]
-    else:
-        colors = [PALETTE[i % len(PALETTE)] for i in range(len(labels))]
+        colors = [ramp(0.88 * i / max(1, len(labels) - 1)) for i in range(len(labels))]
+        random = {run.model for run in runs if run.cfg.train.max_iters == "gamma"}
+        colors = [PALETTE[1] if label in random else c for label, c in zip(labels, colors)]
     return {
-        label: {"color": color, "marker": MARKERS[i % len(MARKERS)], "ms": 4, "lw": 1.5}
+        label: {
+            "color": color, "marker": MARKERS[i % len(MARKERS)], "ms": 4, "lw": 1.5,
+            "ls": "-." if color in colors[:i] else "-",  # a colour comes again
+        }
         for i, (label, color) in enumerate(zip(labels, colors))
-    }
+    }  # fmt: skip
 
 
 def _limits(ax, metric: str, values: list[float]) -> None:
@@ -168,15 +182,17 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
                 how = {"schedule": schedule} if len(found) > 1 else {}
                 rows += tidy(run, measured, **how)
                 values = over_lengths(measured, metric)
-                dash = DASHES.get(schedule, ":")
+                style = {**styles[run.model], "markevery": max(1, len(values) // 12)}
+                if schedule != "parallel":
+                    style["ls"] = DASHES.get(schedule, ":")
                 name = run.model + (f", {schedule}" if schedule != "parallel" else "")
-                ax.plot(*zip(*values.items()), dash, label=name, **styles[run.model])
+                ax.plot(*zip(*values.items()), label=name, **style)
                 seen += values.values()
                 trained = run.cfg.train.lengths[1]
                 at, last = nearest(values, trained), max(values)
                 line = {"run": run.label, **how, f"at {at}": values[at], f"at {last}": values[last]}
                 if metric != "num_iters":
-                    line[f"solved (≥ {SOLVED})"] = solved_length(measured, metric, SOLVED)
+                    line[f"solved (≥ {SOLVED})"] = solved(values)
                 line["training s"] = run.result["training_seconds"]
                 summary.append(line)
         for n in {r.cfg.train.lengths[1] for r in runs if r.panel == panel}:
@@ -210,9 +226,9 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
                 place.append(None)
                 continue
             run = tasks[task]
-            values = over_lengths(run.result["eval"], metric)
+            values = over_lengths(parallel(run.result), metric)
             at[task] = nearest(values, 2 * run.cfg.train.lengths[1])
-            rows += tidy(run, run.result["eval"])
+            rows += tidy(run, parallel(run.result))
             place.append(values[at[task]])
         names = [f"{task} at {at.get(task, '2×')}".replace("_", " ") for task in wanted]
         summary.append({"run": model, **dict(zip(names, place))})
@@ -235,9 +251,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     return Drawing(figure, rows, summary)
 
 
-def bars(
-    runs: list[Trained], title: str, metric: str | None = None, at: str = "double"
-) -> Drawing:
+def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "double") -> Drawing:
     """One bar a run.
 
     Args:
@@ -247,10 +261,12 @@ def bars(
     metric = metric or runs[0].headline
     rows, summary, where = [], [], "on the test set"
     for run in runs:
-        rows += tidy(run, run.result["eval"])
-        values = over_lengths(run.result["eval"], metric)
+        rows += tidy(run, parallel(run.result))
+        values = over_lengths(parallel(run.result), metric)
         if not values:
-            raise ReportError(f"{run.run_dir} has no {words(metric)} in its result: nothing to draw")
+            raise ReportError(
+                f"{run.run_dir} has no {words(metric)} in its result: nothing to draw"
+            )
         trained = run.cfg.train.lengths[1]
         if at == "double":
             near = nearest(values, 2 * trained)
@@ -291,7 +307,7 @@ def progress(run: Trained) -> list[tuple[int, float, dict[int, float]]]:
             found = {int(n): m[run.headline] for n, m in record["over_lengths"].items()}
             points.append((record["step"], record["seconds"], found))
     if points:
-        last = over_lengths(run.result["eval"], run.headline)
+        last = over_lengths(parallel(run.result), run.headline)
         if points[-1][2].keys() <= last.keys():
             found = {n: last[n] for n in points[-1][2]}
             points.append((run.result["updates"], run.result["training_seconds"], found))
@@ -308,13 +324,12 @@ def times(runs: list[Trained], title: str) -> Drawing:
             continue
         xs, ys = [0.0], [0]
         for step, seconds, found in points:
-            line = [{"length": n, "metrics": {run.headline: v}} for n, v in found.items()]
-            solved = solved_length(line, run.headline, SOLVED)
             xs.append(seconds)
-            ys.append(solved)
+            ys.append(solved(found))
+            line = [{"length": n, "metrics": {run.headline: v}} for n, v in found.items()]
             line = tidy(run, line, step=step, seconds=seconds)
-            rows += [*line, {**line[0], "length": None, "metric": "solved_length", "value": solved}]
-        style = {**styles[run.model], "markevery": max(1, len(xs) // 12)}
+            rows += [*line, {**line[0], "length": None, "metric": "solved_length", "value": ys[-1]}]
+        style = {**styles[run.model], "markevery": [-1], "ms": 6}  # many lines share their steps
         ax.plot(xs, ys, drawstyle="steps-post", label=run.model, **style)
         trained = run.cfg.train.lengths[1]
         first = next((x for x, y in zip(xs, ys) if y >= trained), None)
@@ -341,19 +356,22 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     evaluated, rows = [], []  # per run {ℓmax in evaluation: rows}
     for run in runs:
         own = run.cfg.eval.max_iters or run.cfg.model.eval_max_iters
-        found = {**{n: other["eval"] for n, other in run.others.items()}, own: run.result["eval"]}
+        found = {**{n: other["eval"] for n, other in run.others.items()}, own: parallel(run.result)}
         evaluated.append({n: over_lengths(found[n], metric) for n in sorted(found)})
         for limit in sorted(found):
             rows += tidy(run, found[limit], **{"eval.max_iters": limit})
     limits = sorted({n for found in evaluated for n in found})
     known = sorted({n for found in evaluated for values in found.values() for n in values})
     trained = runs[0].cfg.train.lengths[1]
-    lengths = sorted({nearest(known, trained), nearest(known, 2 * trained), known[-1]})
+    double = nearest(known, 2 * trained)
+    lengths = sorted({nearest(known, trained), double, known[-1]})
     figure, axes = _panels([f"test length {n}" for n in lengths], title, width=0.9 + 0.5 *
                            len(limits), height=1.5 + 0.42 * len(runs), sharey=True)  # fmt: skip
-    summary = [{"run": f"{run.label}, tested with {n}",
-                **{f"at {length}": found[n].get(length) for length in lengths}}
-               for run, found in zip(runs, evaluated) for n in found]  # fmt: skip
+    summary = [
+        {"run": f"{run.label}, at {double}", **{f"tested with {n}": found.get(n, {}).get(double)
+                                                for n in limits}}
+        for run, found in zip(runs, evaluated)
+    ]  # fmt: skip
     for length, ax in zip(lengths, axes):
         cells = [[found.get(n, {}).get(length, float("nan")) for n in limits]
                  for found in evaluated]  # fmt: skip
@@ -369,5 +387,5 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
         ax.set_xlabel("ℓmax in evaluation")
     axes[0].set_yticks(range(len(runs)), [run.cfg.train.max_iters for run in runs])
     axes[0].set_ylabel("ℓmax in training")
-    figure.colorbar(image, ax=list(axes), label=words(metric))
+    figure.colorbar(image, ax=list(axes), label=words(metric), fraction=0.06, aspect=16)
     return Drawing(figure, rows, summary)

@@ -24,8 +24,8 @@ QUICK = {
 }
 
 
-def models(path: str, overrides: list[str]) -> dict[str, dict]:
-    """Label → {"model": …, "optim": …} of a config: its only point, or each point of its sweep.
+def models(path: str, overrides: list[str]) -> dict[str, tuple[str, dict]]:
+    """Label → (folder, {"model": …, "optim": …}): a config's only point, or each of its sweep.
 
     Any YAML with a `model:` section will do, a language model's too; other sections are left out.
     """
@@ -42,13 +42,21 @@ def models(path: str, overrides: list[str]) -> dict[str, dict]:
             raise ConfigError(f"override `{key}`: validate takes keys of model and optim only")
         base.set_key(kept, key, value)
     if "sweep" not in kept:
-        return {str(tree.get("name", Path(path).stem)): kept}
+        return {str(tree.get("name", Path(path).stem)): ("", kept)}
     found = {}
     for i, point in enumerate(base.sweep_points(kept, path, config.Config)):
         one = json.loads(json.dumps({k: v for k, v in kept.items() if k != "sweep"}))
         base.set_point(one, point)
-        found[base.point_name("", i, point).strip("/")] = one
+        found[_label(point)] = (base.point_name("", i, point), one)
     return found
+
+
+def _label(point: dict) -> str:
+    """A sweep point in a column's head: `mamba, n_layer 2`."""
+    flat = {}
+    for key, value in point.items():
+        flat.update(value if isinstance(value, dict) else {key.rpartition(".")[2]: value})
+    return ", ".join(f"{v}" if k == "name" else f"{k} {v}" for k, v in flat.items())
 
 
 def _over(tree: dict, top: dict) -> dict:
@@ -64,13 +72,13 @@ def plan(path: str, overrides: list[str], out_dir: str) -> dict[tuple[str, str],
     """(ability, model's label) → the run that answers for it."""
     runs = {}
     stem = base.load_tree(path).get("name", Path(path).stem)
-    for label, top in models(path, overrides).items():
+    for label, (folder, top) in models(path, overrides).items():
         for ability, recipe in QUICK.items():
             source = RECIPES / f"{recipe}.yaml"
             tree = base.load_tree(source)
             tree.pop("model", None)  # the recipe's own model gives way wholly
             tree = _over(tree, top)
-            tree.update(name=f"{stem}/{label}/{recipe}", out_dir=out_dir)
+            tree.update(name=f"{stem}{folder}/{recipe}", out_dir=out_dir)
             runs[ability, label] = base.build(tree, str(source), config.Config)
     return runs
 

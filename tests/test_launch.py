@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-SCRIPTS = ("deepspeed.sh", "slurm_array.sbatch", "demo.sh")
+SCRIPTS = ("deepspeed.sh", "slurm_array.sbatch", "synthetic_array.sbatch", "demo.sh")
 
 # Starts two "workers" that, like a training run, note the signal, save for a moment and stop.
 # Like the real launcher it dies of a signal without waiting for them.
@@ -268,3 +268,48 @@ def test_demo_stops_at_the_first_failure(fake):
     (fake.bin / "py").write_text(FAKE_RECORDER + 'case "$*" in *export*) exit 4;; esac\n')
     status, _ = fake.run("demo.sh", PY=str(fake.bin / "py"))
     assert status == 4 and len(fake.lines()) == 2
+
+
+# Like a synthetic run: notes the signal, saves for a moment and stops.
+FAKE_PYTHON = """\
+#!/usr/bin/env bash
+echo "python $*" >> "$LOG"
+if [ -n "${EXIT_AT_ONCE:-}" ]; then exit "$EXIT_AT_ONCE"; fi
+for s in TERM USR1; do trap "got=$s" $s; done
+echo "ready $BASHPID" >> "$LOG"
+while [ -z "${got:-}" ]; do sleep 0.1; done
+sleep 0.5
+echo "saved after $got" >> "$LOG"
+exit 1
+"""
+
+
+@pytest.fixture
+def fake_python(fake):
+    (fake.bin / "python").write_text(FAKE_PYTHON)
+    (fake.bin / "python").chmod(0o755)
+    return fake
+
+
+@pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
+def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
+    """Exit status 2 is a missed bar: a finding, not a failed job."""
+    script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
+    found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
+    assert found == status and "sweep point 3, job 71234" in output
+    assert fake_python.lines() == ["python -m synthetic train --config c.yaml --job-index 3 seed=1"]
+
+
+@pytest.mark.parametrize("number, requeued", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(
+    fake_python, number, requeued
+):
+    process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
+    deadline = time.monotonic() + 20
+    while not fake_python.lines("ready") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == [f"saved after {number.name.removeprefix('SIG')}"]
+    expected = ["scontrol requeue 71231_3"] if requeued else []
+    assert fake_python.lines("scontrol") == expected

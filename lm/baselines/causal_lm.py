@@ -89,9 +89,9 @@ class StatefulOutput(CausalLMOutput):
 class Backbone(nn.Module):
     """Embedding, layers, final norm. A layer maps (b,l,d_model) to itself and is causal.
 
-    One that carries a state also takes `layer(x, state, lengths, return_state=True)` and then returns
-    its output and its state after each row's last token: a tuple of tensors with the batch first,
-    without gradient. state: what it returned before, or None; lengths: (b,), or None for all of x.
+    One that carries a state also takes `layer(x, state, lengths, return_state=True)` and then
+    returns its output and its state after each row's last token: a tuple of tensors with the batch
+    first, without gradient. state: what it returned before, or None; lengths: (b,), or None for l.
     """
 
     def __init__(self, config, make_layer):

@@ -79,7 +79,7 @@ class FixedPointBlock(nn.Module):
         return last(x, self.config.d_conv - 1, seqs.before("conv", index), seqs)
 
     def _tails(self, s, y):
-        """`BlockState.conv` from what `prepare` kept; y: the iterate the output is computed from."""
+        """`BlockState.conv`. y: the iterate that the output is computed from."""
         return () if s.tail is None else (s.tail,)
 
     def _end(self, s, y, h):

@@ -10,7 +10,10 @@ from lm.baselines.lstm import LSTMConfig, LSTMForCausalLM
 
 def lstm(dtype=torch.float64):
     torch.manual_seed(0)
-    model = LSTMForCausalLM(LSTMConfig(vocab_size=30, d_model=8, n_layer=2)).to(dtype).eval()
+    config = LSTMConfig(
+        vocab_size=30, d_model=8, n_layer=2, norm_epsilon=1e-5, tie_embeddings=True
+    )  # fmt: skip
+    model = LSTMForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))

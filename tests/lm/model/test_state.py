@@ -29,17 +29,18 @@ every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
 def model_of(dtype=torch.float64, **kwargs):
-    """A model whose solves converge to 1e-12, with nothing left at the zero it is initialised to."""
+    """A model whose iterations contract, so that each has one fixed point and a solve finds it to
+    1e-12; no bias is left at zero, where a padded convolution and none would look the same."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=30, d_model=8, n_layer=2, d_state=4, headdim=4, eos_token_id=EOS)
-    rule = dict(contractive=0.5, tol=1e-12, max_iters=500, eval_max_iters=500)
+    rule = dict(contractive=0.3, out_norm_epsilon=1.0, tol=1e-12, max_iters=200, eval_max_iters=200)
     model = FPRNNForCausalLM(FPRNNConfig(**{**sizes, **rule, **kwargs})).to(dtype).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias"):
                 p.add_(0.3 * torch.randn_like(p))
             if name.endswith("bc_y_proj.gain"):
-                p.mul_(0.3)
+                p.mul_(0.1)
     return model
 
 

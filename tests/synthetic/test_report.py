@@ -1,0 +1,390 @@
+"""The reports: their configs, what they draw from fabricated runs, what they say is missing."""
+
+import csv
+import json
+import math
+import shlex
+
+import pytest
+import torch
+
+from lm.build import build_section
+from lm.config import ConfigError, Model
+from synthetic import cli, report, tasks
+from synthetic.config import Config
+from synthetic.evaluate import parse_lengths
+from synthetic.figures import ReportError, over_lengths
+
+PNG = b"\x89PNG\r\n\x1a\n"
+WAITING = {"tab1"} if "b_h_dep" not in Model.model_fields else set()  # for their model's fields
+NAMES = [
+    pytest.param(n, marks=pytest.mark.skipif(n in WAITING, reason="the model lacks its fields"))
+    for n in report.REPORTS
+]
+BOTH = pytest.mark.parametrize("scale", report.SCALES)
+DATA = ("task.data=nowhere",)
+
+
+def sweep(name, scale="small", *overrides):
+    return report.expand(report.config_path(name, scale), overrides)
+
+
+def falling(length: int, reach: float) -> float:
+    return 1 / (1 + math.exp((length - reach) / (0.15 * reach)))
+
+
+def rows(cfg: Config, reach: float) -> list[dict]:
+    """A plausible `eval` of a model that goes to about `reach` tokens."""
+    if cfg.task.name == "catbabi":
+        metrics = {"accuracy": 0.8, **{f"qa{n}": 0.7 + n / 100 for n in cfg.task.stories}}
+        return [{"length": cfg.train.lengths[1], "seed": 0, "metrics": metrics}]
+    names = {
+        "word_problem": ("token_accuracy", "sequence_accuracy"),
+        "copy": ("character_accuracy", "string_accuracy"),
+        "mod_arithmetic_brackets": ("scaled_accuracy", "accuracy"),
+    }[cfg.task.name]
+    made = []
+    schedules = ("parallel", "sequential") if cfg.eval.sequential else (None,)
+    for schedule in schedules:
+        for n in parse_lengths(cfg.eval.lengths, tasks.build(cfg.task)):
+            value = falling(n, reach) * (0.97 if schedule == "sequential" else 1)
+            row = {"length": n, "seed": 0, "metrics": dict(zip(names, (0.2 + 0.8 * value, value)))}
+            if schedule:
+                row["schedule"] = schedule
+            if cfg.model.name == "fprnn":
+                mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
+                row |= {"num_iters": {"mean": mean}}
+            made.append(row)
+    return made
+
+
+def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
+    """A finished run without its model."""
+    cfg.run_dir.mkdir(parents=True)
+    heads = {
+        "word_problem": "sequence_accuracy", "copy": "string_accuracy",
+        "mod_arithmetic_brackets": "scaled_accuracy", "catbabi": "accuracy",
+    }  # fmt: skip
+    result = {
+        "task": cfg.task.name, "model": cfg.model.name, "parameters": 1, "updates": 1000,
+        "solved_at": None, "training_seconds": seconds, "headline": heads[cfg.task.name],
+        "chance": 1 / 6, "eval": rows(cfg, reach), "bars": [],
+    }  # fmt: skip
+    (cfg.run_dir / "result.json").write_text(json.dumps(result))
+    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
+    lines = [{"step": 50, "loss": 1.0, "accuracy": 0.5}]
+    for i in range(1, 10):
+        at = max(1.0, reach * i / 9)
+        record = {"step": 100 * i, "valid": {}, "seconds": seconds * i / 10}
+        if cfg.eval.during:
+            lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
+            record["over_lengths"] = {
+                str(n): {"token_accuracy": 1, "sequence_accuracy": falling(n, at)} for n in lengths
+            }
+        lines.append(record)
+    (cfg.run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+
+
+def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
+    configs = sweep(name, scale, f"out_dir={out_dir}", *DATA).configs
+    for i, cfg in enumerate(configs):
+        reach = cfg.train.lengths[1] * (0.6 + 0.5 * i)
+        fabricate(cfg, reach, 100.0 + 40 * i)
+        if name == "ablation":
+            for n in (1, 2, 4, 8, 16):
+                found = {"eval": rows(cfg, min(reach, 8 * n))}
+                report.limit_file(cfg, n).write_text(json.dumps(found))
+    return configs
+
+
+def numbers(path) -> list[dict]:
+    with path.open(encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+@BOTH
+@pytest.mark.parametrize("name", NAMES)
+def test_every_point_of_every_config_is_valid(name, scale):
+    found = sweep(name, scale)
+    directories = [cfg.run_dir for cfg in found.configs]
+    assert len(set(directories)) == len(directories) == len(found.points) > 1
+    for cfg in found.configs:
+        assert cfg.name.startswith(f"{scale}/")
+        if cfg.task.name == "catbabi":
+            continue  # its data is not here
+        task = tasks.build(cfg.task)
+        lengths = parse_lengths(cfg.eval.lengths, task)
+        task.check_length(cfg.train.lengths[1])
+        if cfg.eval.during:
+            assert set(parse_lengths(cfg.eval.during, task)) <= set(lengths)
+        if name not in ("tab2", "fig11"):
+            assert cfg.train.lengths[1] in lengths
+        if name in ("tab1", "fig2"):
+            assert 2 * cfg.train.lengths[1] in lengths
+
+
+@BOTH
+def test_every_model_can_be_built(scale):
+    """At an eighth of its width, as its sizes go together or do not."""
+    built = {}
+    for name in report.REPORTS.keys() - WAITING:
+        for cfg in sweep(name, scale).configs:
+            cfg.model.d_model = max(64, cfg.model.d_model // 8)
+            key = cfg.model.model_dump_json()
+            if key not in built:
+                built[key] = build_section(cfg.model, 12, 16, "fp32")
+    assert all(isinstance(model, torch.nn.Module) for model in built.values())
+
+
+@BOTH
+def test_reports_that_share_runs_agree_on_them(scale):
+    runs = {}
+    for name in report.REPORTS.keys() - WAITING:
+        for cfg in sweep(name, scale).configs:
+            runs.setdefault(cfg.run_dir, {})[name] = cfg.model_dump(exclude={"sweep"})
+    shared = {frozenset(names) for names in runs.values() if len(names) > 1}
+    assert shared == {
+        frozenset(("fig1", "fig5", "fig6", "ablation")),
+        frozenset(("fig3b", "fig3c")),
+        frozenset(("tab2", "fig11")),
+    }
+    for directory, configs in runs.items():
+        first, *others = configs.values()
+        assert all(other == first for other in others), directory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
+    configs = fabricate_all(name, tmp_path)
+    paths = report.report(name, overrides=(f"out_dir={tmp_path}", *DATA))
+    assert paths["figure"] == tmp_path / "reports/small" / f"{name}.png"
+    content = paths["figure"].read_bytes()
+    assert content.startswith(PNG) and len(content) > 5000
+    found = numbers(paths["numbers"])
+    assert {row["run"] for row in found} == {str(cfg.run_dir) for cfg in configs}
+    assert all(row["metric"] and row["value"] for row in found)
+    for key in sweep(name, "small", *DATA).points[0]:
+        assert key in found[0]
+
+
+def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
+    configs = fabricate_all("fig10", tmp_path)
+    paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
+    found = {(r["run"], r["schedule"], int(r["length"]), r["metric"]): float(r["value"])
+             for r in numbers(paths["numbers"])}  # fmt: skip
+    for cfg in configs:
+        for row in json.loads((cfg.run_dir / "result.json").read_text())["eval"]:
+            where = (str(cfg.run_dir), row["schedule"], row["length"])
+            for metric, value in row["metrics"].items():
+                assert found.pop((*where, metric)) == pytest.approx(value)
+            iters = sum(row["num_iters"]["mean"]) / len(row["num_iters"]["mean"])
+            assert found.pop((*where, "num_iters")) == pytest.approx(iters)
+    assert not found
+
+
+def test_rows_are_averaged_over_seeds_and_layers():
+    made = [
+        {"length": 8, "metrics": {"a": 0.5}, "num_iters": {"mean": [2.0, 4.0]}},
+        {"length": 8, "metrics": {"a": 1.0}, "num_iters": {"mean": [5.0, 5.0]}},
+        {"length": 4, "metrics": {"a": 1.0}},
+    ]
+    assert over_lengths(made, "a") == {4: 1.0, 8: 0.75}
+    assert over_lengths(made, "num_iters") == {8: 4.0}
+    assert over_lengths(made, "b") == {}
+
+
+def test_training_time_against_the_longest_solved_length(tmp_path):
+    fabricate_all("fig5", tmp_path)
+    paths = report.report("fig5", overrides=(f"out_dir={tmp_path}",))
+    found = [r for r in numbers(paths["numbers"]) if r["label"] == "ℓmax unlimited"]
+    solved = [(float(r["seconds"]), int(r["value"])) for r in found
+              if r["metric"] == "solved_length"]  # fmt: skip
+    assert len(solved) == 10 and solved[-1][0] == 260.0  # nine evaluations, and the end
+    for (seconds, value), step in zip(solved, range(100, 1001, 100)):
+        at = [r for r in found if r["step"] == str(step) and r["metric"] == "sequence_accuracy"]
+        assert {float(r["seconds"]) for r in at} == {seconds}
+        good = [int(r["length"]) for r in at if float(r["value"]) >= 0.9]
+        assert value == max(good, default=0)
+
+
+def test_the_heat_map_has_each_limit_of_the_sweep(tmp_path):
+    configs = fabricate_all("ablation", tmp_path)
+    paths = report.report("ablation", overrides=(f"out_dir={tmp_path}",))
+    found = numbers(paths["numbers"])
+    for cfg in configs:
+        limits = {r["eval.max_iters"] for r in found if r["run"] == str(cfg.run_dir)}
+        assert limits == {"1", "2", "4", "8", "1000"}
+
+
+def test_the_tasks_of_catbabi_are_in_the_numbers(tmp_path):
+    fabricate_all("catbabi", tmp_path)
+    paths = report.report("catbabi", overrides=(f"out_dir={tmp_path}", *DATA))
+    metrics = {r["metric"] for r in numbers(paths["numbers"])}
+    assert metrics == {"accuracy", "qa1", "qa15", "qa20"}
+
+
+def labels(name, scale="small"):
+    found = sweep(name, scale)
+    return [(report.task_label(c, p), report.model_label(c, p))
+            for c, p in zip(found.configs, found.points)]  # fmt: skip
+
+
+def test_labels_are_short_and_tell_the_points_apart():
+    assert labels("fig6")[-2:] == [("", "ℓmax unlimited"), ("", "ℓmax ~ ⌈Γ(4, 1)⌉")]
+    assert labels("fig4")[4:] == [
+        ("A4", "FP-Mamba householder 1"), ("A4", "Mamba, 2 layers"), ("A4", "LSTM, 1 layer"),
+        ("A4", "Gated DeltaProduct 2, 2 layers"),
+    ]  # fmt: skip
+    assert labels("fig2")[0] == ("word problem S3", "Mamba, 1 layer")
+    assert labels("fig2")[-1] == ("copy", "FP-Mamba householder 4")
+    assert ("", "FP-Mamba kronecker") in labels("fig3c", "paper")
+    for scale in report.SCALES:
+        for name in report.REPORTS.keys() - WAITING:
+            found = labels(name, scale)
+            assert len(set(found)) == len(found), name
+
+
+@pytest.mark.skipif("tab1" in WAITING, reason="the model lacks its fields")
+def test_labels_of_what_reads_y():
+    assert [label for _, label in labels("tab1")] == [
+        "y in λ", "y in Q", "y in b, c", "y in b, c, Q", "y in λ, b, c, Q",
+    ]  # fmt: skip
+
+
+def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ["report", "fig4", "--out-dir", "my runs", "train.steps=7"]
+    assert cli.main(args) == 1
+    out, err = capsys.readouterr()
+    assert "report fig4 has none of its 8 runs yet" in err
+    lines = [line.strip() for line in out.splitlines()]
+    commands = [line for line in lines if line.startswith("python -m synthetic train")]
+    assert len(commands) == report.SHOWN and "… and 3 more" in lines
+    expected = sweep("fig4", "small", "train.steps=7", "out_dir=my runs").configs
+    for i, command in enumerate(commands):
+        parsed = cli.parse(shlex.split(command)[3:])
+        cfg = report.load(parsed.config, parsed.override, parsed.job_index)
+        assert cfg == expected[i]
+    loop = next(line for line in lines if line.startswith("for i in 0 1 2 3 4 5 6 7; do"))
+    assert "--job-index $i" in loop
+    array = shlex.split(next(line for line in lines if line.startswith("sbatch")))
+    assert array[1] == "--array=0-7"
+    assert "--job-index $SLURM_ARRAY_TASK_ID" in array[-1]
+
+
+def test_what_is_found_is_drawn_and_what_is_not_is_named(tmp_path, capsys):
+    found = sweep("fig1", "small", f"out_dir={tmp_path}")
+    for i in (1, 3):
+        fabricate(found.configs[i], 20.0)
+    assert (
+        cli.main(["report", "fig1", "--out-dir", str(tmp_path), "--out", str(tmp_path / "x")]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "3 of 5 runs are missing" in out and "for i in 0 2 4; do" in out
+    assert "--array=0,2,4" in out
+    assert {r["train.max_iters"] for r in numbers(tmp_path / "x/fig1.csv")} == {"2", "8"}
+    assert (tmp_path / "x/fig1.png").exists()
+
+
+def test_evaluations_that_are_missing_are_named_as_well(tmp_path, capsys):
+    configs = fabricate_all("fig1", tmp_path)
+    assert cli.main(["report", "ablation", "--out-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("20 evaluations under another ℓmax are missing") for line in lines)
+    command = next(line.strip() for line in lines if "synthetic eval" in line)
+    args = cli.parse(shlex.split(command)[3:])
+    assert args.run == str(configs[0].run_dir) and args.override == ["eval.max_iters=1"]
+    assert args.out == str(report.limit_file(configs[0], 1))
+
+
+def test_a_run_of_another_config_is_noted(tmp_path, capsys):
+    fabricate_all("fig3c", tmp_path)
+    report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
+    assert "is of another config: train.steps was 1200, is 9" in capsys.readouterr().out
+
+
+def test_a_scatter_needs_both_tasks(tmp_path):
+    found = sweep("fig2", "small", f"out_dir={tmp_path}")
+    fabricate(found.configs[0], 20.0)
+    with pytest.raises(ReportError, match="no model has finished both copy and word_problem"):
+        report.report("fig2", overrides=(f"out_dir={tmp_path}",))
+    fabricate(found.configs[4], 20.0)
+    assert report.report("fig2", overrides=(f"out_dir={tmp_path}",))["figure"].exists()
+
+
+def test_the_overview_counts_runs(tmp_path, capsys):
+    fabricate_all("fig11", tmp_path)
+    assert cli.main(["report", f"out_dir={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, entry in report.REPORTS.items():
+        line = next(line for line in lines if line.startswith(f"│ {name} "))
+        assert entry.where in line
+        if name in ("fig11", "tab2"):
+            assert line.rstrip(" │").endswith("5 │     5")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fig99"], "no report `fig99`: there are fig1, "),
+        (["fig1", "--config", "nowhere.yaml"], "at nowhere.yaml: name the YAML of its sweep with"),
+        (["fig1", "task.groop=S3"], "unknown key `task.groop`"),
+    ],
+)
+def test_errors_are_sentences(args, message, capsys):
+    assert cli.main(["report", *args]) == 1
+    assert message in capsys.readouterr().err
+
+
+TINY = """
+name: tiny
+model: {d_model: 16, n_layer: 1, d_state: 4}
+task: {name: word_problem, group: S3}
+train: {steps: 4, batch_size: 4, length: 4, threads: 1}
+eval: {every: 2, lengths: "2,4,8", during: "2,4", examples: 8, batch_size: 8}
+sweep:
+  train.max_iters: [1, unlimited]
+"""
+
+
+def test_the_missing_runs_can_be_trained(tmp_path, capsys):
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY)
+    args = ["--config", str(config), "--out-dir", str(tmp_path / "runs")]
+    assert cli.main(["report", "ablation", "--run", *args]) == 0
+    out = capsys.readouterr().out
+    assert "missing" not in out
+    found = numbers(tmp_path / "runs/reports/small/ablation.csv")
+    by_limit = {}
+    for row in found:
+        if row["metric"] == "num_iters":
+            by_limit.setdefault(row["eval.max_iters"], []).append(float(row["value"]))
+    assert by_limit.keys() == {"1", "1000"} and set(by_limit["1"]) == {1.0}
+    # Nothing is trained or evaluated again, and the other figures have all they need.
+    results = sorted((tmp_path / "runs").rglob("result.json"))
+    before = [path.stat().st_mtime_ns for path in results]
+    assert cli.main(["report", "fig6", "--run", *args]) == 0
+    assert "training" not in capsys.readouterr().out.partition("Fig. 6")[0]
+    assert [path.stat().st_mtime_ns for path in results] == before
+    assert {r["step"] for r in numbers(tmp_path / "runs/reports/small/fig6.csv")} == {"2", "4"}
+
+
+def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys, monkeypatch):
+    from lm.engine import TrainingError
+
+    fabricate(sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0], 20.0)
+
+    def fail(*_):
+        raise TrainingError("the loss is nan")
+
+    monkeypatch.setattr("synthetic.runs.run_all", fail)
+    assert cli.main(["report", "fig3c", "--run", "--out-dir", str(tmp_path)]) == 1
+    assert "2 of 3 runs are missing" in capsys.readouterr().out
+    assert (tmp_path / "reports/small/fig3c.png").exists()
+
+
+def test_a_config_without_a_sweep_is_an_error(tmp_path):
+    path = tmp_path / "one.yaml"
+    path.write_text("name: one\n")
+    with pytest.raises(ConfigError, match="has no `sweep:` section"):
+        report.report("fig1", config=str(path))

@@ -1,0 +1,93 @@
+"""The page docs/synthetic.md against the schema, and nested and optional sections."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm import config as base
+from lm.config import ConfigError, Section
+from synthetic import config, tasks
+from synthetic.config import Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented() -> dict[str, str]:
+    """Dotted key → default, from the page's tables."""
+    rows, section = {}, ""
+    for line in (ROOT / "docs/synthetic.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            name = re.fullmatch(r"### `(\w+)`", line)
+            section = f"{name[1]}." if name else ""
+        row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
+        if row:
+            rows[section + row[1]] = row[2]
+    return rows
+
+
+def test_the_page_has_every_key_with_its_default():
+    page = {k: yaml.load(v, base._Loader) for k, v in documented().items()}
+    expected = {}
+    for name, value in Config().model_dump(mode="json").items():
+        if name in ("model", "log"):  # docs/config.md
+            continue
+        below = value if isinstance(getattr(Config(), name), Section) else None
+        for key, default in below.items() if below is not None else [(None, value)]:
+            expected[name if key is None else f"{name}.{key}"] = default
+    page["bars"] = [] if page["bars"] == "()" else page["bars"]
+    assert page == expected
+
+
+def test_the_names_of_the_schema_are_those_of_the_tasks():
+    names = config.Task.model_fields["name"].annotation.__args__
+    assert set(names) == tasks.TASKS.keys()
+
+
+def write(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_optional_section_takes_dotted_overrides(tmp_path):
+    cfg = config.load(write(tmp_path, "name: a"), ["train.curriculum.start=4"])
+    assert cfg.train.curriculum.start == 4 and cfg.train.curriculum.grow == 2
+    with pytest.raises(ConfigError, match=r"did you mean `train.curriculum.grow`"):
+        config.load(tmp_path / "c.yaml", ["train.curriculum.growth=4"])
+
+
+def test_a_sweep_over_mappings_goes_over_the_section(tmp_path):
+    text = """
+name: a
+model: {d_model: 32}
+sweep:
+  model: [{name: fprnn}, {name: mamba, n_layer: 2}]
+  task.group: [S3, A4]
+"""
+    path = write(tmp_path, text)
+    points = [config.load(path, job_index=i) for i in range(4)]
+    assert [(p.model.name, p.model.n_layer, p.model.d_model, p.task.group) for p in points] == [
+        ("fprnn", 1, 32, "S3"), ("fprnn", 1, 32, "A4"), ("mamba", 2, 32, "S3"),
+        ("mamba", 2, 32, "A4"),
+    ]  # fmt: skip
+    assert points[3].name == "a/003-model=mamba+2-group=A4"
+    with pytest.raises(ConfigError, match="model.n_layers"):
+        config.load(write(tmp_path, "sweep: {model: [{n_layers: 2}]}"), job_index=0)
+
+
+def test_a_task_of_a_misspelt_name_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean `catbabi`"):
+        config.load(write(tmp_path, "task: {name: catbaby}"))
+
+
+@pytest.mark.parametrize("text", ["2:48", "2:50:1", "16,32", "16"])
+def test_lengths_need_no_quotes(tmp_path, text):
+    """YAML 1.1 reads 2:48 as the number 168, in base 60."""
+    assert config.load(write(tmp_path, f"eval: {{lengths: {text!r}}}")).eval.lengths == text
+    path = write(tmp_path, f"eval:\n  lengths: {text}\n")
+    assert config.load(path).eval.lengths == text
+    assert config.load(path, [f"eval.lengths={text}"]).eval.lengths == text
+    again = write(tmp_path, config.load(path).to_yaml())
+    assert config.load(again).eval.lengths == text

@@ -1,0 +1,116 @@
+"""The quick set: what it plans for a config, its table, and several processes at once."""
+
+import json
+
+import pytest
+
+from lm import config as base
+from lm.config import ConfigError
+from lm.engine import TrainingError
+from synthetic import config, tasks, validate
+from synthetic.cli import main
+from synthetic.evaluate import parse_lengths
+from synthetic.runs import is_finished, run_all
+
+TINY = {
+    "train": {"steps": 2, "batch_size": 4, "length": 3},
+    "eval": {"lengths": "3,5", "examples": 8, "every": 10, "batch_size": 8},
+    "bars": [{"metric": "token_accuracy", "length": 5, "least": 0.0}],
+}
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """The quick set as four runs of two updates."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    names = {"s3": {"group": "S3"}, "copy": {"group": "Z5"}, "mod_arithmetic": {"group": "Z2"},
+             "recall": {"group": "Z4"}}  # fmt: skip
+    for name, task in names.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"name": name, "task": task, **TINY}))
+    monkeypatch.setattr(validate, "RECIPES", folder)
+    return folder
+
+
+def write(tmp_path, text):
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+TWO = """
+name: two
+model: {d_model: 16, d_state: 4, headdim: 8}
+sweep: {model: [{name: fprnn, max_iters: 3, eval_max_iters: 3}, {name: lstm}]}
+"""
+
+
+def test_the_recipes_are_complete_and_their_bars_measured():
+    for recipe in validate.QUICK.values():
+        cfg = config.load(validate.RECIPES / f"{recipe}.yaml")
+        assert cfg.bars and cfg.name == recipe
+        lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
+        assert {bar.length for bar in cfg.bars} <= set(lengths)
+
+
+def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
+    path = write(tmp_path, "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\n"
+                           "train: {steps: 9}\n")  # fmt: skip
+    runs = validate.plan(path, ["model.n_layer=2"], str(tmp_path))
+    assert [ability for ability, _ in runs] == list(validate.QUICK)
+    for cfg in runs.values():
+        assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
+        assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
+        assert cfg.optim.warmup == 0.05  # the recipe's, which the config does not set
+
+
+def test_every_shipped_config_of_a_language_model_can_be_validated():
+    path = validate.RECIPES.parents[1] / "lm" / "fpmamba_160m_fineweb2b.yaml"
+    runs = validate.plan(str(path), [], "runs")
+    assert {cfg.model.d_model for cfg in runs.values()} == {base.load(path).model.d_model}
+
+
+@pytest.mark.parametrize(
+    "text, overrides, message",
+    [
+        ("name: x\noptim: {lr: 1e-3}\n", [], "has no `model:` section"),
+        ("modle: {d_model: 8}\n", [], "unknown section modle"),
+        ("model: {d_model: 8}\n", ["train.steps=3"], "keys of model and optim only"),
+        ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
+    ],
+)
+def test_what_cannot_be_validated_is_refused(tmp_path, text, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate.plan(write(tmp_path, text), overrides, "runs")
+
+
+def test_the_command_prints_one_table_and_goes_on_where_it_stopped(tmp_path, recipes, capsys):
+    path, out = write(tmp_path, TWO), str(tmp_path / "out")
+    assert main(["validate", path, "--out-dir", out]) == 0
+    shown = capsys.readouterr().out
+    for text in ("tracking", "copying", "arithmetic", "memory", "✓"):
+        assert text in shown
+    rows = json.loads((tmp_path / "out/two/validate.json").read_text())
+    assert len(rows) == 8 and {r["ability"] for r in rows} == validate.QUICK.keys()
+    assert main(["validate", path, "--out-dir", out]) == 0
+    assert "8 runs, 8 of them finished already" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_at_once_give_what_runs_in_turn_give(tmp_path, recipes):
+    path = write(tmp_path, TWO)
+    one = list(validate.plan(path, [], str(tmp_path / "one")).values())[:2]
+    two = list(validate.plan(path, [], str(tmp_path / "two")).values())[:2]
+    run_all(one)
+    run_all(two, jobs=2)
+    for a, b in zip(one, two):
+        left, right = (
+            [r["metrics"] for r in json.loads((c.run_dir / "result.json").read_text())["eval"]]
+            for c in (a, b)
+        )
+        assert left == right
+    bad = two[0].model_copy(update={"name": "bad"})
+    bad.task.group = "Q8"
+    with pytest.raises(TrainingError, match=r"1 of 1 runs failed; the first: see .*bad\.log"):
+        run_all([bad], jobs=2)
+    assert not is_finished(bad)
