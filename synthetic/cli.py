@@ -9,7 +9,7 @@ EPILOG = """examples:
   python -m synthetic train --config configs/synthetic/small/s3.yaml
   python -m synthetic eval runs/synthetic/s3 --lengths 2:512
   python -m synthetic report fig3c --run
-  python -m synthetic validate configs/synthetic/small/validate.yaml
+  python -m synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
 
 
@@ -44,7 +44,9 @@ def _validate(args) -> int:
     from lm.console import say
     from synthetic.validate import table, validate
 
-    rows = validate(args.config, args.override, args.out_dir, args.jobs)
+    overrides = [text for text in args.config if "=" in text]
+    paths = [text for text in args.config if "=" not in text]
+    rows = validate(paths, overrides, args.out_dir, args.jobs)
     say(table(rows))
     return 0 if all(row["passed"] for row in rows) else 2
 
@@ -105,15 +107,14 @@ def parser() -> argparse.ArgumentParser:
 
     c = commands.add_parser(
         "validate",
-        help="the quick set on a model config: one table",
+        help="the quick set on model configs: one table",
         description="State tracking, copying, arithmetic, memory: trains the four small recipes on"
-        " the `model:` section of any YAML (or on each model of its sweep) and prints one table."
-        " Finished runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
+        " the `model:` section of any YAML (several: side by side) and prints one table. Finished"
+        " runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
     )
-    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("config", nargs="+", metavar="CONFIG", help="also key=value, of model and optim")
     c.add_argument("--out-dir", default="runs/validate", metavar="DIR")
     c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
-    c.add_argument("override", nargs="*", metavar="key=value", help="keys of model and optim")
     c.set_defaults(run_command=_validate)
 
     c = commands.add_parser(

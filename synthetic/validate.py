@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from lm.config import ConfigError
 from lm.console import say
 from synthetic import config
 from synthetic.evaluate import passes
-from synthetic.runs import is_finished, run_all
+from synthetic.runs import is_finished, result, run_all
 
 RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
 # ability → recipe; the recipe's bars are the rows of the table.
@@ -24,8 +23,8 @@ QUICK = {
 }
 
 
-def models(path: str, overrides: list[str]) -> dict[str, tuple[str, dict]]:
-    """Label → (folder, {"model": …, "optim": …}): a config's only point, or each of its sweep.
+def _model_of(path: str, overrides: list[str]) -> tuple[str, dict]:
+    """Name and {"model": …, "optim": …} of a config.
 
     Any YAML with a `model:` section will do, a language model's too; other sections are left out.
     """
@@ -33,79 +32,57 @@ def models(path: str, overrides: list[str]) -> dict[str, tuple[str, dict]]:
     unknown = tree.keys() - config.Config.model_fields.keys() - base.Config.model_fields.keys()
     if unknown:
         raise ConfigError(f"{path}: unknown section {', '.join(sorted(unknown))}")
-    kept = {k: tree[k] for k in ("model", "optim", "sweep") if k in tree}
-    if "model" not in kept and "sweep" not in kept:
+    if "model" not in tree:
         raise ConfigError(f"{path} has no `model:` section: validate needs a model to build")
+    kept = {k: tree[k] for k in ("model", "optim") if k in tree}
     for text in overrides:
         key, value = base.parse_override(text, config.Config)
         if key.partition(".")[0] not in ("model", "optim"):
             raise ConfigError(f"override `{key}`: validate takes keys of model and optim only")
         base.set_key(kept, key, value)
-    if "sweep" not in kept:
-        return {str(tree.get("name", Path(path).stem)): ("", kept)}
-    found = {}
-    for i, point in enumerate(base.sweep_points(kept, path, config.Config)):
-        one = json.loads(json.dumps({k: v for k, v in kept.items() if k != "sweep"}))
-        base.set_point(one, point)
-        found[_label(point)] = (base.point_name("", i, point), one)
-    return found
+    return str(tree.get("name", Path(path).stem)), kept
 
 
-def _label(point: dict) -> str:
-    """A sweep point in a column's head: `mamba, n_layer 2`."""
-    flat = {}
-    for key, value in point.items():
-        flat.update(value if isinstance(value, dict) else {key.rpartition(".")[2]: value})
-    return ", ".join(f"{v}" if k == "name" else f"{k} {v}" for k, v in flat.items())
-
-
-def _over(tree: dict, top: dict) -> dict:
-    """`top` merged over `tree`, section by section."""
-    merged = dict(tree)
-    for key, value in top.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = {**merged[key], **value} if both else value
-    return merged
-
-
-def plan(path: str, overrides: list[str], out_dir: str) -> dict[tuple[str, str], config.Config]:
-    """(ability, model's label) → the run that answers for it."""
+def plan(
+    paths: list[str], overrides: list[str], out_dir: str
+) -> dict[tuple[str, str], config.Config]:
+    """(ability, model's name) → the run that answers for it."""
     runs = {}
-    stem = base.load_tree(path).get("name", Path(path).stem)
-    for label, (folder, top) in models(path, overrides).items():
+    for path in paths:
+        name, top = _model_of(path, overrides)
+        if any(name == other for _, other in runs):
+            raise ConfigError(f"{path}: another config is named `{name}` too")
         for ability, recipe in QUICK.items():
-            source = RECIPES / f"{recipe}.yaml"
-            tree = base.load_tree(source)
-            tree.pop("model", None)  # the recipe's own model gives way wholly
-            tree = _over(tree, top)
-            tree.update(name=f"{stem}{folder}/{recipe}", out_dir=out_dir)
-            runs[ability, label] = base.build(tree, str(source), config.Config)
+            tree = base.load_tree(RECIPES / f"{recipe}.yaml")
+            optim = {**tree.get("optim", {}), **(top.get("optim") or {})}
+            # The recipe's own model gives way wholly; of its optimizer what the config sets.
+            tree.update(model=top["model"], optim=optim, name=f"{name}/{recipe}", out_dir=out_dir)
+            runs[ability, name] = base.build(tree, str(path), config.Config)
     return runs
 
 
 def validate(
-    path: str, overrides: list[str] = (), out_dir: str = "runs/validate", jobs: int = 1
+    paths: list[str], overrides: list[str] = (), out_dir: str = "runs/validate", jobs: int = 1
 ) -> list[dict]:
-    """Train and test the quick set on every model of a config (finished runs are not repeated).
+    """Train and test the quick set on the model of every config; finished runs are not repeated.
 
     Returns:
         rows {"ability", "model", "metric", "length", "trained_to", "value", "least", "passed",
-        "updates", "seconds", "parameters"}; also written to OUT/NAME/validate.json.
+        "updates", "seconds", "parameters"}; also written to OUT/validate.json.
     """
-    runs = plan(path, overrides, out_dir)
+    runs = plan(paths, overrides, out_dir)
     say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
     run_all(list(runs.values()), jobs)
     rows = []
-    for (ability, label), cfg in runs.items():
-        result = json.loads((cfg.run_dir / "result.json").read_text())
-        for bar in passes(cfg.bars, result["eval"]):
+    for (ability, name), cfg in runs.items():
+        found = result(cfg)
+        for bar in passes(cfg.bars, found["eval"]):
             rows.append({
-                "ability": ability, "task": cfg.task.name, "model": label,
-                "trained_to": cfg.train.lengths[1], **bar, "updates": result["updates"],
-                "seconds": result["training_seconds"], "parameters": result["parameters"],
+                "ability": ability, "task": cfg.task.name, "model": name,
+                "trained_to": cfg.train.lengths[1], **bar, "updates": found["updates"],
+                "seconds": found["training_seconds"], "parameters": found["parameters"],
             })  # fmt: skip
-    first = next(iter(runs.values()))
-    write_json(Path(out_dir) / first.name.partition("/")[0] / "validate.json", rows)
+    write_json(Path(out_dir) / "validate.json", rows)
     return rows
 
 
@@ -114,7 +91,7 @@ def table(rows: list[dict]):
     from rich.table import Table
 
     labels = list(dict.fromkeys(r["model"] for r in rows))
-    t = Table(title="Validation: what the models can do (✓ reaches the bar)")
+    t = Table(title="What the models can do (✓ reaches the bar)")
     for name in ("ability", "task", "metric", "bar"):
         t.add_column(name)
     for label in labels:

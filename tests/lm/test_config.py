@@ -10,9 +10,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import synthetic.config
 from lm import config
 from lm.baselines import FIELDS
-import synthetic.config
 from lm.build import build_model
 from lm.config import Config, ConfigError, Model, Section
 

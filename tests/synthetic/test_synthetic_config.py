@@ -73,7 +73,7 @@ sweep:
         ("mamba", 2, 32, "A4"),
     ]  # fmt: skip
     assert points[3].name == "a/003-model=mamba+2-group=A4"
-    with pytest.raises(ConfigError, match="model.n_layers"):
+    with pytest.raises(ConfigError, match=r"model\.n_layers"):
         config.load(write(tmp_path, "sweep: {model: [{n_layers: 2}]}"), job_index=0)
 
 

@@ -32,17 +32,17 @@ def recipes(tmp_path, monkeypatch):
     return folder
 
 
-def write(tmp_path, text):
-    path = tmp_path / "models.yaml"
+def write(tmp_path, text, name="models.yaml"):
+    path = tmp_path / name
     path.write_text(text)
     return str(path)
 
 
-TWO = """
-name: two
-model: {d_model: 16, d_state: 4, headdim: 8}
-sweep: {model: [{name: fprnn, max_iters: 3, eval_max_iters: 3}, {name: lstm}]}
-"""
+@pytest.fixture
+def two(tmp_path):
+    size = "d_model: 16, d_state: 4, headdim: 8"
+    fp = f"name: fp\nmodel: {{name: fprnn, max_iters: 3, eval_max_iters: 3, {size}}}\n"
+    return [write(tmp_path, fp), write(tmp_path, f"model: {{name: lstm, {size}}}\n", "l.yaml")]
 
 
 def test_the_recipes_are_complete_and_their_bars_measured():
@@ -56,7 +56,7 @@ def test_the_recipes_are_complete_and_their_bars_measured():
 def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
     path = write(tmp_path, "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\n"
                            "train: {steps: 9}\n")  # fmt: skip
-    runs = validate.plan(path, ["model.n_layer=2"], str(tmp_path))
+    runs = validate.plan([path], ["model.n_layer=2"], str(tmp_path))
     assert [ability for ability, _ in runs] == list(validate.QUICK)
     for cfg in runs.values():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
@@ -66,7 +66,7 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
 
 def test_every_shipped_config_of_a_language_model_can_be_validated():
     path = validate.RECIPES.parents[1] / "lm" / "fpmamba_160m_fineweb2b.yaml"
-    runs = validate.plan(str(path), [], "runs")
+    runs = validate.plan([str(path)], [], "runs")
     assert {cfg.model.d_model for cfg in runs.values()} == {base.load(path).model.d_model}
 
 
@@ -81,35 +81,40 @@ def test_every_shipped_config_of_a_language_model_can_be_validated():
 )
 def test_what_cannot_be_validated_is_refused(tmp_path, text, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        validate.plan(write(tmp_path, text), overrides, "runs")
+        validate.plan([write(tmp_path, text)], overrides, "runs")
 
 
-def test_the_command_prints_one_table_and_goes_on_where_it_stopped(tmp_path, recipes, capsys):
-    path, out = write(tmp_path, TWO), str(tmp_path / "out")
-    assert main(["validate", path, "--out-dir", out]) == 0
+def test_two_configs_of_one_name_are_refused(two):
+    with pytest.raises(ConfigError, match="another config is named `fp` too"):
+        validate.plan([two[0], two[0]], [], "runs")
+
+
+def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path, recipes, capsys):
+    out = str(tmp_path / "out")
+    assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
     shown = capsys.readouterr().out
-    for text in ("tracking", "copying", "arithmetic", "memory", "✓"):
+    for text in ("tracking", "copying", "arithmetic", "memory", "✓", "fp", "l"):
         assert text in shown
-    rows = json.loads((tmp_path / "out/two/validate.json").read_text())
+    rows = json.loads((tmp_path / "out/validate.json").read_text())
     assert len(rows) == 8 and {r["ability"] for r in rows} == validate.QUICK.keys()
-    assert main(["validate", path, "--out-dir", out]) == 0
+    assert config.load(tmp_path / "out/fp/s3/config.yaml").optim.lr == 1e-3
+    assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
     assert "8 runs, 8 of them finished already" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_runs_at_once_give_what_runs_in_turn_give(tmp_path, recipes):
-    path = write(tmp_path, TWO)
-    one = list(validate.plan(path, [], str(tmp_path / "one")).values())[:2]
-    two = list(validate.plan(path, [], str(tmp_path / "two")).values())[:2]
-    run_all(one)
-    run_all(two, jobs=2)
-    for a, b in zip(one, two):
+def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
+    in_turn = list(validate.plan(two, [], str(tmp_path / "one")).values())[:2]
+    at_once = list(validate.plan(two, [], str(tmp_path / "two")).values())[:2]
+    run_all(in_turn)
+    run_all(at_once, jobs=2)
+    for a, b in zip(in_turn, at_once):
         left, right = (
             [r["metrics"] for r in json.loads((c.run_dir / "result.json").read_text())["eval"]]
             for c in (a, b)
         )
         assert left == right
-    bad = two[0].model_copy(update={"name": "bad"})
+    bad = at_once[0].model_copy(update={"name": "bad"})
     bad.task.group = "Q8"
     with pytest.raises(TrainingError, match=r"1 of 1 runs failed; the first: see .*bad\.log"):
         run_all([bad], jobs=2)
