@@ -109,6 +109,9 @@ class Model(Section):
     contractive: float | None = Field(None, gt=0, lt=1)
     mixer_h_dep: bool = True
     symm_mixer: bool = False
+    b_h_dep: bool = True
+    c_h_dep: bool = True
+    dt_h_dep: bool = False
     bc_norm: bool = True
     glu_in_loop: bool = False
     use_short_conv: bool = False

@@ -276,12 +276,13 @@ def missing_lines(sweep: Sweep, limits: list[int]) -> list[str]:
         if len(missing) > SHOWN:
             lines.append(f"  … and {len(missing) - SHOWN} more")
         if len(missing) > 1:
-            lines.append("all of them, or as a Slurm array (launch/slurm_array.sbatch is for lm):")
             each = " ".join(map(str, missing))
+            submit = ["launch/synthetic_array.sbatch", _shown(sweep.path), *sweep.overrides]
+            lines.append("all of them, one after another or as a Slurm array:")
             lines.append(f"  for i in {each}; do {sweep.command('$i')}; done")
-            array = _ranges(missing)
-            wrapped = shlex.quote(sweep.command("$SLURM_ARRAY_TASK_ID"))
-            lines.append(f"  sbatch --array={array} --gres=gpu:1 --wrap {wrapped}")
+            lines.append(
+                f"  mkdir -p logs && sbatch --array={_ranges(missing)} {shlex.join(submit)}"
+            )
     todo = [(sweep.configs[i], n) for i in sweep.found()
             for n in limits_missing(sweep.configs[i], limits)]  # fmt: skip
     if todo:

@@ -24,6 +24,12 @@ class BaselineConfig(PretrainedConfig):
         "tie_word_embeddings": "tie_embeddings",
     }
 
+    def __init_subclass__(cls, **kwargs):
+        # transformers makes a dataclass of every subclass; the __init__ that it would generate for
+        # one without its own never calls ours, and the defaults below would be lost.
+        cls.__init__ = cls.__init__
+        super().__init_subclass__(**kwargs)
+
     def __init__(
         self,
         vocab_size=50280,

@@ -34,8 +34,9 @@ class Static(NamedTuple):
 
     x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate
-    raw: torch.Tensor  # (b,l,m+k): the x part of the mixer's map, and of B, C where there are any
-    weight_y: torch.Tensor  # (m+k or k, d): sh(y) → the y part of the same
+    raw: torch.Tensor  # (b,l,·): the x part of the mixer's map and of what else reads sh(y) or may
+    widths: dict[str, int]  # what raw holds, in order; those that read sh(y) come first
+    weight_y: torch.Tensor  # (k,d): sh(y) → the y part of raw's first k columns
     weight_z: torch.Tensor | None  # (d,d)
     mixer: MixerWeights
     seqs: Sequences
@@ -46,9 +47,9 @@ class Static(NamedTuple):
 class FixedPointBlock(nn.Module):
     """What the blocks share: mixing, solving, gradients, gate and projection.
 
-    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, bc) → (y, h)`: its recurrence
-    and norm, from the mixed x (b,l,d) and the k projected values bc (b,l,k), to the iterate and the
-    recurrence's final state.
+    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, **parts) → (y, h)`: its
+    recurrence and norm, from the mixed x (b,l,d) and the parts (b,l,·) that it gave `_projections`,
+    to the iterate and the recurrence's final state.
 
     forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
     the BlockState after the last token.
@@ -92,27 +93,65 @@ class FixedPointBlock(nn.Module):
         y_last = last(y, 1, before, s.seqs).squeeze(1)
         return BlockState(y_last, h.detach().clone(), self._tails(s, y))
 
-    def _projections(self, x, bc_x, weight_bc):
-        """(raw, weight_y, mixer weights): the mixer's map and B, C split into x and sh(y) parts."""
+    def _add_y_projections(self, bc, dt):
+        """The maps of sh(y) that the configuration asks for: to B and C (bc wide, both), to dt."""
+        cfg = self.config
+        if cfg.b_h_dep or cfg.c_h_dep:
+            self.bc_y_proj = WNLinear(cfg.d_inner, bc // 2 * (cfg.b_h_dep + cfg.c_h_dep))
+        if cfg.dt_h_dep:
+            self.dt_y_proj = WNLinear(cfg.d_inner, dt)
+
+    def _time_parts(self, bc_x, delta_x):
+        """B, C and, if it reads sh(y), the step size before softplus, for `_projections`."""
+        cfg = self.config
+        B, C = bc_x.chunk(2, dim=-1)
+        reads = cfg.b_h_dep or cfg.c_h_dep
+        maps = list(self.bc_y_proj.matrix().split(B.shape[-1])) if reads else []
+        parts = {
+            "B": (B, maps.pop(0) if cfg.b_h_dep else None),
+            "C": (C, maps.pop(0) if cfg.c_h_dep else None),
+        }
+        if cfg.dt_h_dep:
+            parts["delta"] = (delta_x, self.dt_y_proj.matrix())
+        return parts
+
+    def _projections(self, x, **parts):
+        """What a step projects from x and sh(y): the mixer's map and `parts`.
+
+        Args:
+            x: (b,l,d). parts: name → (its x part (b,l,k), its map of sh(y) (k,d) or None).
+        Returns:
+            raw, widths, weight_y as in Static, and the mixer's weights.
+        """
         cfg, weights, d = self.config, self.mixer.weights(), x.shape[-1]
         acc = torch.promote_types(x.dtype, torch.float32)
-        raw = F.linear(x, weights.first[:, :d], weights.bias).to(acc)
-        if not cfg.mixer_h_dep:
-            return torch.cat([raw, bc_x.to(acc)], -1), weight_bc, weights
-        first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        return torch.cat([raw, bc_x.to(acc)], -1), torch.cat([first_y, weight_bc]), weights
+        first_y = None
+        if cfg.mixer_h_dep:
+            first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
+        parts = {"mixer": (F.linear(x, weights.first[:, :d], weights.bias), first_y), **parts}
+        # Those that read sh(y) first: one product and one addition serve them all.
+        parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
+        raw = torch.cat([part.to(acc) for part, _ in parts.values()], -1)
+        widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
+        maps = [weight for _, weight in parts.values() if weight is not None]
+        return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
+
+    def _parts(self, s, y):
+        """The projections of x and sh(y), by name: {"mixer": (b,l,m), …}."""
+        raw, k = s.raw, s.weight_y.shape[0]
+        if k:
+            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+            rest = raw.shape[-1] - k
+            raw = raw + (F.pad(from_y, (0, rest)) if rest else from_y)
+        return dict(zip(s.widths, raw.split(list(s.widths.values()), -1)))
 
     def step(self, s, y, with_state=False):
         """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
         `with_state` the recurrence's final state."""
-        m = self.mixer.out_features
-        from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+        parts = self._parts(s, y)
         with torch.autocast(y.device.type, enabled=False):
-            if not self.config.mixer_h_dep:
-                from_y = F.pad(from_y, (m, 0))
-            raw = s.raw + from_y
-            x = self.mixer(raw[..., :m], s.x - y, s.mixer) + y  # Q x + (I − Q) y
-            y, h = self.mix_time(s, x, raw[..., m:])
+            x = self.mixer(parts.pop("mixer"), s.x - y, s.mixer) + y  # Q x + (I − Q) y
+            y, h = self.mix_time(s, x, **parts)
             y = y if s.seqs.mask is None else y * s.seqs.mask.unsqueeze(-1)
             return (y, h) if with_state else y
 
@@ -190,10 +229,7 @@ class FixedPointBlock(nn.Module):
         with torch.no_grad():
             s = self.prepare(u, seqs)
             y, _ = self._solve(s)
-            m = self.mixer.out_features
-            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
-            from_y = from_y if self.config.mixer_h_dep else F.pad(from_y, (m, 0))
-            raw = (s.raw + from_y)[..., :m]
+            raw = self._parts(s, y)["mixer"]
 
         def off_identity(v):
             return v - self.mixer(raw, v, s.mixer)
@@ -207,12 +243,16 @@ class FixedPointBlock(nn.Module):
         return mixing.amax(-1), lipschitz
 
     def _flops(self, once, scan):
-        """(once, per_iteration) from what the subclass counts on top of mixer and gate."""
+        """(once, per_iteration) from what the subclass counts on top of mixer, gate and the maps of
+        sh(y)."""
         c, d, m = self.config, self.config.d_inner, self.mixer.out_features
-        gate = getattr(self, "z_y_proj", None)
-        once += 2 * (self.in_proj.weight.numel() + self.out_proj.weight.numel() + m * d)
-        once += 2 * gate.weight.numel() if gate is not None else 0
+
+        def product(name):
+            return 2 * getattr(self, name).weight.numel() if hasattr(self, name) else 0
+
+        once += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
+        per_step += product("bc_y_proj") + product("dt_y_proj")
         return once, per_step + scan + 12 * d
 
 
@@ -229,7 +269,7 @@ class FPMamba1(FixedPointBlock):
         self.dt_proj = nn.Linear(config.dt_rank, d)
         self.A_log = nn.Parameter(torch.empty(d, n))
         self.D = nn.Parameter(torch.empty(d))
-        self.bc_y_proj = WNLinear(d, 2 * n)
+        self._add_y_projections(2 * n, config.dt_rank)
         if not config.glu_in_loop:
             self.z_y_proj = WNLinear(d, d)
         self.out_norm = nn.LayerNorm(d, eps=config.out_norm_epsilon)
@@ -244,22 +284,30 @@ class FPMamba1(FixedPointBlock):
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         acc = torch.promote_types(u.dtype, torch.float32)
-        dt = F.softplus(F.linear(delta, self.dt_proj.weight).to(acc) + self.dt_proj.bias.to(acc))
-        if seqs.mask is not None:
-            dt = dt * seqs.mask.unsqueeze(-1)
         A = -torch.exp(self.A_log.to(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        with torch.no_grad():
-            decays = chunk_decays(dt, A, keep)
-        raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
+        dt = decays = None
+        if not cfg.dt_h_dep:
+            dt = self._dt(delta, seqs)
+            with torch.no_grad():
+                decays = chunk_decays(dt, A, keep)
+        *raw, weights = self._projections(x, **self._time_parts(bc_x, delta))
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, keep, decays)
-        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time, tail)
+        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
 
-    def mix_time(self, s, x, bc):
-        """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm."""
+    def _dt(self, delta, seqs):
+        """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
+        acc = torch.promote_types(delta.dtype, torch.float32)
+        wide = F.linear(delta, self.dt_proj.weight.to(delta.dtype)).to(acc)
+        dt = F.softplus(wide + self.dt_proj.bias.to(acc))
+        return dt if seqs.mask is None else dt * seqs.mask.unsqueeze(-1)
+
+    def mix_time(self, s, x, B, C, delta=None):
+        """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm.
+        delta: (b,l,dt_rank) where Δ reads sh(y); else Δ is that of `prepare`."""
         cfg, (dt, A, keep, decays) = self.config, s.time
-        B, C = bc.chunk(2, dim=-1)
+        dt = dt if delta is None else self._dt(delta, s.seqs)
         if cfg.bc_norm:
             B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
         o, h = selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
@@ -275,10 +323,11 @@ class FPMamba1(FixedPointBlock):
 
         Returns (once, per_iteration): what runs once per solve, and what each step costs.
         """
-        c, d, n = self.config, self.config.d_inner, self.config.d_state
-        once = 2 * (self.x_proj.weight.numel() + self.dt_proj.weight.numel())
+        c, d = self.config, self.config.d_inner
+        once, to_dt = 2 * self.x_proj.weight.numel(), 2 * self.dt_proj.weight.numel()
         once += 2 * d * c.d_conv if c.use_short_conv else 0
-        return self._flops(once, 7 * d * n + 4 * d * n)  # scan as Mamba counts it; B_y, C_y
+        scan = 7 * d * c.d_state  # as Mamba counts it
+        return self._flops(once, scan + to_dt) if c.dt_h_dep else self._flops(once + to_dt, scan)
 
 
 class FPMamba2(FixedPointBlock):
@@ -299,7 +348,7 @@ class FPMamba2(FixedPointBlock):
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
-        self.bc_y_proj = WNLinear(d, bc)
+        self._add_y_projections(bc, self.heads)
         if not config.glu_in_loop:
             self.z_y_proj = WNLinear(d, d)
         self.out_norm = RMSNorm(d, config.out_norm_epsilon)
@@ -314,27 +363,34 @@ class FPMamba2(FixedPointBlock):
         xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
         acc = torch.promote_types(u.dtype, torch.float32)
-        dt = F.softplus(delta.to(acc) + self.dt_bias.to(acc))
-        if seqs.mask is not None:
-            dt = dt * seqs.mask.unsqueeze(-1)
         A = -torch.exp(self.A_log.to(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        with torch.autocast(u.device.type, enabled=False):
-            decays = ssd_decays(dt, A, keep)
-        raw, weight_y, weights = self._projections(x, bc_x, self.bc_y_proj.matrix())
+        dt = decays = None
+        if not cfg.dt_h_dep:
+            dt = self._dt(delta, seqs)
+            with torch.autocast(u.device.type, enabled=False):
+                decays = ssd_decays(dt, A, keep)
+        *raw, weights = self._projections(x, **self._time_parts(bc_x, delta))
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
-        time = (dt, A, decays)
-        return Static(x.to(acc), z, raw, weight_y, weight_z, weights, seqs, time, tail)
+        time = (dt, A, keep, decays)
+        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
 
-    def mix_time(self, s, x, bc):
+    def _dt(self, delta, seqs):
+        """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
+        acc = torch.promote_types(delta.dtype, torch.float32)
+        dt = F.softplus(delta.to(acc) + self.dt_bias.to(acc))
+        return dt if seqs.mask is None else dt * seqs.mask.unsqueeze(-1)
+
+    def mix_time(self, s, x, B, C, delta=None):
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t + D x̃_t; the gate
-        silu(z) and RMSNorm."""
-        cfg, (dt, A, decays) = self.config, s.time
-        B, C = bc.unflatten(-1, (2, cfg.ngroups, cfg.d_state)).unbind(-3)
+        silu(z) and RMSNorm. delta: (b,l,h) where Δ reads sh(y); else Δ is that of `prepare`."""
+        cfg, (dt, A, keep, decays) = self.config, s.time
+        dt = dt if delta is None else self._dt(delta, s.seqs)
+        B, C = (m.unflatten(-1, (cfg.ngroups, cfg.d_state)) for m in (B, C))
         if cfg.bc_norm:
             B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, h = ssd_scan(heads, dt, A, B, C, s.seqs.before("h"), decays=decays)
+        o, h = ssd_scan(heads, dt, A, B, C, s.seqs.before("h"), keep, decays)
         o = (o + self.D.to(o.dtype).unsqueeze(-1) * heads).flatten(-2)
         return self.out_norm.wide(o * F.silu(s.z.to(o.dtype))), h
 
@@ -343,7 +399,7 @@ class FPMamba2(FixedPointBlock):
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         once = 2 * (d + bc) * c.d_conv if c.use_short_conv else 0
-        return self._flops(once, 7 * d * c.d_state + 2 * d * bc)
+        return self._flops(once, 7 * d * c.d_state)
 
 
 class FPRNN(FixedPointBlock):
@@ -353,6 +409,11 @@ class FPRNN(FixedPointBlock):
         super().__init__(config)
         if config.glu_in_loop:
             raise ValueError("fp_rnn iterates its state itself: glu_in_loop is for fp_mamba1 and 2")
+        for name, default in (("b_h_dep", True), ("c_h_dep", True), ("dt_h_dep", False)):
+            if getattr(config, name) != default:
+                raise ValueError(
+                    f"b, c and λ of fp_rnn read x alone: {name} is for fp_mamba1 and 2"
+                )
         d, k = config.d_inner, config.d_conv
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
@@ -382,14 +443,14 @@ class FPRNN(FixedPointBlock):
         if seqs.mask is not None:  # the state passes padding unchanged
             mask = seqs.mask.unsqueeze(-1)
             decay, fresh = decay.masked_fill(~mask, 1.0), fresh * mask
+            x = x * mask  # a convolution's bias made it silu(bias) there, and conv1d_c would see it
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
-        none = x_mixer.new_zeros(0, x_mixer.shape[-1])
-        raw, weight_y, weights = self._projections(x_mixer, x_mixer[..., :0], none)
+        *raw, weights = self._projections(x_mixer)
         time = (decay, fresh, x)
-        return Static(b * x.to(acc), z, raw, weight_y, None, weights, seqs, time, tail)
+        return Static(b * x.to(acc), z, *raw, None, weights, seqs, time, tail)
 
-    def mix_time(self, s, x, bc):
+    def mix_time(self, s, x):
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
         decay, fresh, _ = s.time
         h = linear_scan(decay, fresh * x, s.seqs.before("h"))

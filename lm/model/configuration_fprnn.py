@@ -29,6 +29,8 @@ class FPRNNConfig(PretrainedConfig):
         mixer_proj_rank: q of the low-rank map to the reflection vectors; None: full.
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
         symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
+        b_h_dep, c_h_dep, dt_h_dep: B, C, and the step size Δ (with it the decay λ), read sh(y) as
+        well as x (Table 1); of fp_mamba1 and fp_mamba2.
         glu_in_loop: the output gate is inside the iteration. use_short_conv: convolution on x.
         out_norm_epsilon: of the LayerNorm that ends an iteration. eps: floor of the norms that
         vectors inside the iteration are divided by.
@@ -78,6 +80,9 @@ class FPRNNConfig(PretrainedConfig):
         contractive=None,
         mixer_h_dep=True,
         symm_mixer=False,
+        b_h_dep=True,
+        c_h_dep=True,
+        dt_h_dep=False,
         bc_norm=True,
         glu_in_loop=False,
         use_short_conv=False,
@@ -131,6 +136,9 @@ class FPRNNConfig(PretrainedConfig):
         self.contractive = contractive
         self.mixer_h_dep = mixer_h_dep
         self.symm_mixer = symm_mixer
+        self.b_h_dep = b_h_dep
+        self.c_h_dep = c_h_dep
+        self.dt_h_dep = dt_h_dep
         self.bc_norm = bc_norm
         self.glu_in_loop = glu_in_loop
         self.use_short_conv = use_short_conv
