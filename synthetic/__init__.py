@@ -1,1 +1,1 @@
-"""The validation suite: what a sequence mixer must solve. No task is built yet."""
+"""The validation suite: what an expressive sequence mixer must solve."""

@@ -8,6 +8,7 @@ import torch
 
 from lm.build import build_section
 from lm.checkpoint import CheckpointError
+from lm.model.state import BlockState, FPRNNState
 from synthetic import tasks
 from synthetic.config import Config, load
 
@@ -48,7 +49,8 @@ def load_run(run_dir: Path, overrides=()):
     cfg = load(Path(run_dir) / "config.yaml", overrides)
     task = tasks.build(cfg.task)
     model, _, precision = build(cfg, task, cfg.train.lengths[1])
-    weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
+    with torch.serialization.safe_globals([FPRNNState, BlockState]):
+        weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
     ours = model.state_dict()
     for name, tensor in weights.items():
         if "embedding" in name and name in ours and len(ours[name]) != len(tensor):

@@ -15,6 +15,7 @@ from lm.checkpoint import claim, write_json
 from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.metrics import Writer, fixed_point_metrics
+from lm.model.state import BlockState, FPRNNState
 from synthetic import tasks
 from synthetic.build import build
 from synthetic.config import Config
@@ -102,27 +103,28 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     if warning := missing_kernels(cfg):
         say(warning)
 
-    done, seconds, solved_at = 0, 0.0, None
+    done, seconds, solved_at, state = 0, 0.0, None, None
     longest = min(hi, cfg.train.curriculum.start) if cfg.train.curriculum else hi
     path = run_dir / "checkpoints" / "last.pt"
     if cfg.resume == "auto" and path.exists():
-        saved = torch.load(path, map_location=device, weights_only=True)
+        with torch.serialization.safe_globals([FPRNNState, BlockState]):
+            saved = torch.load(path, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done, seconds, longest = saved["step"], saved["seconds"], saved["longest"]
-        solved_at = saved["solved_at"]
+        solved_at, state = saved["solved_at"], saved["state"]
         torch.set_rng_state(saved["rng"].cpu())
         say(f"resumed  at update {done}")
     writer = Writer(cfg, run_dir, resumed_at=done)
 
     def save():
-        state = {
+        saved = {
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
             "seconds": seconds + time.perf_counter() - began, "longest": longest,
-            "solved_at": solved_at, "rng": torch.get_rng_state(),
+            "solved_at": solved_at, "state": state, "rng": torch.get_rng_state(),
         }  # fmt: skip
         tmp = path.with_name(path.name + ".tmp")
-        torch.save(state, tmp)
+        torch.save(saved, tmp)
         os.replace(tmp, path)
 
     stop = []
@@ -131,7 +133,6 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     max_iters, began = MaxIters(cfg), time.perf_counter()
     since, tokens, stats, right, due = began, 0, [], 0, 0
     batches = loader(task, cfg, (min(lo, longest), longest), done)
-    state = None
     try:
         with Progress("training", total=steps, start=done, unit="updates") as bar:
             for step in range(done + 1, steps + 1):
@@ -149,7 +150,11 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                     state = state if batch.carry else None
                     logits, solved, state = answer(model, ids, mask, state, carries, False)
-                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+                scored = labels != tasks.IGNORE
+                count = scored.sum()
+                loss = F.cross_entropy(
+                    logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
+                ) / count.clamp_min(1)  # a segment of a stream may hold no answer
                 if solved[0] is not None:
                     stats += solved
                     loss = loss + cfg.model.jacobian_reg * solved[0].jacobian.mean()
@@ -163,14 +168,13 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                         f" {norm.item()}"
                     )
                 optimizer.step()
-                scored = labels != tasks.IGNORE
-                right += ((logits.argmax(-1) == labels) & scored).sum().item()
-                due += scored.sum().item()
+                right += ((logits.argmax(-1) == labels) & scored).sum()
+                due += count
                 tokens += ids.numel()
                 if step % cfg.log.every == 0 or step == steps:
                     now = time.perf_counter()
                     record = {
-                        "step": step, "loss": loss.item(), "accuracy": right / max(1, due),
+                        "step": step, "loss": loss.item(), "accuracy": float(right / max(1, due)),
                         "lr": lr, "grad_norm": norm.item(), "longest": longest,
                         "tokens_per_s": round(tokens / (now - since), 1),
                         "seconds": round(seconds + now - began, 1), **fixed_point_metrics(stats),
@@ -195,7 +199,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     say(f"update {step:>6}  length {longest}: {_scores(tried)}")
                     if longest < hi and score >= cfg.train.curriculum.at:
                         longest = min(hi, longest + cfg.train.curriculum.grow)
-                        batches, state = loader(task, cfg, (lo, longest), step), None
+                        batches, state = loader(task, cfg, (min(lo, longest), longest), step), None
                     elif longest == hi and score >= (cfg.train.stop_at or float("inf")):
                         solved_at = step
                     began += time.perf_counter() - paused  # seconds are those of training

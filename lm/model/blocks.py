@@ -93,28 +93,6 @@ class FixedPointBlock(nn.Module):
         y_last = last(y, 1, before, s.seqs).squeeze(1)
         return BlockState(y_last, h.detach().clone(), self._tails(s, y))
 
-    def _add_y_projections(self, bc, dt):
-        """The maps of sh(y) that the configuration asks for: to B and C (bc wide, both), to dt."""
-        cfg = self.config
-        if cfg.b_h_dep or cfg.c_h_dep:
-            self.bc_y_proj = WNLinear(cfg.d_inner, bc // 2 * (cfg.b_h_dep + cfg.c_h_dep))
-        if cfg.dt_h_dep:
-            self.dt_y_proj = WNLinear(cfg.d_inner, dt)
-
-    def _time_parts(self, bc_x, delta_x):
-        """B, C and, if it reads sh(y), the step size before softplus, for `_projections`."""
-        cfg = self.config
-        B, C = bc_x.chunk(2, dim=-1)
-        reads = cfg.b_h_dep or cfg.c_h_dep
-        maps = list(self.bc_y_proj.matrix().split(B.shape[-1])) if reads else []
-        parts = {
-            "B": (B, maps.pop(0) if cfg.b_h_dep else None),
-            "C": (C, maps.pop(0) if cfg.c_h_dep else None),
-        }
-        if cfg.dt_h_dep:
-            parts["delta"] = (delta_x, self.dt_y_proj.matrix())
-        return parts
-
     def _projections(self, x, **parts):
         """What a step projects from x and sh(y): the mixer's map and `parts`.
 
@@ -256,7 +234,46 @@ class FixedPointBlock(nn.Module):
         return once, per_step + scan + 12 * d
 
 
-class FPMamba1(FixedPointBlock):
+class FPMamba(FixedPointBlock):
+    """What FP-Mamba-1 and 2 share: which of B, C and the step size read sh(y) (Table 1).
+
+    A subclass also defines `_dt(delta, seqs)`, the step size, and `_decays(dt, A, keep)`.
+    """
+
+    def _add_y_projections(self, bc, dt):
+        """The maps of sh(y) that the configuration asks for: to B and C (bc wide, both), to dt."""
+        cfg = self.config
+        if cfg.b_h_dep or cfg.c_h_dep:
+            self.bc_y_proj = WNLinear(cfg.d_inner, bc // 2 * (cfg.b_h_dep + cfg.c_h_dep))
+        if cfg.dt_h_dep:
+            self.dt_y_proj = WNLinear(cfg.d_inner, dt)
+
+    def _static(self, x, z, bc_x, delta, seqs, tail):
+        """Static, from u's projections; delta: the step size before its bias and softplus."""
+        cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
+        A = -torch.exp(self.A_log.to(acc))
+        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
+        dt = decays = None  # every step's own where they read sh(y)
+        if not cfg.dt_h_dep:
+            dt = self._dt(delta, seqs)
+            with torch.autocast(x.device.type, enabled=False):
+                decays = self._decays(dt, A, keep)
+        B, C = bc_x.chunk(2, dim=-1)
+        reads = cfg.b_h_dep or cfg.c_h_dep
+        maps = list(self.bc_y_proj.matrix().split(B.shape[-1])) if reads else []
+        parts = {
+            "B": (B, maps.pop(0) if cfg.b_h_dep else None),
+            "C": (C, maps.pop(0) if cfg.c_h_dep else None),
+        }
+        if cfg.dt_h_dep:
+            parts["delta"] = (delta, self.dt_y_proj.matrix())
+        *raw, weights = self._projections(x, **parts)
+        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
+        time = (dt, A, keep, decays)
+        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
+
+
+class FPMamba1(FPMamba):
     """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan."""
 
     def __init__(self, config):
@@ -283,18 +300,11 @@ class FPMamba1(FixedPointBlock):
         tail = self._tail(x, seqs)
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
-        acc = torch.promote_types(u.dtype, torch.float32)
-        A = -torch.exp(self.A_log.to(acc))
-        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        dt = decays = None
-        if not cfg.dt_h_dep:
-            dt = self._dt(delta, seqs)
-            with torch.no_grad():
-                decays = chunk_decays(dt, A, keep)
-        *raw, weights = self._projections(x, **self._time_parts(bc_x, delta))
-        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
-        time = (dt, A, keep, decays)
-        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
+        return self._static(x, z, bc_x, delta, seqs, tail)
+
+    def _decays(self, dt, A, keep):
+        with torch.no_grad():  # the scan's backward makes its own
+            return chunk_decays(dt, A, keep)
 
     def _dt(self, delta, seqs):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
@@ -330,7 +340,7 @@ class FPMamba1(FixedPointBlock):
         return self._flops(once, scan + to_dt) if c.dt_h_dep else self._flops(once + to_dt, scan)
 
 
-class FPMamba2(FixedPointBlock):
+class FPMamba2(FPMamba):
     """FP-Mamba-2: heads with a scalar decay and a (headdim × n) state; B, C per group."""
 
     def __init__(self, config):
@@ -362,18 +372,10 @@ class FPMamba2(FixedPointBlock):
         tail = self._tail(xbc, seqs)
         xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
-        acc = torch.promote_types(u.dtype, torch.float32)
-        A = -torch.exp(self.A_log.to(acc))
-        keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        dt = decays = None
-        if not cfg.dt_h_dep:
-            dt = self._dt(delta, seqs)
-            with torch.autocast(u.device.type, enabled=False):
-                decays = ssd_decays(dt, A, keep)
-        *raw, weights = self._projections(x, **self._time_parts(bc_x, delta))
-        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
-        time = (dt, A, keep, decays)
-        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
+        return self._static(x, z, bc_x, delta, seqs, tail)
+
+    def _decays(self, dt, A, keep):
+        return ssd_decays(dt, A, keep)
 
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""

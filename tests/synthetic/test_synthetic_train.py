@@ -12,6 +12,7 @@ from lm.config import ConfigError
 from lm.metrics import read_metrics
 from synthetic import config, tasks
 from synthetic.cli import main, parse
+from synthetic.evaluate import evaluate_run
 from synthetic.tasks import TaskError
 from synthetic.train import MaxIters, loader, train
 
@@ -62,12 +63,37 @@ def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(cfg):
     assert a == b != c
 
 
-def test_a_killed_run_continues_exactly(cfg, monkeypatch):
-    train(cfg("name=whole"))
-    import synthetic.train as module
+def without_times(result: dict) -> dict:
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result["eval"]]
+    return {**result, "eval": rows, "training_seconds": None}
 
-    batch = tasks.word_problem.WordProblem.batch
-    seen = []
+
+@pytest.fixture
+def babi(tmp_path):
+    """bAbI files of one task: who is where. 24 stories of two questions a split."""
+    folder, rng = tmp_path / "babi", np.random.default_rng(0)
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        lines = []
+        for _ in range(24):
+            place = rng.choice(["office", "garden", "kitchen"], 2)
+            for i, where in enumerate(place):
+                lines.append(f"{2 * i + 1} Mary went to the {where}.")
+                lines.append(f"{2 * i + 2} Where is Mary? \t{where}\t{2 * i + 1}")
+        for number in range(1, 21):
+            (folder / f"qa{number}_{split}.txt").write_text("\n".join(lines) + "\n")
+    return ("task.name=catbabi", f"task.data={folder}", "task.stories=[1]", "train.length=10",
+            "train.batch_size=4", "eval.batch_size=4")  # fmt: skip
+
+
+@pytest.mark.parametrize("task, model", [("words", "fprnn"), ("stream", "fprnn"),
+                                         ("stream", "lstm"), ("stream", "mamba")])  # fmt: skip
+def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, model):
+    """Also one that carries its state from segment to segment (mamba, which cannot, restarts)."""
+    overrides = (f"model.name={model}", *(babi if task == "stream" else ()))
+    whole = train(cfg("name=whole", *overrides))
+    kind = type(tasks.build(cfg(*overrides).task))
+    batch, seen = kind.batch, []
 
     def die(self, seed, split, index, *rest):
         if split == "train" and index == 9 and not seen:
@@ -75,19 +101,23 @@ def test_a_killed_run_continues_exactly(cfg, monkeypatch):
             raise KeyboardInterrupt
         return batch(self, seed, split, index, *rest)
 
-    monkeypatch.setattr(tasks.word_problem.WordProblem, "batch", die)
+    monkeypatch.setattr(kind, "batch", die)
     with pytest.raises(KeyboardInterrupt):
-        module.train(cfg("name=killed"))
-    module.train(cfg("name=killed"))
-    whole, killed = (losses(cfg(f"name={n}").run_dir) for n in ("whole", "killed"))
-    assert killed == whole
-    results = [json.loads((cfg(f"name={n}").run_dir / "result.json").read_text())
-               for n in ("whole", "killed")]  # fmt: skip
-    for result in results:
-        result.pop("training_seconds")
-        for row in result["eval"]:
-            row.pop("seconds")
-    assert results[0] == results[1]
+        train(cfg("name=killed", *overrides))
+    killed = train(cfg("name=killed", *overrides))
+    assert losses(cfg("name=killed").run_dir) == losses(cfg("name=whole").run_dir)
+    assert without_times(killed) == without_times(whole)
+
+
+def test_the_state_crosses_the_segments_of_a_stream(cfg, babi):
+    """What is learnt in segments of 24 tokens is answered as well in segments of 3, where the fact
+    and the question never stand in one."""
+    c = cfg(*babi, "train.length=24", "train.steps=150", "eval.every=500", "model.name=lstm",
+            "model.d_model=32", "model.headdim=16", "checkpoint.every=200")  # fmt: skip
+    whole = train(c)["eval"][0]["metrics"]["accuracy"]
+    assert whole > 0.9
+    short = evaluate_run(c.run_dir, overrides=["train.length=3"])["eval"][0]
+    assert short["length"] == 3 and short["metrics"]["accuracy"] == whole
 
 
 def test_a_run_of_another_config_is_refused_and_a_finished_one_kept(cfg):
