@@ -14,9 +14,8 @@ import shutil
 from pathlib import Path
 
 import torch
-import yaml
 
-from lm.config import Run, load_tree
+from lm.config import Run, build, load_tree
 from lm.engine import Engine, consolidate_zero
 
 MANIFEST = "manifest.json"
@@ -196,7 +195,9 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
                 f"{run_dir} already holds a run: continue it with resume=auto, choose another"
                 " `name`, or delete it with --overwrite"
             )
-        old, new = (_flat(load_tree(saved)), _flat(yaml.safe_load(cfg.to_yaml())))
+        # Through the schema: a key that is newer than the run has its default there.
+        was = build(load_tree(saved), str(saved), type(cfg))
+        old, new = (_flat(c.model_dump(mode="json")) for c in (was, cfg))
         changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
                    if old.get(k) != new.get(k)}  # fmt: skip
         other = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()
@@ -207,8 +208,8 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
                 " `name`, or delete it with --overwrite"
             )
         if "train.steps" in changed:
-            was, now = changed["train.steps"]
-            say(f"note: train.steps was {was}, is {now}: the schedule now ends at {now}")
+            before, now = changed["train.steps"]
+            say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
     elif saved.exists():
         shutil.rmtree(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .mixers import MixerWeights, WNLinear, build_mixer, nrm, unknown
-from .scan import (
-    causal_conv,
-    chunk_decays,
-    linear_scan,
-    selective_scan,
-    ssd_decays,
-    ssd_scan,
-)
+from .scan import causal_conv, chunk_decays, linear_scan, selective_scan, ssd_decays, ssd_scan
 from .solver import (
     FixedPointStats,
     Rule,
@@ -130,7 +123,7 @@ class FixedPointBlock(nn.Module):
         with torch.autocast(y.device.type, enabled=False):
             x = self.mixer(parts.pop("mixer"), s.x - y, s.mixer) + y  # Q x + (I − Q) y
             y, h = self.mix_time(s, x, **parts)
-            y = y if s.seqs.mask is None else y * s.seqs.mask.unsqueeze(-1)
+            y = s.seqs.masked(y)
             return (y, h) if with_state else y
 
     def finish(self, s, y):
@@ -235,36 +228,34 @@ class FixedPointBlock(nn.Module):
 
 
 class FPMamba(FixedPointBlock):
-    """What FP-Mamba-1 and 2 share: which of B, C and the step size read sh(y) (Table 1).
+    """What FP-Mamba-1 and 2 share: B, C and the step size, each of x alone or of sh(y) as well
+    (Table 1). A subclass also defines `_dt(delta, seqs)` and `_decays(dt, A, keep)`."""
 
-    A subclass also defines `_dt(delta, seqs)`, the step size, and `_decays(dt, A, keep)`.
-    """
-
-    def _add_y_projections(self, bc, dt):
-        """The maps of sh(y) that the configuration asks for: to B and C (bc wide, both), to dt."""
-        cfg = self.config
+    def _add_y_projections(self, n, dt):
+        """The maps of sh(y) that there are to be: to B, to C (n wide each), to dt, to the gate."""
+        cfg, d = self.config, self.config.d_inner
         if cfg.b_h_dep or cfg.c_h_dep:
-            self.bc_y_proj = WNLinear(cfg.d_inner, bc // 2 * (cfg.b_h_dep + cfg.c_h_dep))
+            self.bc_y_proj = WNLinear(d, n * (cfg.b_h_dep + cfg.c_h_dep))
         if cfg.dt_h_dep:
-            self.dt_y_proj = WNLinear(cfg.d_inner, dt)
+            self.dt_y_proj = WNLinear(d, dt)
+        if not cfg.glu_in_loop:
+            self.z_y_proj = WNLinear(d, d)
 
     def _static(self, x, z, bc_x, delta, seqs, tail):
         """Static, from u's projections; delta: the step size before its bias and softplus."""
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
         A = -torch.exp(self.A_log.to(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        dt = decays = None  # every step's own where they read sh(y)
+        dt = decays = None  # every step makes its own where they read sh(y)
         if not cfg.dt_h_dep:
             dt = self._dt(delta, seqs)
             with torch.autocast(x.device.type, enabled=False):
                 decays = self._decays(dt, A, keep)
         B, C = bc_x.chunk(2, dim=-1)
         reads = cfg.b_h_dep or cfg.c_h_dep
-        maps = list(self.bc_y_proj.matrix().split(B.shape[-1])) if reads else []
-        parts = {
-            "B": (B, maps.pop(0) if cfg.b_h_dep else None),
-            "C": (C, maps.pop(0) if cfg.c_h_dep else None),
-        }
+        maps = iter(self.bc_y_proj.matrix().split(B.shape[-1]) if reads else ())
+        parts = {"B": (B, next(maps) if cfg.b_h_dep else None)}
+        parts["C"] = (C, next(maps) if cfg.c_h_dep else None)
         if cfg.dt_h_dep:
             parts["delta"] = (delta, self.dt_y_proj.matrix())
         *raw, weights = self._projections(x, **parts)
@@ -286,17 +277,14 @@ class FPMamba1(FPMamba):
         self.dt_proj = nn.Linear(config.dt_rank, d)
         self.A_log = nn.Parameter(torch.empty(d, n))
         self.D = nn.Parameter(torch.empty(d))
-        self._add_y_projections(2 * n, config.dt_rank)
-        if not config.glu_in_loop:
-            self.z_y_proj = WNLinear(d, d)
+        self._add_y_projections(n, config.dt_rank)
         self.out_norm = nn.LayerNorm(d, eps=config.out_norm_epsilon)
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Static."""
         cfg = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        if seqs.mask is not None:
-            x = x * seqs.mask.unsqueeze(-1)
+        x = seqs.masked(x)
         tail = self._tail(x, seqs)
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
@@ -310,8 +298,7 @@ class FPMamba1(FPMamba):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
         acc = torch.promote_types(delta.dtype, torch.float32)
         wide = F.linear(delta, self.dt_proj.weight.to(delta.dtype)).to(acc)
-        dt = F.softplus(wide + self.dt_proj.bias.to(acc))
-        return dt if seqs.mask is None else dt * seqs.mask.unsqueeze(-1)
+        return seqs.masked(F.softplus(wide + self.dt_proj.bias.to(acc)))
 
     def mix_time(self, s, x, B, C, delta=None):
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm.
@@ -358,17 +345,14 @@ class FPMamba2(FPMamba):
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
-        self._add_y_projections(bc, self.heads)
-        if not config.glu_in_loop:
-            self.z_y_proj = WNLinear(d, d)
+        self._add_y_projections(bc // 2, self.heads)
         self.out_norm = RMSNorm(d, config.out_norm_epsilon)
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Static."""
-        cfg, d, bc = self.config, self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
+        d, bc = self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
-        if seqs.mask is not None:
-            xbc = xbc * seqs.mask.unsqueeze(-1)
+        xbc = seqs.masked(xbc)
         tail = self._tail(xbc, seqs)
         xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
@@ -380,8 +364,7 @@ class FPMamba2(FPMamba):
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
         acc = torch.promote_types(delta.dtype, torch.float32)
-        dt = F.softplus(delta.to(acc) + self.dt_bias.to(acc))
-        return dt if seqs.mask is None else dt * seqs.mask.unsqueeze(-1)
+        return seqs.masked(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
 
     def mix_time(self, s, x, B, C, delta=None):
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t + D x̃_t; the gate
@@ -411,11 +394,6 @@ class FPRNN(FixedPointBlock):
         super().__init__(config)
         if config.glu_in_loop:
             raise ValueError("fp_rnn iterates its state itself: glu_in_loop is for fp_mamba1 and 2")
-        for name, default in (("b_h_dep", True), ("c_h_dep", True), ("dt_h_dep", False)):
-            if getattr(config, name) != default:
-                raise ValueError(
-                    f"b, c and λ of fp_rnn read x alone: {name} is for fp_mamba1 and 2"
-                )
         d, k = config.d_inner, config.d_conv
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
@@ -431,8 +409,7 @@ class FPRNN(FixedPointBlock):
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Static."""
         x0, z = self.in_proj(u).chunk(2, dim=-1)
-        if seqs.mask is not None:
-            x0 = x0 * seqs.mask.unsqueeze(-1)
+        x0 = seqs.masked(x0)
         tail = self._tail(x0, seqs)  # the four convolutions read the same
         x, x_b, x_mixer, x_lambda = (
             self._conv(x0, seqs, getattr(self, f"conv1d_{name}", None))
@@ -443,9 +420,9 @@ class FPRNN(FixedPointBlock):
         gate = self.lambda_proj(x_lambda).to(acc)
         decay, fresh = torch.sigmoid(gate), torch.sigmoid(-gate)  # λ and 1 − λ
         if seqs.mask is not None:  # the state passes padding unchanged
-            mask = seqs.mask.unsqueeze(-1)
-            decay, fresh = decay.masked_fill(~mask, 1.0), fresh * mask
-            x = x * mask  # a convolution's bias made it silu(bias) there, and conv1d_c would see it
+            decay = decay.masked_fill(~seqs.mask.unsqueeze(-1), 1.0)
+            fresh = seqs.masked(fresh)
+            x = seqs.masked(x)  # conv1d_x made it silu(bias) there, which conv1d_c would see
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         *raw, weights = self._projections(x_mixer)
@@ -491,16 +468,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(d))
         self.eps = eps
 
+    def _unit(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
     def wide(self, x):
         """The same, in the wide dtype it is computed in."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return x * rms * self.weight.to(x.dtype)
+        x = self._unit(x)
+        return x * self.weight.to(x.dtype)
 
     def forward(self, x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * rms).to(self.weight.dtype) * self.weight
+        return self._unit(x).to(self.weight.dtype) * self.weight
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

@@ -45,7 +45,7 @@ class FPRNNConfig(PretrainedConfig):
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
     Raises:
-        ValueError: a size that no model can have.
+        ValueError: a size that no model can have, or a field that the block cannot have.
     """
 
     model_type = "fprnn"
@@ -114,6 +114,14 @@ class FPRNNConfig(PretrainedConfig):
         ]:  # fmt: skip
             if value < 1:
                 raise ValueError(f"FPRNNConfig: {name} is {value}; it must be at least 1")
+        for name, value, default in [
+            ("b_h_dep", b_h_dep, True), ("c_h_dep", c_h_dep, True), ("dt_h_dep", dt_h_dep, False),
+        ]:  # fmt: skip
+            if block == "fp_rnn" and value != default:
+                raise ValueError(
+                    f"FPRNNConfig: {name} is {value}, which only fp_mamba1 and fp_mamba2 can have;"
+                    f" of fp_rnn it must be {default}"
+                )
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_layer = n_layer

@@ -49,6 +49,10 @@ class Sequences(NamedTuple):
         value = None if self.state is None else getattr(self.state, name)
         return value if value is None or index is None else value[index]
 
+    def masked(self, x):
+        """x, zero at padding. x: (b,l,·)"""
+        return x if self.mask is None else x * self.mask.unsqueeze(-1)
+
 
 def shift(y, seqs):
     """sh(y)[t] = y[t−1]; at t = 0 that of the state to start from, zero without one; zero at the

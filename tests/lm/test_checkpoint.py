@@ -75,3 +75,17 @@ def test_another_number_of_ranks_or_stage_is_refused(tiny_run, tmp_path):
     )  # fmt: skip
     assert done.returncode == 1
     assert "was written with zero_stage 1, this run has 2" in done.stderr
+
+
+def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
+    """A key that the run's config.yaml does not know yet has its default there."""
+    cfg = tiny("resume=auto")
+    checkpoint.claim(cfg, overwrite=False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = cfg.run_dir / "config.yaml"
+    lines = saved.read_text().splitlines(keepends=True)
+    saved.write_text("".join(line for line in lines if "mixer_h_dep" not in line))
+    checkpoint.claim(cfg, overwrite=False)
+    assert "mixer_h_dep: true" in saved.read_text()
+    with pytest.raises(checkpoint.CheckpointError, match=r"model.mixer_h_dep was True, is False"):
+        checkpoint.claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)

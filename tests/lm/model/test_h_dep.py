@@ -1,0 +1,385 @@
+"""Which of Q, B, C and Δ read sh(y) (the paper's Table 1): one iteration written out, and a solve."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lm.model import blocks
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.mixers import nrm
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import Sequences
+from tests.oracles import mixer_matrix
+
+FIELDS = ("mixer_h_dep", "b_h_dep", "c_h_dep", "dt_h_dep")
+MAMBAS = ("fp_mamba1", "fp_mamba2")
+COMBINATIONS = [
+    dict(zip(FIELDS, on), block=name)
+    for name in MAMBAS
+    for on in itertools.product([False, True], repeat=4)
+]
+# A few of them that between them turn everything on and off, with what else changes the step.
+SETTINGS = {
+    "dt": dict(dt_h_dep=True),
+    "dt_alone": dict(dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
+    "dt_and_c": dict(dt_h_dep=True, b_h_dep=False, glu_in_loop=True, use_short_conv=True),
+    "b": dict(c_h_dep=False, mixer_h_dep=False, bc_norm=False),
+    "nothing": dict(b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
+    "mamba2_dt": dict(block="fp_mamba2", dt_h_dep=True, ngroups=2),
+    "mamba2_dt_alone": dict(
+        block="fp_mamba2", dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False
+    ),
+    "mamba2_dt_and_b": dict(
+        block="fp_mamba2", dt_h_dep=True, c_h_dep=False, glu_in_loop=True, use_short_conv=True
+    ),
+    "mamba2_c": dict(block="fp_mamba2", b_h_dep=False, symm_mixer=True, ngroups=2),
+    "mamba2_nothing": dict(block="fp_mamba2", b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
+}
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+def label(combination):
+    on = [name.removesuffix("_h_dep") for name in FIELDS if combination[name]]
+    return "-".join([combination["block"], *(on or ["nothing"])])
+
+
+def model_of(dtype=torch.float64, **kwargs):
+    """A model whose iterations contract, with no bias left at zero."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=30, d_model=8, n_layer=1, d_state=4, headdim=4, eos_token_id=0)
+    rule = dict(contractive=0.3, out_norm_epsilon=1.0, tol=1e-12, max_iters=300, eval_max_iters=300)
+    model = FPRNNForCausalLM(FPRNNConfig(**{**sizes, **rule, **kwargs})).to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.add_(0.3 * torch.randn_like(p))
+            if name.endswith("bc_y_proj.gain"):
+                p.mul_(0.1)
+    return model
+
+
+def block_of(**kwargs):
+    return model_of(**kwargs).backbone.layers[0].block
+
+
+def normal(*shape, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def ids(b=2, length=24, seed=0):
+    return torch.randint(1, 30, (b, length), generator=torch.Generator().manual_seed(seed))
+
+
+# What reads sh(y).
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=label)
+@torch.no_grad()
+def test_a_token_moves_what_reads_it_one_later_and_nothing_else(combination, monkeypatch):
+    block, seen = block_of(**combination), []
+    scan = "selective_scan" if combination["block"] == "fp_mamba1" else "ssd_scan"
+    original = getattr(blocks, scan)
+
+    def spy(x, dt, A, B, C, h0=None, keep=None, decays=None):
+        assert (decays is None) == combination["dt_h_dep"]
+        seen[-1].update(x=x.flatten(2), dt_h_dep=dt, b_h_dep=B.flatten(2), c_h_dep=C.flatten(2))
+        return original(x, dt, A, B, C, h0, keep, decays)
+
+    monkeypatch.setattr(blocks, scan, spy)
+    block.mixer.register_forward_pre_hook(lambda _, args: seen.append({"mixer_h_dep": args[0]}))
+    s, y = block.prepare(normal(1, 9, 8)), normal(1, 9, 16, seed=2)
+    moved = y.clone()
+    moved[:, 3] += normal(1, 16, seed=3)
+    outputs = [block.step(s, y), block.step(s, moved)]
+    assert len(seen) == 2
+
+    def tokens(name):
+        return (seen[0][name] != seen[1][name]).any(-1).flatten().nonzero().flatten().tolist()
+
+    assert {name: tokens(name) for name in FIELDS} == {
+        name: [4] if combination[name] else [] for name in FIELDS
+    }
+    # The iterate itself is mixed in whatever reads sh(y): x̃ = Q x + (I − Q) y.
+    assert tokens("x") == ([3, 4] if combination["mixer_h_dep"] else [3])
+    differ = (outputs[0] != outputs[1]).any(-1).flatten().nonzero().flatten().tolist()
+    assert differ and min(differ) == 3
+
+
+@pytest.mark.parametrize("name", MAMBAS)
+def test_a_map_is_as_wide_as_what_reads_it(name):
+    k, to_dt = (4, 1) if name == "fp_mamba1" else (8, 4)  # n or groups · n; dt_rank or heads
+    for b, c, dt in itertools.product([False, True], repeat=3):
+        block = block_of(block=name, ngroups=k // 4, b_h_dep=b, c_h_dep=c, dt_h_dep=dt)
+        shapes = {n: tuple(p.shape) for n, p in block.named_parameters()}
+        expected = {"bc_y_proj.weight": (k * (b + c), 16), "bc_y_proj.gain": (k * (b + c), 1)}
+        expected = expected if b or c else {}
+        if dt:
+            expected |= {"dt_y_proj.weight": (to_dt, 16), "dt_y_proj.gain": (to_dt, 1)}
+        maps = {n: s for n, s in shapes.items() if n.startswith(("bc_y_proj", "dt_y_proj"))}
+        assert maps == expected
+
+
+def test_the_defaults_have_the_parameters_they_had():
+    common = {
+        "A_log", "D", "bc_y_proj.gain", "bc_y_proj.weight", "in_proj.weight",
+        "mixer.alpha_proj.bias", "mixer.alpha_proj.gain", "mixer.alpha_proj.weight",
+        "mixer.u_proj.gain", "mixer.u_proj.weight", "out_norm.weight", "out_proj.weight",
+        "z_y_proj.gain", "z_y_proj.weight",
+    }  # fmt: skip
+    own = {
+        "fp_mamba1": {"dt_proj.bias", "dt_proj.weight", "out_norm.bias", "x_proj.weight"},
+        "fp_mamba2": {"dt_bias"},
+    }
+    for name in MAMBAS:
+        assert block_of(block=name).state_dict().keys() == common | own[name]
+
+
+@torch.no_grad()
+def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
+    torch.manual_seed(0)
+    config = FPRNNConfig(vocab_size=8, d_model=32, n_layer=1, dt_h_dep=True)
+    weights = FPRNNForCausalLM(config).backbone.layers[0].block.dt_y_proj
+    torch.testing.assert_close(weights.matrix(), weights.weight)  # gain is the row's norm
+    bound = 64**-0.5  # kaiming_uniform(a=√5) on fan-in 64
+    assert 0.9 * bound < weights.weight.abs().max() <= bound
+
+
+# One iteration against math.md, a token at a time.
+
+
+def wn(linear):
+    """W = g · v / ‖v‖ of each row, from the parameters."""
+    return linear.gain * linear.weight / linear.weight.norm(dim=1, keepdim=True)
+
+
+def naive_step(block, u, y, starts, real):
+    """f(y) of one sequence and its final state. u: (l,d_model); y: (l,d); starts, real: (l,) bool."""
+    cfg, d, k = block.config, block.config.d_inner, block.config.d_state * block.config.ngroups
+    first = cfg.block == "fp_mamba1"
+    heads = d if first else block.heads
+    A = -torch.exp(block.A_log)
+    out, h = torch.zeros_like(y), y.new_zeros(heads, d // heads, cfg.d_state)
+    for t in range(len(u)):
+        if starts[t]:
+            h = torch.zeros_like(h)
+        if not real[t]:  # the identity on the state
+            continue
+        projected = block.in_proj.weight @ u[t]
+        if first:
+            x, z = projected.split([d, d])
+            delta, B, C = (block.x_proj.weight @ x).split([cfg.dt_rank, k, k])
+        else:
+            z, x, B, C, delta = projected.split([d, d, k, k, heads])
+        before = torch.zeros_like(x) if t == 0 or starts[t] or not real[t - 1] else y[t - 1]
+        P = x
+        if cfg.mixer_h_dep:
+            P = x + before if cfg.symm_mixer else torch.cat([x, before])
+        eye, Q = torch.eye(d, dtype=y.dtype), mixer_matrix(block.mixer, P, cfg)
+        mixed = Q @ x + (eye - Q) @ y[t]
+        if cfg.b_h_dep:
+            B = B + wn(block.bc_y_proj)[:k] @ before
+        if cfg.c_h_dep:
+            C = C + wn(block.bc_y_proj)[-k:] @ before
+        if cfg.dt_h_dep:
+            delta = delta + wn(block.dt_y_proj) @ before
+        dt = block.dt_proj.weight @ delta + block.dt_proj.bias if first else delta + block.dt_bias
+        dt = F.softplus(dt)
+        # Per head (of FP-Mamba-1: channel) B and C of its group, over the states.
+        B, C = (
+            (nrm(m.view(cfg.ngroups, -1), cfg.eps) if cfg.bc_norm else m.view(cfg.ngroups, -1))
+            .repeat_interleave(heads // cfg.ngroups, 0)
+            .unsqueeze(1)
+            for m in (B, C)
+        )
+        by_head = mixed.view(heads, -1, 1)
+        rate = A if first else A.unsqueeze(-1)
+        h = torch.exp(dt.unsqueeze(-1) * rate).unsqueeze(1) * h + dt.view(-1, 1, 1) * by_head * B
+        o = ((h * C).sum(-1) + block.D.view(-1, 1) * by_head[..., 0]).flatten()
+        if first:
+            o = o * F.silu(z) if cfg.glu_in_loop else o
+            norm = block.out_norm
+            out[t] = F.layer_norm(o, (d,), norm.weight, norm.bias, norm.eps)
+        else:
+            o = o * F.silu(z)
+            rms = torch.sqrt(o.square().mean() + cfg.out_norm_epsilon)
+            out[t] = o / rms * block.out_norm.weight
+    return out, h.squeeze(1) if first else h
+
+
+STEPS = {
+    **{label(c): c for c in COMBINATIONS},
+    "symm": dict(block="fp_mamba1", symm_mixer=True, b_h_dep=False, dt_h_dep=True),
+    "gate_inside": dict(block="fp_mamba1", glu_in_loop=True, c_h_dep=False, dt_h_dep=True),
+    "no_bc_norm": dict(block="fp_mamba1", bc_norm=False, c_h_dep=False, dt_h_dep=True),
+    "groups": dict(block="fp_mamba2", ngroups=2, b_h_dep=False, dt_h_dep=True),
+    "groups_b": dict(block="fp_mamba2", ngroups=2, c_h_dep=False, bc_norm=False, dt_h_dep=True),
+    "two_reflections": dict(block="fp_mamba2", mixer_rank=2, dt_h_dep=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "starts", "left_padding", "right_padding"])
+@pytest.mark.parametrize("name", STEPS)
+@torch.no_grad()
+def test_one_iteration_equals_the_definition(name, kind):
+    block = block_of(**STEPS[name], contractive=None)
+    length, starts, mask = 11, None, None
+    if kind == "starts":
+        starts = torch.zeros(2, length, dtype=torch.bool)
+        starts[0, 4] = starts[0, 7] = starts[1, 0] = starts[1, 10] = True
+    elif kind != "plain":
+        mask = torch.ones(2, length, dtype=torch.bool)
+        mask[0, :4] = mask[1, :1] = False
+        mask = mask if kind == "left_padding" else mask.flip(1)
+    u, y = normal(2, length, 8), normal(2, length, 16, seed=2)
+    y = y if mask is None else y * mask.unsqueeze(-1)  # as every iterate is
+    mine, h = block.step(block.prepare(u, Sequences(mask, starts)), y, True)
+    nothing = torch.zeros(length, dtype=torch.bool)
+    for row in range(2):
+        expected, state = naive_step(
+            block, u[row], y[row],
+            nothing if starts is None else starts[row], ~nothing if mask is None else mask[row],
+        )  # fmt: skip
+        torch.testing.assert_close(mine[row], expected, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(h[row], state, rtol=1e-9, atol=1e-10)
+
+
+# The solve.
+
+
+@every_setting
+@torch.no_grad()
+def test_padding_documents_and_segments_give_what_the_tokens_alone_give(name):
+    model, tokens = model_of(**SETTINGS[name], n_layer=2), ids()
+    alone = model(tokens, return_state=True)
+    assert alone.fixed_point.converged.all()
+    close = dict(rtol=0, atol=1e-8)
+    for pad in ((5, 0), (0, 5)):
+        mask = F.pad(torch.ones_like(tokens), pad)
+        padded = model(F.pad(tokens, pad, value=7), attention_mask=mask).logits
+        torch.testing.assert_close(padded[mask.bool()], alone.logits.flatten(0, 1), **close)
+    packed = tokens.clone()
+    packed[:, 9] = 0  # the end of a document
+    torch.testing.assert_close(model(packed).logits[:, 10:], model(tokens[:, 10:]).logits, **close)
+    for tokens_, whole in ((tokens, alone), (packed, model(packed, return_state=True))):
+        state = None
+        for segment, expected in zip(
+            tokens_.split((10, 1, 13), 1), whole.logits.split((10, 1, 13), 1)
+        ):
+            out = model(segment, state=state, return_state=True)
+            state = out.state
+            torch.testing.assert_close(out.logits, expected, **close)
+        for mine, theirs in zip(state.layers, whole.state.layers):
+            torch.testing.assert_close(mine.y, theirs.y, **close)
+            torch.testing.assert_close(mine.h, theirs.h, **close)
+
+
+@pytest.mark.parametrize("gradient", ["one_step", "phantom:2", "implicit"])
+@every_setting
+def test_every_parameter_has_the_gradient_that_finite_differences_give(name, gradient):
+    block = block_of(**SETTINGS[name], gradient=gradient, stepsize=0.9)
+    u, cotangent = normal(2, 6, 8), normal(2, 6, 8, seed=3)
+    with torch.no_grad():
+        y_star, _ = block._solve(block.prepare(u))
+
+    def scalar():  # the implicit gradient is of the solve, the others of the steps after it
+        if gradient == "implicit":
+            return (block(u)[0] * cotangent).sum()
+        return (block._gradient_steps(block.prepare(u), y_star)[0] * cotangent).sum()
+
+    block.config.tol = 1e-13
+    (block(u)[0] * cotangent).sum().backward()
+    for parameter, p in block.named_parameters():
+        assert torch.isfinite(p.grad).all() and p.grad.abs().max() > 0, parameter
+        direction, original = normal(*p.shape, seed=4), p.data
+        with torch.no_grad():
+            p.data = original + 1e-6 * direction
+            plus = scalar()
+            p.data = original - 1e-6 * direction
+            numeric = ((plus - scalar()) / 2e-6).item()
+            p.data = original
+        analytic = (p.grad * direction).sum().item()
+        assert abs(numeric - analytic) < 1e-5 * (1 + abs(numeric)), parameter
+
+
+@every_setting
+def test_gradient_checkpointing_gives_the_same(name):
+    grads = []
+    for checkpointing in (False, True):
+        model = model_of(**SETTINGS[name], n_layer=2).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids(), labels=ids()).loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters()})
+    for parameter, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][parameter], grad, msg=parameter)
+
+
+@every_setting
+def test_bf16_stays_near_fp32_and_trains(name, tmp_path):
+    model = model_of(torch.float32, **SETTINGS[name], tol=1e-3)
+    with torch.no_grad():
+        exact = model(ids()).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            low = model(ids()).logits
+        model.save_pretrained(tmp_path)
+        loaded = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        stored = loaded.eval()(ids()).logits
+    for logits in (low, stored):
+        assert logits.dtype == torch.float32
+        assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train()(ids(), labels=ids()).loss.backward()
+    for parameter, p in model.named_parameters():
+        assert torch.isfinite(p.grad).all() and p.grad.abs().max() > 0, parameter
+
+
+@every_setting
+def test_contraction_reads_the_mixers_part_alone(name):
+    block, u = block_of(**SETTINGS[name]), normal(2, 6, 8)
+    mixing, lipschitz = block.contraction(u, power_iterations=40)
+    with torch.no_grad():
+        s = block.prepare(u)
+        y, _ = block._solve(s)
+        before, x = F.pad(y[:, :-1], (0, 0, 1, 0)), s.x
+        cfg = block.config
+        P = (x + before if cfg.symm_mixer else torch.cat([x, before], -1)) if cfg.mixer_h_dep else x
+        off = torch.eye(16, dtype=y.dtype) - block.mixer.matrix(P)
+        exact = torch.linalg.matrix_norm(off, ord=2).amax(-1)
+    torch.testing.assert_close(mixing, exact, rtol=1e-3, atol=0)
+    assert torch.isfinite(lipschitz).all() and (lipschitz > 0).all()
+
+
+# What stands around it.
+
+
+@every_setting
+@torch.no_grad()
+def test_a_saved_model_comes_back(name, tmp_path):
+    model = model_of(torch.float32, **SETTINGS[name], tol=1e-4)
+    model.save_pretrained(tmp_path)
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path).eval()
+    for field in FIELDS:
+        assert getattr(loaded.config, field) == getattr(model.config, field)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize("name", MAMBAS)
+def test_flops_count_the_maps_where_they_run(name):
+    d, n = 16, 4
+    to_dt, through = (1, 2 * 1 * d) if name == "fp_mamba1" else (4, 0)  # dt_rank, dt_proj; heads
+    once, step = block_of(block=name).flops_per_token()
+    for b, c, dt in itertools.product([False, True], repeat=3):
+        here = block_of(block=name, b_h_dep=b, c_h_dep=c, dt_h_dep=dt).flops_per_token()
+        expected = step - 2 * d * n * (2 - b - c) + dt * (2 * d * to_dt + through)
+        assert here == (once - dt * through, expected)
+
+
+def test_fp_rnn_names_the_field_that_it_cannot_have():
+    for field, value in {"b_h_dep": False, "c_h_dep": False, "dt_h_dep": True}.items():
+        with pytest.raises(ValueError, match=f"{field} is {value}, which only fp_mamba1"):
+            FPRNNConfig(block="fp_rnn", **{field: value})
+    FPRNNConfig(block="fp_rnn", b_h_dep=True, c_h_dep=True, dt_h_dep=False)
