@@ -27,46 +27,68 @@ def result(cfg: Config) -> dict | None:
 
 
 def run_all(configs: list[Config], jobs: int = 1) -> None:
-    """Train the configs that are not finished.
+    """Train the configs that are not finished; one that fails does not keep the others from it.
 
     Args:
         jobs: processes at once; with more than one, each has its share of the CPU's threads and
             its output goes to RUN.log beside the run's directory.
     Raises:
-        TrainingError: a process failed; the others were let finish.
+        TrainingError: some runs failed (they diverged, say).
+        Stopped: a signal asked for a stop; what was running is saved.
     """
     waiting = [cfg for cfg in configs if not is_finished(cfg)]
-    if jobs <= 1:
-        from synthetic.train import train
+    failed = _in_turn(waiting) if jobs <= 1 else _at_once(waiting, jobs)
+    if failed:
+        raise TrainingError(f"{len(failed)} of {len(waiting)} runs failed; the first: {failed[0]}")
 
-        for i, cfg in enumerate(waiting, 1):
-            say(f"run {i} of {len(waiting)}")
+
+def _in_turn(waiting: list[Config]) -> list[str]:
+    from synthetic.train import Stopped, train
+
+    failed = []
+    for i, cfg in enumerate(waiting, 1):
+        say(f"run {i} of {len(waiting)}")
+        try:
             train(cfg)
-        return
-    total, running, failed = len(waiting), {}, []
+        except Stopped:
+            raise
+        except (TrainingError, FloatingPointError) as e:
+            say(f"FAILED {cfg.run_dir}: {e}")
+            failed.append(f"{cfg.run_dir}: {e}")
+    return failed
+
+
+def _at_once(waiting: list[Config], jobs: int) -> list[str]:
+    total, running, failed, numbers = len(waiting), {}, [], iter(range(1, len(waiting) + 1))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    waiting = list(waiting)
     with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                cfg = waiting.pop(0)
-                path = Path(folder) / f"{total - len(waiting)}.yaml"
-                path.write_text(cfg.to_yaml(), encoding="utf-8")
-                log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
-                log.parent.mkdir(parents=True, exist_ok=True)
-                command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
-                say(f"start  {total - len(waiting)} of {total}  {cfg.run_dir}")
-                with log.open("w") as f:
-                    started = subprocess.Popen(command, stdout=f, stderr=f, env=env)
-                running[started] = (cfg, log, time.monotonic())
-            time.sleep(0.2)
-            for process in [p for p in running if p.poll() is not None]:
-                cfg, log, began = running.pop(process)
-                seconds = time.monotonic() - began
-                if is_finished(cfg):  # exit status 2 is a missed bar, not a failure
-                    say(f"done   {cfg.run_dir} in {seconds:.0f} s")
-                else:
-                    failed.append(log)
-                    say(f"FAILED {cfg.run_dir} after {seconds:.0f} s: see {log}")
-    if failed:
-        raise TrainingError(f"{len(failed)} of {total} runs failed; the first: see {failed[0]}")
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    cfg, number = waiting.pop(0), next(numbers)
+                    path = Path(folder) / f"{number}.yaml"
+                    path.write_text(cfg.to_yaml(), encoding="utf-8")
+                    log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
+                    say(f"start  {number} of {total}  {cfg.run_dir}")
+                    with log.open("w") as f:
+                        started = subprocess.Popen(command, stdout=f, stderr=f, env=env)
+                    running[started] = (cfg, log, time.monotonic())
+                time.sleep(0.2)
+                for process in [p for p in running if p.poll() is not None]:
+                    cfg, log, began = running.pop(process)
+                    seconds = time.monotonic() - began
+                    if is_finished(cfg):  # exit status 2 is a missed bar, not a failure
+                        say(f"done   {cfg.run_dir} in {seconds:.0f} s")
+                    else:
+                        say(f"FAILED {cfg.run_dir} after {seconds:.0f} s: see {log}")
+                        failed.append(f"see {log}")
+        finally:  # of an interrupt: the runs save before they end
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()
+    return failed

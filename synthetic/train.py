@@ -26,6 +26,10 @@ FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "
          "train.max_iters", "train.gamma_shape", "train.precision")  # fmt: skip
 
 
+class Stopped(TrainingError):
+    """A signal asked for it; the checkpoint is saved."""
+
+
 class Batches(torch.utils.data.Dataset):
     """Training batches by number; each is made from (seed, number) alone."""
 
@@ -75,7 +79,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
 
     Raises:
         ConfigError, TaskError, CheckpointError: something asked for cannot be had.
-        TrainingError: the loss became NaN or infinite, or a signal asked for a stop.
+        TrainingError: the loss became NaN or infinite. Stopped: a signal asked for a stop.
     """
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
@@ -207,7 +211,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 if stop or step % cfg.checkpoint.every == 0 or step == steps or solved_at:
                     save()
                 if stop:
-                    raise TrainingError(
+                    raise Stopped(
                         f"stopped by a signal after update {step}, checkpoint saved: the same"
                         " command continues"
                     )

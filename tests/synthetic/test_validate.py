@@ -119,3 +119,12 @@ def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
     with pytest.raises(TrainingError, match=r"1 of 1 runs failed; the first: see .*bad\.log"):
         run_all([bad], jobs=2)
     assert not is_finished(bad)
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(two, tmp_path, recipes):
+    runs = list(validate.plan(two, [], str(tmp_path / "one")).values())[:2]
+    runs[0].optim.min_lr, runs[0].optim.lr, runs[0].optim.grad_clip = 0, 1e30, 0
+    runs[0].train.steps = 6
+    with pytest.raises(TrainingError, match="1 of 2 runs failed"):
+        run_all(runs)
+    assert [is_finished(cfg) for cfg in runs] == [False, True]

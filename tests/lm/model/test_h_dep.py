@@ -1,4 +1,4 @@
-"""Which of Q, B, C and Δ read sh(y) (the paper's Table 1): one iteration written out, and a solve."""
+"""Which of Q, B, C and Δ read sh(y) (the paper's Table 1): one iteration written out, solves."""
 
 import itertools
 
@@ -134,7 +134,7 @@ def test_the_defaults_have_the_parameters_they_had():
         "fp_mamba2": {"dt_bias"},
     }
     for name in MAMBAS:
-        assert block_of(block=name).state_dict().keys() == common | own[name]
+        assert block_of(block=name, contractive=None).state_dict().keys() == common | own[name]
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def wn(linear):
 
 
 def naive_step(block, u, y, starts, real):
-    """f(y) of one sequence and its final state. u: (l,d_model); y: (l,d); starts, real: (l,) bool."""
+    """f(y) of one sequence, and its final state. u: (l,d_model), y: (l,d), starts, real: (l,)."""
     cfg, d, k = block.config, block.config.d_inner, block.config.d_state * block.config.ngroups
     first = cfg.block == "fp_mamba1"
     heads = d if first else block.heads
@@ -265,9 +265,8 @@ def test_padding_documents_and_segments_give_what_the_tokens_alone_give(name):
     torch.testing.assert_close(model(packed).logits[:, 10:], model(tokens[:, 10:]).logits, **close)
     for tokens_, whole in ((tokens, alone), (packed, model(packed, return_state=True))):
         state = None
-        for segment, expected in zip(
-            tokens_.split((10, 1, 13), 1), whole.logits.split((10, 1, 13), 1)
-        ):
+        segments = (t.split((10, 1, 13), 1) for t in (tokens_, whole.logits))
+        for segment, expected in zip(*segments, strict=True):
             out = model(segment, state=state, return_state=True)
             state = out.state
             torch.testing.assert_close(out.logits, expected, **close)
