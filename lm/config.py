@@ -118,8 +118,8 @@ class Model(Section):
     out_norm_epsilon: float = Field(1e-5, gt=0)
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
-    schedule: Literal["parallel"] = "parallel"
-    stopping: Literal["paper"] = "paper"
+    schedule: str = "mixed"
+    stopping: Literal["causal", "paper"] = "causal"
     tol: float = Field(0.1, gt=0)
     max_iters: int = Field(100, gt=0)
     eval_max_iters: int = Field(1000, gt=0)

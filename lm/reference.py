@@ -78,6 +78,7 @@ def reference_config(description: dict, **overrides):
     layer = inner.get("layer") or description.get("cls", "FPMamba1")
     block = _look_up(BLOCKS, "FPMamba1" if layer == "FPLMHeadModel" else layer, "layer")
     kwargs = {k: v for k, v in inner.items() if k in SAME and v is not None}
+    kwargs.update(schedule="parallel", stopping="paper")  # solved as it was trained
     kwargs.update(block=block, **_look_up(MIXERS, inner.get("mixer_type"), "mixer_type"))
     if block == "fp_rnn":  # there the paper's code divides by the largest eigenvalue as well
         kwargs["kronecker_norm"] = "spectral"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -36,11 +37,27 @@ def build(cfg: Config, task, seq_len: int):
     return model.to(device), device, precision
 
 
+def read_checkpoint(path: Path, device="cpu") -> dict:
+    """What `synthetic.train` has saved.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals([FPRNNState, BlockState]):
+            return torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        reason = str(e).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is damaged ({reason}): delete it, and `train` begins anew"
+        ) from e
+
+
 def load_run(run_dir: Path, overrides=()):
     """A trained run → (cfg, task, model, precision), the model in evaluation mode.
 
     Raises:
-        CheckpointError: nothing was trained there.
+        CheckpointError: nothing was trained there, or another model.
         TaskError: the checkpoint was trained on another vocabulary.
     """
     path = Path(run_dir) / "checkpoints" / "last.pt"
@@ -49,8 +66,7 @@ def load_run(run_dir: Path, overrides=()):
     cfg = load(Path(run_dir) / "config.yaml", overrides)
     task = tasks.build(cfg.task)
     model, _, precision = build(cfg, task, cfg.train.lengths[1])
-    with torch.serialization.safe_globals([FPRNNState, BlockState]):
-        weights = torch.load(path, map_location="cpu", weights_only=True)["model"]
+    weights = read_checkpoint(path)["model"]
     ours = model.state_dict()
     for name, tensor in weights.items():
         if "embedding" in name and name in ours and len(ours[name]) != len(tensor):
@@ -58,5 +74,12 @@ def load_run(run_dir: Path, overrides=()):
                 f"{path} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
                 f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
             )
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        raise CheckpointError(
+            f"{path} is of another model than its config and the overrides describe ({first}):"
+            " leave the `model` section as it was trained"
+        ) from None
     return cfg, task, model.eval(), precision

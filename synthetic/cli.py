@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 EPILOG = """examples:
@@ -20,6 +21,10 @@ def _train(args) -> int:
     from synthetic.train import train
 
     cfg = load(args.config, args.override, args.job_index)
+    if cfg.sweep and args.job_index is None:
+        last = math.prod(map(len, cfg.sweep.values())) - 1
+        say(f"note: {args.config} has a sweep, which this does not train: --job-index 0 to {last}"
+            " trains a point of it")  # fmt: skip
     result = train(cfg, args.overwrite)
     say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in"
                         f" {result['training_seconds']:.0f} s"))  # fmt: skip

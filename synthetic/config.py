@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from lm import config as base
 from lm.config import Fraction1, Section
@@ -78,6 +78,8 @@ class Train(Section):
     def _interval(cls, value):
         if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] > value[1]:
             raise ValueError(f"length [{value[0]}, {value[1]}] is empty: shortest first")
+        if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] < 1:
+            raise ValueError(f"length [{value[0]}, {value[1]}]: the shortest is at least 1")
         return value
 
     @property
@@ -91,7 +93,7 @@ class Eval(Section):
     during: str | None = None  # lengths tried at every evaluation as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
     batch_size: int = Field(100, gt=0)
-    seeds: tuple[int, ...] = (0,)  # of the test data
+    seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)  # of the test data
     max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
     sequential: bool = False  # also solve token by token, as when decoding (Fig. 10)
 

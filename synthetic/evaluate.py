@@ -76,6 +76,12 @@ def as_tensors(batch: Batch, device):
 def _free_bytes(device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    try:  # with what the kernel would give up of its file cache, which is most of the memory
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -137,11 +143,12 @@ def measure(
     task.check_length(length)
     device = next(model.parameters()).device
     streams = getattr(task, "streams", False)
-    size = cfg.eval.batch_size
+    size = at_once = cfg.eval.batch_size
     if streams:
         numbers = range(task.segments(split, size, length))
-    else:
-        size = _sequences_that_fit(model, length, min(size, cfg.eval.examples), device)
+    else:  # the data do not depend on how many fit
+        size = min(size, cfg.eval.examples)
+        at_once = _sequences_that_fit(model, length, size, device)
         numbers = range(math.ceil(cfg.eval.examples / size))
     carries = (streams or sequential) and getattr(model, "carries_state", False)
     if sequential and not carries:
@@ -155,16 +162,23 @@ def measure(
         for i in numbers:
             batch = task.batch(seed, split, i, size, (length, length))
             ids, _, mask = as_tensors(batch, device)
-            state = state if batch.carry else None
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                logits, solved, state = answer(model, ids, mask, state, carries, sequential)
-            stats += [s for s in solved if s is not None]
-            predicted = logits.argmax(-1).cpu().numpy()
-            for name, items in task.score(predicted, batch).items():
+            before, predicted = state if batch.carry else None, []
+            for rows in (slice(first, first + at_once) for first in range(0, size, at_once)):
+                part = None if mask is None else mask[rows]
+                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    logits, solved, state = answer(
+                        model, ids[rows], part, before, carries, sequential
+                    )
+                stats += [s for s in solved if s is not None]
+                predicted.append(logits.argmax(-1).cpu().numpy())
+            for name, items in task.score(np.concatenate(predicted), batch).items():
                 values.setdefault(name, []).append(items)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (MemoryError, RuntimeError) as e:
+        out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
+            raise
         raise TaskError(
-            f"length {length} does not fit in memory, {size} sequences at once: make"
+            f"length {length} does not fit in memory, {at_once} sequences at once: make"
             " eval.batch_size smaller"
         ) from None
     finally:
@@ -250,6 +264,10 @@ def summary(result: dict, title: str):
             table.add_column(head, justify="right")
         for name in names:
             table.add_row(name, f"{rows[0]['metrics'][name]:.4f}")
+        if "num_iters" in rows[0]:
+            table.add_row(
+                "ℓ* per layer", " ".join(f"{v:.1f}" for v in rows[0]["num_iters"]["mean"])
+            )
         return table
     table.add_column("length", justify="right")
     for name in names:
@@ -289,13 +307,19 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         what was written to `out` (default RUN/eval.json).
     """
     run_dir = Path(run_dir)
+    if any(seed < 0 for seed in seeds or ()):
+        raise TaskError(f"seeds {seeds}: a seed is 0 or more")
     cfg, task, model, precision = load_run(run_dir, overrides)
+    if getattr(task, "streams", False) and (lengths or seeds):
+        say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
+            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip
     wanted = parse_lengths(lengths or cfg.eval.lengths, task)
     results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision)
+    tested = {None, *(r["length"] for r in results)}
     result = {
         "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,
         "headline": task.headline, "chance": task.chance, "eval": results,
-        "bars": passes(cfg.bars, results),
+        "bars": passes([bar for bar in cfg.bars if bar.length in tested], results),
     }  # fmt: skip
     path = Path(out) if out else run_dir / "eval.json"
     path.parent.mkdir(parents=True, exist_ok=True)

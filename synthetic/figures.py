@@ -365,7 +365,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     trained = runs[0].cfg.train.lengths[1]
     double = nearest(known, 2 * trained)
     lengths = sorted({nearest(known, trained), double, known[-1]})
-    figure, axes = _panels([f"test length {n}" for n in lengths], title, width=0.9 + 0.5 *
+    figure, axes = _panels([f"test length {n} tokens" for n in lengths], title, width=0.9 + 0.5 *
                            len(limits), height=1.5 + 0.42 * len(runs), sharey=True)  # fmt: skip
     summary = [
         {"run": f"{run.label}, at {double}", **{f"tested with {n}": found.get(n, {}).get(double)
@@ -384,8 +384,8 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
                     text, color = "–", "k"
                 ax.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
         ax.set_xticks(range(len(limits)), limits)
-        ax.set_xlabel("ℓmax in evaluation")
+        ax.set_xlabel("ℓmax in evaluation (iterations)")
     axes[0].set_yticks(range(len(runs)), [run.cfg.train.max_iters for run in runs])
-    axes[0].set_ylabel("ℓmax in training")
+    axes[0].set_ylabel("ℓmax in training (iterations)")
     figure.colorbar(image, ax=list(axes), label=words(metric), fraction=0.06, aspect=16)
     return Drawing(figure, rows, summary)

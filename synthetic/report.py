@@ -27,6 +27,7 @@ from synthetic.figures import (
     scatter,
     times,
 )
+from synthetic.runs import differences
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "synthetic"
 SCALES = ("small", "paper")
@@ -236,7 +237,7 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
     runs = []
     for i in sweep.found():
         cfg, point = sweep.configs[i], sweep.points[i]
-        if other := _differences(cfg):
+        if other := differences(cfg):
             say(f"note: {cfg.run_dir} is of another config: {'; '.join(other[:4])}")
         fresh = [n for n in limits if n not in limits_missing(cfg, limits)]
         runs.append(
@@ -251,20 +252,6 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
         if labels.count(run.label) > 1:
             run.model += f" ({labels[:i].count(labels[i]) + 1})"
     return runs
-
-
-def _differences(cfg: Config) -> list[str]:
-    """Where the config a run was made with differs from that of the report, in what matters."""
-    saved = cfg.run_dir / "config.yaml"
-    old = base.load_tree(saved) if saved.exists() else {}
-    new, found = cfg.model_dump(mode="json"), []
-    for section in ("model", "task", "optim", "train", "eval"):
-        for key, value in (old.get(section) or {}).items():
-            wanted = new[section].get(key, value)
-            unsaid = key == "data" and wanted is None  # a folder, given when the run was started
-            if wanted != value and key not in ("threads", "workers") and not unsaid:
-                found.append(f"{section}.{key} was {value}, is {wanted}")
-    return found
 
 
 def missing_lines(sweep: Sweep, limits: list[int]) -> list[str]:

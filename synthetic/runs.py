@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from lm import config as base
 from lm.console import say
 from lm.engine import TrainingError
 from synthetic.config import Config
+
+# What a baseline has no use for.
+SOLVER = {"schedule", "stopping", "tol", "max_iters", "eval_max_iters", "quantile", "stepsize",
+          "stepsize_decay", "patience", "gradient", "n_backwards", "jacobian_reg"}  # fmt: skip
 
 
 def is_finished(cfg: Config) -> bool:
@@ -24,6 +30,22 @@ def result(cfg: Config) -> dict | None:
     """What a finished run has found, or None."""
     path = cfg.run_dir / "result.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def differences(cfg: Config) -> list[str]:
+    """Where the config a run was made with differs from this one, in what matters."""
+    saved = cfg.run_dir / "config.yaml"
+    old = base.load_tree(saved) if saved.exists() else {}
+    new, found = cfg.model_dump(mode="json"), []
+    for section in ("model", "task", "optim", "train", "eval"):
+        for key, value in (old.get(section) or {}).items():
+            if section == "model" and key in SOLVER and cfg.model.name != "fprnn":
+                continue
+            wanted = new[section].get(key, value)
+            unsaid = key == "data" and wanted is None  # a folder, given when the run was started
+            if wanted != value and key not in ("threads", "workers") and not unsaid:
+                found.append(f"{section}.{key} was {value}, is {wanted}")
+    return found
 
 
 def run_all(configs: list[Config], jobs: int = 1) -> None:
@@ -59,6 +81,20 @@ def _in_turn(waiting: list[Config]) -> list[str]:
 
 
 def _at_once(waiting: list[Config], jobs: int) -> list[str]:
+    from synthetic.train import SIGNALS, Stopped
+
+    def stop(*_):
+        raise Stopped("stopped by a signal: what was running is saved, the same command continues")
+
+    handlers = {n: signal.signal(n, stop) for n in SIGNALS}
+    try:
+        return _processes(waiting, jobs)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _processes(waiting: list[Config], jobs: int) -> list[str]:
     total, running, failed, numbers = len(waiting), {}, [], iter(range(1, len(waiting) + 1))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -69,7 +105,8 @@ def _at_once(waiting: list[Config], jobs: int) -> list[str]:
                 while waiting and len(running) < jobs:
                     cfg, number = waiting.pop(0), next(numbers)
                     path = Path(folder) / f"{number}.yaml"
-                    path.write_text(cfg.to_yaml(), encoding="utf-8")
+                    point = cfg.model_copy(update={"sweep": {}})  # of which it is one already
+                    path.write_text(point.to_yaml(), encoding="utf-8")
                     log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
                     log.parent.mkdir(parents=True, exist_ok=True)
                     command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]

@@ -11,19 +11,21 @@ import torch
 import torch.nn.functional as F
 
 from lm.build import missing_kernels
-from lm.checkpoint import claim, write_json
+from lm.checkpoint import CheckpointError, claim, write_json
 from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.metrics import Writer, fixed_point_metrics
-from lm.model.state import BlockState, FPRNNState
 from synthetic import tasks
-from synthetic.build import build
+from synthetic.build import build, read_checkpoint
 from synthetic.config import Config
 from synthetic.evaluate import answer, as_tensors, evaluate_all, measure, parse_lengths, passes
 
 # What a continued run may not change.
 FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "train.curriculum",
          "train.max_iters", "train.gamma_shape", "train.precision")  # fmt: skip
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # save and stop
 
 
 class Stopped(TrainingError):
@@ -85,15 +87,20 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         torch.set_num_threads(cfg.train.threads)
     task = tasks.build(cfg.task)
     lo, hi = cfg.train.lengths
-    task.check_length(hi)
     lengths = parse_lengths(cfg.eval.lengths, task)
     during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
+    _check(cfg, task, lengths)
     run_dir = cfg.run_dir
     claim(cfg, overwrite, say, FIXED)
     model, device, precision = build(cfg, task, max(hi, *lengths))
     parameters = sum(p.numel() for p in model.parameters())
     streams = getattr(task, "streams", False)
-    carries = streams and getattr(model, "carries_state", False)
+    carries_state = getattr(model, "carries_state", False)
+    carries = streams and carries_state
+    if cfg.eval.sequential and not carries_state:
+        raise tasks.TaskError(
+            f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
+        )
     o = cfg.optim
     optimizer = torch.optim.AdamW(
         parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps
@@ -111,14 +118,20 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     longest = min(hi, cfg.train.curriculum.start) if cfg.train.curriculum else hi
     path = run_dir / "checkpoints" / "last.pt"
     if cfg.resume == "auto" and path.exists():
-        with torch.serialization.safe_globals([FPRNNState, BlockState]):
-            saved = torch.load(path, map_location=device, weights_only=True)
+        saved = read_checkpoint(path, device)
+        if saved["step"] > cfg.train.steps:
+            raise CheckpointError(
+                f"{run_dir} has made {saved['step']} updates, and train.steps is only"
+                f" {cfg.train.steps}: raise it, or train anew with --overwrite"
+            )
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done, seconds, longest = saved["step"], saved["seconds"], saved["longest"]
         solved_at, state = saved["solved_at"], saved["state"]
         torch.set_rng_state(saved["rng"].cpu())
         say(f"resumed  at update {done}")
+    if done < cfg.train.steps and solved_at is None:  # what is there is of fewer updates
+        (run_dir / "result.json").unlink(missing_ok=True)
     writer = Writer(cfg, run_dir, resumed_at=done)
 
     def save():
@@ -132,7 +145,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         os.replace(tmp, path)
 
     stop = []
-    handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in _SIGNALS}
+    handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in SIGNALS}
     steps, step = cfg.train.steps, done
     max_iters, began = MaxIters(cfg), time.perf_counter()
     since, tokens, stats, right, due = began, 0, [], 0, 0
@@ -232,7 +245,20 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     return result
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+def _check(cfg: Config, task, lengths: list[int]) -> None:
+    """Say now what would otherwise stop the run, or fail a bar, hours later."""
+    lo, hi = cfg.train.lengths
+    curriculum = cfg.train.curriculum
+    for length in (*(range(curriculum.start, hi, curriculum.grow) if curriculum else ()), hi):
+        task.check_length(length)
+    task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))  # fits its context, its data
+    tested = [hi] if getattr(task, "streams", False) else lengths
+    for bar in cfg.bars:
+        if bar.length not in (None, *tested):
+            raise tasks.TaskError(
+                f"a bar is at length {bar.length}, which eval.lengths does not try"
+                f" ({', '.join(map(str, tested))})"
+            )
 
 
 def _task_line(cfg: Config, task) -> str:

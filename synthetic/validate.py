@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 
 from lm import config as base
-from lm.checkpoint import write_json
+from lm.checkpoint import CheckpointError, write_json
 from lm.config import ConfigError
 from lm.console import say
 from synthetic import config
 from synthetic.evaluate import passes
-from synthetic.runs import is_finished, result, run_all
+from synthetic.runs import differences, is_finished, result, run_all
 
 RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
 # ability → recipe; the recipe's bars are the rows of the table.
@@ -47,6 +47,8 @@ def plan(
     paths: list[str], overrides: list[str], out_dir: str
 ) -> dict[tuple[str, str], config.Config]:
     """(ability, model's name) → the run that answers for it."""
+    if not paths:
+        raise ConfigError("validate needs a config with a `model:` section, not only overrides")
     runs = {}
     for path in paths:
         name, top = _model_of(path, overrides)
@@ -69,8 +71,18 @@ def validate(
     Returns:
         rows {"ability", "model", "metric", "length", "trained_to", "value", "least", "passed",
         "updates", "seconds", "parameters"}; also written to OUT/validate.json.
+    Raises:
+        ConfigError: a config that cannot be validated.
+        CheckpointError: OUT holds a finished run of another config.
+        TrainingError: some runs failed.
     """
     runs = plan(paths, overrides, out_dir)
+    for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
+        if other := differences(cfg):
+            raise CheckpointError(
+                f"{cfg.run_dir} holds a finished run of another config ({'; '.join(other[:4])}):"
+                " choose another --out-dir, or delete it"
+            )
     say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
     run_all(list(runs.values()), jobs)
     rows = []

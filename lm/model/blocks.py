@@ -3,228 +3,14 @@
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .mixers import MixerWeights, WNLinear, build_mixer, nrm, unknown
-from .scan import causal_conv, chunk_decays, linear_scan, selective_scan, ssd_decays, ssd_scan
-from .solver import (
-    FixedPointStats,
-    Rule,
-    implicit_gradient,
-    relative_residual,
-    solve,
-    spectral_norm,
-)
-from .state import BlockState, Sequences, last, shift
-
-
-class Static(NamedTuple):
-    """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
-
-    x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
-    z: torch.Tensor  # (b,l,d) output gate
-    raw: torch.Tensor  # (b,l,·): the x part of the mixer's map and of what else reads sh(y) or may
-    widths: dict[str, int]  # what raw holds, in order; those that read sh(y) come first
-    weight_y: torch.Tensor  # (k,d): sh(y) → the y part of raw's first k columns
-    weight_z: torch.Tensor | None  # (d,d)
-    mixer: MixerWeights
-    seqs: Sequences
-    time: tuple  # what the block's own recurrence needs
-    tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
-
-
-class FixedPointBlock(nn.Module):
-    """What the blocks share: mixing, solving, gradients, gate and projection.
-
-    A subclass defines `prepare(u, seqs) → Static` and `mix_time(s, x, **parts) → (y, h)`: its
-    recurrence and norm, from the mixed x (b,l,d) and the parts (b,l,·) that it gave `_projections`,
-    to the iterate and the recurrence's final state.
-
-    forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
-    the BlockState after the last token.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        d = config.d_inner
-        self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
-        self.mixer = build_mixer(config, d, self.mixer_width)
-        self.out_proj = nn.Linear(d, config.d_model, bias=False)
-        self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
-
-    def _conv(self, x, seqs, conv, index=0):
-        """silu(causal convolution), within documents; x itself when short convolutions are off.
-        index: which of the state's convolution inputs come before x."""
-        if not self.config.use_short_conv:
-            return x
-        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        tail = seqs.before("conv", index)
-        return F.silu(causal_conv(x, conv.weight, conv.bias, segments, tail))
-
-    def _tail(self, x, seqs, index=0):
-        """The last inputs of the convolution over x, None unless they will be needed."""
-        if not (self.config.use_short_conv and seqs.return_state):
-            return None
-        return last(x, self.config.d_conv - 1, seqs.before("conv", index), seqs)
-
-    def _tails(self, s, y):
-        """`BlockState.conv`. y: the iterate that the output is computed from."""
-        return () if s.tail is None else (s.tail,)
-
-    def _end(self, s, y, h):
-        """The BlockState after the last token, None unless asked for. It is detached: what is
-        learnt from one segment stops at its border (truncated backpropagation)."""
-        if not s.seqs.return_state:
-            return None
-        before = s.seqs.before("y")
-        before = None if before is None else before.unsqueeze(1)
-        y_last = last(y, 1, before, s.seqs).squeeze(1)
-        return BlockState(y_last, h.detach().clone(), self._tails(s, y))
-
-    def _projections(self, x, **parts):
-        """What a step projects from x and sh(y): the mixer's map and `parts`.
-
-        Args:
-            x: (b,l,d). parts: name → (its x part (b,l,k), its map of sh(y) (k,d) or None).
-        Returns:
-            raw, widths, weight_y as in Static, and the mixer's weights.
-        """
-        cfg, weights, d = self.config, self.mixer.weights(), x.shape[-1]
-        acc = torch.promote_types(x.dtype, torch.float32)
-        first_y = None
-        if cfg.mixer_h_dep:
-            first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        parts = {"mixer": (F.linear(x, weights.first[:, :d], weights.bias), first_y), **parts}
-        # Those that read sh(y) first: one product and one addition serve them all.
-        parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
-        raw = torch.cat([part.to(acc) for part, _ in parts.values()], -1)
-        widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
-        maps = [weight for _, weight in parts.values() if weight is not None]
-        return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
-
-    def _parts(self, s, y):
-        """The projections of x and sh(y), by name: {"mixer": (b,l,m), …}."""
-        raw, k = s.raw, s.weight_y.shape[0]
-        if k:
-            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
-            rest = raw.shape[-1] - k
-            raw = raw + (F.pad(from_y, (0, rest)) if rest else from_y)
-        return dict(zip(s.widths, raw.split(list(s.widths.values()), -1)))
-
-    def step(self, s, y, with_state=False):
-        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
-        `with_state` the recurrence's final state."""
-        parts = self._parts(s, y)
-        with torch.autocast(y.device.type, enabled=False):
-            x = self.mixer(parts.pop("mixer"), s.x - y, s.mixer) + y  # Q x + (I − Q) y
-            y, h = self.mix_time(s, x, **parts)
-            y = s.seqs.masked(y)
-            return (y, h) if with_state else y
-
-    def finish(self, s, y):
-        """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
-        if s.weight_z is not None:
-            z_y = F.linear(shift(y, s.seqs).to(s.weight_z.dtype), s.weight_z)
-            y = F.silu(s.z + z_y) * y
-        return self.out_proj(y.to(self.out_proj.weight.dtype))
-
-    def rule(self):
-        """The solver's rule for the mode the block is in: the paper evaluates stricter than it
-        trains (App. B.4)."""
-        c = self.config
-        max_iters, quantile = (
-            (c.max_iters, c.quantile) if self.training else (c.eval_max_iters, 1.0)
-        )
-        return Rule(c.tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
-
-    def _solve(self, s):
-        c = self.config
-        y0 = torch.zeros_like(s.x)
-        return solve(lambda y: self.step(s, y), y0, self.rule(), c.schedule, c.stopping)
-
-    def _gradient_steps(self, s, y_star):
-        """From the detached y* to the output, with the gradient that `config.gradient` names.
-
-        Returns the output, f(y*), an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
-        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference), and `_end`.
-        """
-        cfg, (kind, k) = self.config, self.config.gradient_kind
-        first, h = self.step(s, y_star, True)
-        y = first
-        if kind == "implicit":
-            y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
-        elif kind == "phantom":  # k damped steps (Geng et al. 2021)
-            damping = cfg.stepsize
-            y = damping * first + (1 - damping) * y_star
-            for _ in range(k - 1):
-                g, h = self.step(s, y, True)
-                y = damping * g + (1 - damping) * y
-        else:
-            for _ in range(cfg.n_backwards - 1):
-                y, h = self.step(s, y, True)
-        jacobian = y_star.new_zeros(y_star.shape[0])
-        if cfg.jacobian_reg and self.training and torch.is_grad_enabled():
-            sigma = 1e-2
-            moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
-            jacobian = ((moved - first) / sigma).square().mean((1, 2))
-        return self.finish(s, y), first, jacobian, self._end(s, y, h)
-
-    def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
-        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not checkpointed):
-            s = self.prepare(u, seqs)
-        y_star, stats = self._solve(s)
-        if checkpointed:  # the backward computes these steps again, never the solve
-            del s
-            out, first, jacobian, end = self._gradient_checkpointing_func(
-                lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
-            )
-        else:
-            out, first, jacobian, end = self._gradient_steps(s, y_star)
-        with torch.no_grad():  # the residual of what the solve returned, for free
-            residual = relative_residual(y_star, first)
-        stats = FixedPointStats(*stats[:3], residual, jacobian)
-        return (out, stats, end) if seqs.return_state else (out, stats)
-
-    def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
-        """How contractive the iteration is at its fixed point, by power iteration (no training).
-
-        Returns:
-            mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
-        """
-        with torch.no_grad():
-            s = self.prepare(u, seqs)
-            y, _ = self._solve(s)
-            raw = self._parts(s, y)["mixer"]
-
-        def off_identity(v):
-            return v - self.mixer(raw, v, s.mixer)
-
-        with torch.autocast(y.device.type, enabled=False):
-            zero = torch.zeros_like(y)
-            mixing = spectral_norm(
-                off_identity, zero, power_iterations, per_token=True, linear=True
-            )
-            lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
-        return mixing.amax(-1), lipschitz
-
-    def _flops(self, once, scan):
-        """(once, per_iteration) from what the subclass counts on top of mixer, gate and the maps of
-        sh(y)."""
-        c, d, m = self.config, self.config.d_inner, self.mixer.out_features
-
-        def product(name):
-            return 2 * getattr(self, name).weight.numel() if hasattr(self, name) else 0
-
-        once += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
-        per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
-        per_step += product("bc_y_proj") + product("dt_y_proj")
-        return once, per_step + scan + 12 * d
+from .fixed_point import FixedPointBlock, Static
+from .mixers import WNLinear, nrm, unknown
+from .scan import SSD_CHUNK, chunk_decays, linear_scan, selective_scan, ssd_decays, ssd_scan
+from .state import Sequences, shift
 
 
 class FPMamba(FixedPointBlock):
@@ -262,6 +48,14 @@ class FPMamba(FixedPointBlock):
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, keep, decays)
         return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
+
+    def cut_time(self, time, take, mask):
+        dt, A, keep, _ = time
+        keep = None if keep is None else take(keep).masked_fill(~mask, 1)
+        if dt is None:  # each step makes it, and masks it
+            return None, A, keep, None
+        dt = take(dt) * mask.unsqueeze(-1)
+        return dt, A, keep, self._decays(dt, A, keep)
 
 
 class FPMamba1(FPMamba):
@@ -359,7 +153,7 @@ class FPMamba2(FPMamba):
         return self._static(x, z, bc_x, delta, seqs, tail)
 
     def _decays(self, dt, A, keep):
-        return ssd_decays(dt, A, keep)
+        return ssd_decays(dt, A, keep, min(SSD_CHUNK, dt.shape[1]))
 
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
@@ -429,6 +223,11 @@ class FPRNN(FixedPointBlock):
         time = (decay, fresh, x)
         return Static(b * x.to(acc), z, *raw, None, weights, seqs, time, tail)
 
+    def cut_time(self, time, take, mask):
+        decay, fresh, _ = time
+        mask = mask.unsqueeze(-1)
+        return take(decay).masked_fill(~mask, 1.0), take(fresh) * mask, None
+
     def mix_time(self, s, x):
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
         decay, fresh, _ = s.time
@@ -447,7 +246,7 @@ class FPRNN(FixedPointBlock):
         if self.config.use_short_conv:
             both = self._conv(torch.cat([x, y.to(x.dtype)], -1), s.seqs, self.conv1d_c, 1)
         else:
-            both = torch.cat([x, shift(y, s.seqs).to(x.dtype)], -1)
+            both = torch.cat([x, shift(y, s.seqs, "f_y").to(x.dtype)], -1)
         c = F.silu(self.c_proj(both))
         gated = self.out_norm(F.silu(s.z) * c * y)
         return self.out_proj(gated.to(self.out_proj.weight.dtype))

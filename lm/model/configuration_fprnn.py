@@ -1,6 +1,7 @@
 """`FPRNNConfig`: the architecture and solver of a fixed-point RNN, as HuggingFace expects them."""
 
 import math
+from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -10,6 +11,50 @@ PAPER_RULES = {
     "fp_mamba2": {"quantile": 0.9, "stepsize": 0.99, "stepsize_decay": 0.9},
     "fp_rnn": {"quantile": 0.9, "stepsize": 1.0, "stepsize_decay": 1.0},
 }
+
+
+class Schedule(NamedTuple):
+    """Which tokens are iterated together: so many ahead of the frozen ones, 0 for all. Several
+    widths: one of them at random. None: a share of the length."""
+
+    kind: str
+    widths: tuple[int, ...] | None = (0,)
+
+    def of(self, length):
+        """The widths for sequences of this length, without 0."""
+        if self.widths is None:
+            return [max(1, length // share) for share in MIXED]
+        return [min(width or length, length) for width in self.widths]
+
+
+SCHEDULES = {
+    "parallel": "all tokens",
+    "sequential": "one token after the other",
+    "window:W": "W tokens ahead of those that have converged",
+    "auto": "as `window`, W by what the last tokens needed",
+    "mixed": "training: one of `mixed:W,W,…,L` at random every step (L: all tokens; what is named"
+    " twice is twice as likely), without a list L, L/4 or L/16; evaluation: as `auto`",
+    "exact": "fp_rnn with one reflection: token by token, solved in closed form",
+}
+MIXED = (1, 4, 16)
+
+
+def parse_schedule(text):
+    """`text` (see SCHEDULES) as a Schedule.
+
+    Raises:
+        ValueError: no such schedule, or an impossible width.
+    """
+    kind, colon, rest = str(text).partition(":")
+    plain = {"parallel": (0,), "sequential": (1,), "auto": None, "exact": (1,), "mixed": None}
+    if kind in plain and not colon:
+        return Schedule(kind, plain[kind])
+    widths = [w.strip() for w in rest.split(",")]
+    possible = all(w == "L" or (w.isdecimal() and int(w)) for w in widths)
+    if possible and (kind == "mixed" or (kind == "window" and len(widths) == 1)):
+        return Schedule(kind, tuple(0 if w == "L" else int(w) for w in widths))
+    known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
+    raise ValueError(f"schedule is `{text}`; a width is at least 1, and the schedules are: {known}")
 
 
 class FPRNNConfig(PretrainedConfig):
@@ -35,9 +80,11 @@ class FPRNNConfig(PretrainedConfig):
         out_norm_epsilon: of the LayerNorm that ends an iteration. eps: floor of the norms that
         vectors inside the iteration are divided by.
         reset_at_eos: a token after `eos_token_id` starts from an empty state (packed documents).
-        schedule, stopping: how the fixed point is found (solver.py). tol: relative residual.
-        max_iters: ℓmax in training; eval_max_iters: in evaluation. quantile: share of the batch
-        that must converge in training. stepsize, stepsize_decay, patience: damping (App. B.4).
+        schedule: which tokens are iterated together (SCHEDULES above). stopping: "causal", each
+        token by what is before it, or the paper's "paper", the batch as one (solver.py).
+        tol: relative residual. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        quantile: share of the batch that must converge in training, under "paper".
+        stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
         gradient: "one_step" (n_backwards undamped steps from y*, App. B.2), "phantom:K" (K damped
         steps) or "implicit" (the true gradient of the fixed point, Eq. 16).
@@ -89,8 +136,8 @@ class FPRNNConfig(PretrainedConfig):
         out_norm_epsilon=1e-5,
         eps=1e-5,
         reset_at_eos=True,
-        schedule="parallel",
-        stopping="paper",
+        schedule="mixed",
+        stopping="causal",
         tol=0.1,
         max_iters=100,
         eval_max_iters=1000,
@@ -155,6 +202,7 @@ class FPRNNConfig(PretrainedConfig):
         self.reset_at_eos = reset_at_eos
         self.schedule = schedule
         self.stopping = stopping
+        self._check_schedule()
         self.tol = tol
         self.max_iters = max_iters
         self.eval_max_iters = eval_max_iters
@@ -182,6 +230,27 @@ class FPRNNConfig(PretrainedConfig):
     def d_inner(self):
         """Width of the recurrence, expand · d_model."""
         return self.expand * self.d_model
+
+    @property
+    def schedule_kind(self):
+        """The Schedule that `schedule` names."""
+        return parse_schedule(self.schedule)
+
+    def _check_schedule(self):
+        kind = self.schedule_kind.kind
+        if self.stopping not in ("causal", "paper"):
+            raise ValueError(f"stopping is `{self.stopping}`: it must be causal or paper")
+        if self.stopping == "paper" and kind != "parallel":
+            raise ValueError(
+                f"stopping `paper` solves all tokens at once: its schedule must be parallel, not"
+                f" `{self.schedule}`"
+            )
+        exact = self.block == "fp_rnn" and self.mixer in ("householder", "dplr")
+        if kind == "exact" and not (exact and self.mixer_rank == 1 and self.contractive is None):
+            raise ValueError(
+                "schedule `exact` is for fp_rnn with one reflection (mixer householder or dplr,"
+                " mixer_rank 1, contractive None)"
+            )
 
     @property
     def gradient_kind(self):

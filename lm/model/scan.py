@@ -279,7 +279,7 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
     Args:
         x: (b,l,h,p). dt: (b,l,h). A: (h,) negative. B, C: (b,l,g,n), g divides h.
         h0: (b,h,p,n), zero if None. keep: (b,l), 0 at tokens that start from an empty state.
-        decays: `ssd_decays(dt, A, keep, chunk)`, to share it between calls.
+        decays: `ssd_decays(dt, A, keep)`, to share it between calls; its chunk wins.
     Returns:
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
@@ -290,6 +290,7 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
         x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
         length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
         between, to_end, from_start = decays or ssd_decays(dt, A, keep, chunk)
+        chunk = between.shape[-1]
         per_group = heads // groups
         u = _chunked(x * dt.unsqueeze(-1), chunk)  # (b,i,c,h,p)
         B_c, C_c = _chunked(B, chunk), _chunked(C, chunk)  # (b,i,c,g,n)

@@ -1,10 +1,14 @@
 """How a fixed point y* = f(y*) is found: schedules, damping, stopping, statistics.
 
-A schedule is a function (f, y0, rule) → (y, FixedPointStats), registered in SCHEDULES under the
-names that `FPRNNConfig.schedule` and `.stopping` take. No gradients flow through a solve.
+Two rules for stopping. `causal` (ours, docs/fixed-point.md): a token has converged when it and all
+before it have; it is then frozen, and what follows is iterated a window at a time. `paper` (App.
+B.4): all tokens of the batch at once, until the batch has converged. No gradients flow through a
+solve.
+
+Shapes: b batch, l length, d channels; r sequences still being solved, w tokens of a window.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,9 +20,9 @@ class NonFiniteError(FloatingPointError):
 class Rule(NamedTuple):
     """When to stop and how to damp (paper App. B.4)."""
 
-    tol: float = 0.1  # relative residual at which a sequence has converged
-    max_iters: int = 100  # ℓmax
-    quantile: float = 1.0  # of the batch's residuals that must be below tol
+    tol: float = 0.1  # relative residual at which a sequence (causal: a token) has converged
+    max_iters: int = 100  # ℓmax, of the solve (causal: of a token)
+    quantile: float = 1.0  # of the batch's residuals that must be below tol; `paper` only
     stepsize: float = 0.99  # s₀
     stepsize_decay: float = 0.9
     patience: int = 15  # iterations without improvement before s ← s·decay
@@ -26,32 +30,50 @@ class Rule(NamedTuple):
 
 
 class FixedPointStats(NamedTuple):
-    """What a solve needed, per sequence, on the device of the iterate. Shapes (b,); stacked over
-    layers by the model to (n_layer,b)."""
+    """What a solve needed, on the device of the iterate. Shapes (b,) and, of `token_iters`, (b,l);
+    stacked over layers by the model to (n_layer,b) and (n_layer,b,l)."""
 
-    num_iters: torch.Tensor  # ℓ*: iterations until its residual was below tol, else all that ran
-    converged: torch.Tensor  # bool: its residual was below tol at some iteration
-    hit_max: torch.Tensor  # bool: the solve ran to ℓmax (or to the smallest step) without that
+    num_iters: torch.Tensor  # ℓ*: iterations until the sequence had converged, else all that ran
+    converged: torch.Tensor  # bool: its residual (causal: that of each token) was below tol
+    hit_max: torch.Tensor  # bool: ℓmax (or the smallest step) was reached without that
     residual: torch.Tensor  # relative residual of what the solve returned
     jacobian: torch.Tensor  # estimate of ‖∂f/∂y‖_F² / (l d) at y*; zero unless jacobian_reg is on
+    work: torch.Tensor  # evaluations of f per token, all that were computed
+    unconverged: torch.Tensor  # share of the tokens that did not converge
+    token_iters: torch.Tensor  # int: iterations that moved the token
+
+
+class Solution(NamedTuple):
+    """y (b,l,d); with causal stopping also f(y) (b,l,d) and the recurrence's state h after the last
+    token, both as of the last evaluation."""
+
+    y: torch.Tensor
+    stats: FixedPointStats
+    f_y: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+
+
+def token_residual(y, g):
+    """‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token. y, g: (b,l,d) → (b,l)."""
+    return (y - g).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
 
 
 def relative_residual(y, g):
-    """max over tokens of ‖y − g‖∞ / (‖g‖∞ + 1e-8), per sequence. y, g: (b,l,d) → (b,)."""
-    per_token = (y - g).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
-    return per_token.amax(-1)
+    """max over tokens of `token_residual`, per sequence. y, g: (b,l,d) → (b,)."""
+    return token_residual(y, g).amax(-1)
 
 
-def solve_parallel_paper(f, y, rule, trace=None):
+@torch.no_grad()
+def solve_paper(f, y, rule, trace=None):
     """The paper's solver (App. B.4): all tokens at once, damped, one stopping rule for the batch.
 
-    Known limits (docs/model.md): the count depends on the whole batch and on later tokens.
+    Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
 
     Args:
         f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`.
         trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
-        y (b,l,d) and FixedPointStats, whose `residual` is that of the last iterate evaluated.
+        Solution, whose residual is that of the last iterate evaluated.
     Raises:
         NonFiniteError: a residual is NaN or infinite.
     """
@@ -93,16 +115,197 @@ def solve_parallel_paper(f, y, rule, trace=None):
         going = left >= rule.tol and largest_step >= rule.min_stepsize
     converged = lowest < rule.tol
     hit_max = ~converged if left >= rule.tol else torch.zeros_like(converged)
-    return y, FixedPointStats(num_iters, converged, hit_max, residual, torch.zeros_like(residual))
+    work = torch.full_like(residual, iters)
+    per_token = num_iters[:, None].expand(y.shape[:2])
+    unconverged = (~converged).to(residual.dtype)
+    zero = torch.zeros_like(residual)
+    stats = FixedPointStats(
+        num_iters, converged, hit_max, residual, zero, work, unconverged, per_token
+    )
+    return Solution(y, stats)
 
 
-SCHEDULES = {("parallel", "paper"): solve_parallel_paper}
+# `auto`: the width doubles when as many tokens as it spans froze within AUTO_GROW iterations, and
+# halves when that took AUTO_SHRINK.
+AUTO_START, AUTO_GROW, AUTO_SHRINK = 8, 8, 16
 
 
-def solve(f, y0, rule, schedule="parallel", stopping="paper"):
-    """Find y = f(y) without gradients. See the schedule's own function for what it promises."""
-    with torch.no_grad():
-        return SCHEDULES[schedule, stopping](f, y0, rule)
+def parse_schedule(text):
+    """`text` (see SCHEDULES) as a Schedule.
+
+    Raises:
+        ValueError: no such schedule, or an impossible width.
+    """
+    kind, _, rest = str(text).partition(":")
+    fixed = {"parallel": (0,), "sequential": (1,), "auto": (AUTO_START,), "exact": (1,)}
+    if kind in fixed and not rest:
+        return Schedule(kind, fixed[kind])
+    if kind == "mixed" and ":" not in text:
+        return Schedule(kind, MIXED)
+    widths = ["0" if kind == "mixed" and w.strip() == "L" else w.strip() for w in rest.split(",")]
+    if kind == "window" and len(widths) == 1 or kind == "mixed":
+        if all(w.isdecimal() and (int(w) or kind == "mixed") for w in widths):
+            return Schedule(kind, tuple(map(int, widths)))
+    known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
+    raise ValueError(f"schedule is `{text}`; it must be one of: {known}. A width is at least 1")
+
+
+class Iteration(Protocol):
+    """f of one solve, on any window of its tokens (fixed_point.Windows is the model's)."""
+
+    shape: tuple[int, int, int]  # (b,l,d)
+    dtype: torch.dtype
+    device: torch.device
+    y_before: torch.Tensor  # (b,d) the iterate before the first token
+    h_before: torch.Tensor | None  # the recurrence's state there; None: zero
+    wants_state: bool  # Solution.h is to be filled
+
+    def place(self, rows, position, valid, y_before, h):
+        """The window of the tokens position (r,w), one after the other, of the sequences rows (r,).
+        valid: (r,w), False beyond a sequence's end. y_before, h: of the token before the first."""
+
+    def step(self, window, y):
+        """f(y) on the window, (r,w,d), and what `advance` needs."""
+
+    def advance(self, window, carry, counts):
+        """The recurrence's state after the window's first counts (r,) tokens."""
+
+
+class _Rows(NamedTuple):
+    """The sequences still being solved, (r,) each."""
+
+    index: torch.Tensor  # in the batch
+    base: torch.Tensor  # first token of the window
+    frozen: torch.Tensor  # how many of the window's tokens are
+    width: torch.Tensor  # how many are iterated after those
+    step: torch.Tensor  # damping, watched at the first token that is not frozen
+    lowest: torch.Tensor
+    waited: torch.Tensor
+    iters: torch.Tensor  # since the width last changed
+    count: torch.Tensor  # tokens frozen since then
+
+
+def _after_iteration(rows, residual, frozen, rule, adapt_to):
+    """The rows after an iteration that froze up to `frozen` tokens of their windows: damping and,
+    with adapt_to = l, the width. Both depend on tokens up to the first that is not frozen, so that
+    the solve stays causal."""
+    newly = frozen - rows.frozen
+    watched = rows.frozen.clamp_max(residual.shape[1] - 1)
+    watched = residual.gather(1, watched[:, None]).squeeze(1)
+    moved, improved = newly > 0, watched < rows.lowest
+    waited = torch.where(moved | improved, 0, rows.waited + 1)
+    stale = waited >= rule.patience
+    step = torch.where(stale, rows.step * rule.stepsize_decay, rows.step)
+    rows = rows._replace(
+        frozen=frozen,
+        step=torch.where(moved, rule.stepsize, step),
+        lowest=torch.where(moved, torch.inf, torch.minimum(rows.lowest, watched)),
+        waited=waited.masked_fill(stale, 0),
+    )
+    if adapt_to is None:
+        return rows
+    iters, count = rows.iters + 1, rows.count + newly
+    spanned = count >= rows.width
+    grow, shrink = spanned & (iters <= AUTO_GROW), iters >= AUTO_SHRINK
+    width = torch.where(grow, rows.width * 2, torch.where(shrink, rows.width // 2, rows.width))
+    again = spanned | shrink
+    return rows._replace(
+        width=width.clamp(1, adapt_to),
+        iters=iters.masked_fill(again, 0),
+        count=count.masked_fill(again, 0),
+    )
+
+
+@torch.no_grad()
+def solve_causal(f, rule, width, adapt=False):
+    """Freeze the converged prefix of each sequence and iterate `width` tokens ahead of it.
+
+    Token t has converged when its residual and those of all tokens before it are below tol. It is
+    then frozen at the iterate of which that is the residual. Whether and where it stops, and the
+    damping on the way, depend on tokens ≤ t of its own sequence only. A token that has had
+    ℓmax iterations is frozen as it is, and counted in `unconverged`.
+
+    Args:
+        f: an Iteration. rule: see `Rule`. width: of the window; l is `parallel`, 1 `sequential`.
+        adapt: the width follows the work (`auto`).
+    Returns:
+        Solution. Its residual is that of y: f_y is f at y itself.
+    Raises:
+        NonFiniteError: the iterate became NaN or infinite.
+    """
+    b, l, d = f.shape
+    like, ints = {"device": f.device, "dtype": f.dtype}, {"device": f.device, "dtype": torch.long}
+    # One token more: what lies beyond a sequence's end is written there.
+    y, f_y = torch.zeros(2, b * l + 1, d, **like)
+    residual, work = torch.zeros(b * l + 1, **like), torch.zeros(b, **like)
+    token_iters, num_iters = torch.zeros(b * l + 1, **ints), torch.zeros(b, **ints)
+    zero = torch.zeros(b, **ints)
+    rows = _Rows(
+        torch.arange(b, **ints), zero, zero, torch.full((b,), min(width, l), **ints),
+        torch.full((b,), rule.stepsize, **like), torch.full((b,), torch.inf, **like), zero, zero,
+        zero,
+    )  # fmt: skip
+    y_before, h, h_end, total = f.y_before, f.h_before, None, 0
+    while len(rows.index):
+        # A few tokens to spare, so that the window need not be placed anew at every iteration.
+        widest = int(rows.width.max())
+        span = min(widest + widest // 4, l - int(rows.base.min()))
+        offset = torch.arange(span, **ints)
+        position = rows.base[:, None] + offset
+        valid = position < l
+        at = torch.where(valid, rows.index[:, None] * l + position, b * l)
+        window = f.place(rows.index, position.clamp_max(l - 1), valid, y_before, h)
+        y_w, iters_w = y[at], token_iters[at]
+        while True:
+            g, carry = f.step(window, y_w)
+            total += 1
+            residual_w = token_residual(y_w, g)
+            ahead = offset - rows.frozen[:, None]
+            live = valid & (ahead >= 0) & (ahead < rows.width[:, None])
+            num_iters[rows.index] += live.any(1)
+            work[rows.index] += valid.sum(1).to(work.dtype)
+            iters_w = iters_w + live
+            given_up = (ahead == 0) & (rows.step < rule.min_stepsize)[:, None]
+            done = (residual_w < rule.tol) | (iters_w >= rule.max_iters) | given_up
+            frozen = ((ahead < 0) | (live & done)).long().cumprod(1).sum(1)
+            step = rows.step[:, None, None]
+            moves = (live & (offset >= frozen[:, None])).unsqueeze(-1)
+            y_w = torch.where(moves, step * g + (1 - step) * y_w, y_w)
+            rows = _after_iteration(rows, residual_w, frozen, rule, l if adapt else None)
+            # One transfer to the host per iteration decides.
+            end = rows.base + rows.frozen
+            short = (rows.frozen + rows.width > span) & (rows.base + span < l)
+            bad = (live & ~torch.isfinite(residual_w)).any(1)
+            flags = (end < l).any(), short.any(), rows.frozen.sum(), bad.any()
+            left, short, count, any_bad = torch.stack([v.long() for v in flags]).tolist()
+            if any_bad:
+                raise NonFiniteError(
+                    f"the fixed-point iterate became NaN or infinite at iteration {total}"
+                    f" in sequence(s) {rows.index[bad].tolist()} of the batch"
+                )
+            if not left or short or 2 * count >= len(rows.index) * span:
+                break
+        y[at], f_y[at], residual[at], token_iters[at] = y_w, g, residual_w, iters_w
+        if not left and not f.wants_state:
+            break
+        h = f.advance(window, carry, rows.frozen)
+        h_end = h.new_zeros(b, *h.shape[1:]) if h_end is None else h_end
+        h_end[rows.index] = h
+        last = (rows.index * l + end - 1).clamp_min(0)
+        y_before = torch.where((end > 0).unsqueeze(-1), y[last], y_before)
+        going = end < l
+        rows = _Rows(*(t[going] for t in rows._replace(base=end, frozen=torch.zeros_like(end))))
+        y_before, h = y_before[going], h[going]
+    y, f_y, residual, token_iters = (
+        t[:-1].unflatten(0, (b, l)) for t in (y, f_y, residual, token_iters)
+    )
+    missed = residual >= rule.tol
+    converged = ~missed.any(1)
+    stats = FixedPointStats(
+        num_iters, converged, ~converged, residual.amax(1), torch.zeros_like(work), work / l,
+        missed.to(work.dtype).mean(1), token_iters,
+    )  # fmt: skip
+    return Solution(y, stats, f_y, h_end)
 
 
 def implicit_gradient(f, y_star, first, rule):
@@ -124,7 +327,7 @@ def implicit_gradient(f, y_star, first, rule):
         def neumann(g):
             return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
 
-        return solve(neumann, v, rule._replace(quantile=1.0))[0]
+        return solve_paper(neumann, v, rule._replace(quantile=1.0)).y
 
     y = first.view_as(first)
     y.register_hook(solve_for_g)

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 
 
 class BlockState(NamedTuple):
-    """What one block leaves behind after a row's last token that is not padding; has no gradient.
+    """What one block leaves behind after a row's last token that is not padding; has no gradient."""
 
-    All are of the iterate that the output was computed from.
-    """
-
-    y: torch.Tensor  # (b,d) the iterate: sh(y) of the next token
+    y: torch.Tensor  # (b,d) y*: sh(y) of the next token
+    f_y: torch.Tensor  # (b,d) the iterate that the output was computed from
     h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
 
@@ -54,13 +52,13 @@ class Sequences(NamedTuple):
         return x if self.mask is None else x * self.mask.unsqueeze(-1)
 
 
-def shift(y, seqs):
-    """sh(y)[t] = y[t−1]; at t = 0 that of the state to start from, zero without one; zero at the
-    first token of every packed document."""
+def shift(y, seqs, name="y"):
+    """sh(y)[t] = y[t−1]; at t = 0 the state's field `name`, zero without a state; zero at the first
+    token of every packed document."""
     if seqs.state is None:
         y = F.pad(y[:, :-1], (0, 0, 1, 0))
     else:
-        y = torch.cat([seqs.state.y.to(y.dtype).unsqueeze(1), y[:, :-1]], 1)
+        y = torch.cat([seqs.before(name).to(y.dtype).unsqueeze(1), y[:, :-1]], 1)
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
 

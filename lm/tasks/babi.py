@@ -89,10 +89,15 @@ def read_lines(
     return stories
 
 
+def check(folder: Path | str) -> None:
+    """Raises BabiError naming every file that is missing, of all tasks and splits."""
+    _files(Path(folder), SPLITS, TASKS)
+
+
 def vocabulary(folder: Path | str) -> list[str]:
     """All tokens of all tasks and splits, so that ids do not depend on the tasks used: `<pad>`,
     `<eos>`, then sorted. `<eos>` is in no story: CatbAbI's own code puts one before each."""
-    _files(Path(folder), SPLITS, TASKS)  # names all that is missing, not only in one split
+    check(folder)
     return words(story for split in SPLITS for story in read(folder, split))
 
 
@@ -103,7 +108,7 @@ def words(stories: Iterable[Story]) -> list[str]:
 
 def counts(folder: Path | str) -> dict[int, dict[str, Count]]:
     """Stories, questions and tokens (without separators) by task and split."""
-    _files(Path(folder), SPLITS, TASKS)
+    check(folder)
     return count({split: read(folder, split) for split in SPLITS})
 
 
@@ -231,7 +236,7 @@ def download(
     folder = Path(folder)
     target = folder / variant
     if target.exists():
-        _files(target, SPLITS, TASKS)
+        check(target)
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +244,7 @@ def download(
             archive = Path(scratch) / "archive.tar.gz"
             _fetch(url, archive, progress, timeout, target)
             unpacked = _unpack(archive, Path(scratch) / variant, url)
-            _files(unpacked, SPLITS, TASKS)
+            check(unpacked)
             unpacked.rename(target)
     except OSError as e:
         raise BabiError(f"{target} cannot be written: {e.strerror or e}") from e
@@ -303,7 +308,7 @@ def table(stories: dict[str, list[Story]]) -> str:
 
 
 def _counts(args) -> None:
-    _files(Path(args.folder), SPLITS, TASKS)
+    check(args.folder)
     stories = {split: read(args.folder, split) for split in SPLITS}
     every = [story for some in stories.values() for story in some]
     answers = {story.tokens[i] for story in every for i in story.answers}

@@ -61,6 +61,7 @@ class CatBabi(Task):
         if not self.stories or not set(self.stories) <= set(babi.TASKS):
             raise TaskError(f"task.stories is {task.stories}: a list of bAbI's tasks, 1 to 20")
         try:
+            babi.check(task.data)
             stories = {split: babi.read(task.data, split) for split in SPLITS}
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e

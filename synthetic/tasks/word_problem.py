@@ -157,7 +157,7 @@ def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
         raise TaskError(f"no word-problem file at {path}")
     columns: dict[str, list] = {"input": [], "target": []}
-    with path.open(newline="", encoding="utf-8") as f:
+    with path.open(newline="", encoding="utf-8", errors="replace") as f:
         reader = csv.DictReader(f)
         if missing := columns.keys() - set(reader.fieldnames or ()):
             raise TaskError(f"{path} has no column {', '.join(sorted(missing))} (input, target)")
@@ -165,7 +165,7 @@ def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:
             for name, rows in columns.items():
                 try:
                     rows.append([int(v) for v in row[name].split()])
-                except ValueError:
+                except (ValueError, AttributeError):  # None where the line is too short
                     raise TaskError(
                         f"{path}:{reader.line_num}: {name} must be numbers separated by blanks"
                     ) from None
@@ -175,7 +175,7 @@ def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:
     if len(columns["input"]) < 5:
         raise TaskError(f"{path} has {len(columns['input'])} rows; at least 5 are needed")
     x, y = (np.array(columns[name], dtype=np.int64) for name in ("input", "target"))
-    most = int(max(x.max(), y.max()))
-    if most >= order or min(x.min(), y.min()) < 0:
-        raise TaskError(f"{path} holds element {most}, the group has 0 to {order - 1}")
+    for found in (int(max(x.max(), y.max())), int(min(x.min(), y.min()))):
+        if not 0 <= found < order:
+            raise TaskError(f"{path} holds element {found}, the group has 0 to {order - 1}")
     return x, y

@@ -181,6 +181,11 @@ def test_refusals(folder, tmp_path):
         task(None)
     with pytest.raises(TaskError, match=r"task\.data: no folder .*nowhere"):
         task(tmp_path / "nowhere")
+    (tmp_path / "part").mkdir()
+    for name in ("qa1_train.txt", "qa1_valid.txt"):
+        (tmp_path / "part" / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(TaskError, match=r"lacks qa2_train.*, qa2_valid.txt.*, qa1_test.txt"):
+        task(tmp_path / "part")
     for stories in ([], [0], [3, 21]):
         with pytest.raises(TaskError, match=r"task\.stories is "):
             task(folder, stories=stories)

@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from lm.build import build_section
-from lm.config import ConfigError, Model
+from lm.config import ConfigError
 from synthetic import cli, report, tasks
 from synthetic.config import Config
 from synthetic.evaluate import parse_lengths
 from synthetic.figures import ReportError, over_lengths
 
 PNG = b"\x89PNG\r\n\x1a\n"
-WAITING = {"tab1"} if "b_h_dep" not in Model.model_fields else set()  # for their model's fields
-NAMES = [
-    pytest.param(n, marks=pytest.mark.skipif(n in WAITING, reason="the model lacks its fields"))
-    for n in report.REPORTS
-]
+NAMES = list(report.REPORTS)
 BOTH = pytest.mark.parametrize("scale", report.SCALES)
 DATA = ("task.data=nowhere",)
 
@@ -102,6 +98,44 @@ def numbers(path) -> list[dict]:
         return list(csv.DictReader(f))
 
 
+WORDS = {
+    "model.d_model": 512, "model.d_state": 16, "train.batch_size": 512, "train.steps": 125_000,
+    "optim.lr": 1e-4, "optim.weight_decay": 0.01, "optim.grad_clip": 1, "optim.schedule": "cosine",
+}  # fmt: skip
+BRACKETS = {
+    "model.d_model": 128, "model.n_layer": 2, "task.modulus": 5, "train.length": (3, 40),
+    "train.steps": 100_000, "train.batch_size": 256, "optim.lr": 1e-3, "optim.min_lr": 1e-6,
+    "optim.weight_decay": 0.1, "optim.grad_clip": 0, "optim.warmup": 10_000,
+    "optim.schedule": "cosine",
+}  # fmt: skip
+PAPER = {
+    **{n: {**WORDS, "train.length": 16}
+       for n in ("fig1", "fig3b", "fig3c", "fig4", "fig5", "fig6", "fig10", "ablation")},
+    "fig9": {**WORDS, "train.length": 128},
+    "tab1": {
+        "model.d_model": 1024, "task.alphabet": 26, "task.context": 256, "train.length": (5, 50),
+        "train.steps": 10_000, "train.batch_size": 128, "optim.lr": 5e-5, "optim.warmup": 300,
+        "optim.weight_decay": 0.1, "optim.grad_clip": 1, "optim.schedule": "linear",
+    },
+    "tab2": BRACKETS, "fig11": BRACKETS,
+    "catbabi": {
+        "model.d_model": 512, "train.length": 200, "train.steps": 15_000, "train.batch_size": 32,
+        "optim.lr": 1e-3, "optim.weight_decay": 0, "task.mode": "answers",
+        "task.stories": tuple(range(1, 21)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_constants(name):
+    for cfg in sweep(name, "paper").configs:
+        for key, value in PAPER[name].items():
+            section, field = key.split(".")
+            assert getattr(getattr(cfg, section), field) == value, (key, cfg.name)
+        if cfg.task.name == "word_problem":  # baselines are given two layers
+            assert cfg.model.n_layer == (1 if cfg.model.name == "fprnn" else 2)
+
+
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
 def test_every_point_of_every_config_is_valid(name, scale):
@@ -127,7 +161,7 @@ def test_every_point_of_every_config_is_valid(name, scale):
 def test_every_model_can_be_built(scale):
     """At an eighth of its width, as its sizes go together or do not."""
     built = {}
-    for name in report.REPORTS.keys() - WAITING:
+    for name in NAMES:
         for cfg in sweep(name, scale).configs:
             cfg.model.d_model = max(64, cfg.model.d_model // 8)
             key = cfg.model.model_dump_json()
@@ -139,7 +173,7 @@ def test_every_model_can_be_built(scale):
 @BOTH
 def test_reports_that_share_runs_agree_on_them(scale):
     runs = {}
-    for name in report.REPORTS.keys() - WAITING:
+    for name in NAMES:
         for cfg in sweep(name, scale).configs:
             runs.setdefault(cfg.run_dir, {})[name] = cfg.model_dump(exclude={"sweep"})
     shared = {frozenset(names) for names in runs.values() if len(names) > 1}
@@ -242,12 +276,11 @@ def test_labels_are_short_and_tell_the_points_apart():
     assert labels("fig2", "paper")[0] == ("word problem A5", "Mamba, 1 layer")
     assert labels("fig2", "paper")[-1] == ("copy", "FP-Mamba householder 4")
     for scale in report.SCALES:
-        for name in report.REPORTS.keys() - WAITING:
+        for name in NAMES:
             found = labels(name, scale)
             assert len(set(found)) == len(found), name
 
 
-@pytest.mark.skipif("tab1" in WAITING, reason="the model lacks its fields")
 def test_labels_of_what_reads_y():
     assert [label for _, label in labels("tab1")] == [
         "y in λ", "y in Q", "y in b, c", "y in b, c, Q", "y in λ, b, c, Q",

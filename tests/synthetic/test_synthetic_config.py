@@ -40,6 +40,13 @@ def test_the_page_has_every_key_with_its_default():
     assert page == expected
 
 
+def test_the_files_the_page_names_are_there():
+    text = (ROOT / "docs/synthetic.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:configs|launch)/[\w./*-]+\w", text))
+    named = {name.replace("NAME", "fig4") for name in named}
+    assert len(named) > 4 and all(list(ROOT.glob(name)) for name in named), named
+
+
 def test_the_names_of_the_schema_are_those_of_the_tasks():
     names = config.Task.model_fields["name"].annotation.__args__
     assert set(names) == tasks.TASKS.keys()

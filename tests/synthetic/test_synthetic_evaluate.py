@@ -1,6 +1,7 @@
 """Lengths, pooled metrics, solved length, bars."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
+    _free_bytes,
     at_length,
     evaluate_all,
     measure,
@@ -119,6 +121,39 @@ def test_a_length_beyond_memory_is_a_sentence(monkeypatch):
     monkeypatch.setattr("synthetic.evaluate._free_bytes", lambda device: 10_000)
     with pytest.raises(TaskError, match=r"length 512 does not fit: .* evaluate shorter lengths"):
         measure(Oracle(8), S3, config(), 512, "test", 0, "fp32")
-    # Where one batch does not fit, a smaller one is taken and as many sequences are seen.
-    tried = measure(Oracle(8), S3, config(examples=20, batch_size=20), 4, "test", 0, "fp32")
-    assert tried["sequences"] == 20
+
+
+def test_the_sequences_do_not_depend_on_how_many_fit_in_memory(monkeypatch):
+    cfg, found = config(examples=50, batch_size=20), []
+    for fit in (20, 7, 1):
+        monkeypatch.setattr("synthetic.evaluate._sequences_that_fit", lambda *_, n=fit: n)
+        tried = measure(Oracle(2), S3, cfg, 6, "test", 0, "fp32")
+        found.append((tried["sequences"], tried["metrics"], tried["stderr"]))
+    assert found[0] == found[1] == found[2] and found[0][0] == 60
+
+
+def test_a_cpu_that_runs_out_of_memory_is_a_sentence():
+    class Greedy(Oracle):
+        def forward(self, input_ids, attention_mask=None):
+            return torch.empty(1 << 50)
+
+    with pytest.raises(TaskError, match="length 4 does not fit in memory, 250 sequences at once"):
+        measure(Greedy(1), S3, config(), 4, "test", 0, "fp32")
+
+
+def test_other_errors_of_a_model_stay_what_they_are():
+    class Broken(Oracle):
+        def forward(self, input_ids, attention_mask=None):
+            raise RuntimeError("shapes do not go together")
+
+    with pytest.raises(RuntimeError, match="shapes do not go together"):
+        measure(Broken(1), S3, config(), 4, "test", 0, "fp32")
+
+
+def test_the_free_memory_counts_what_the_file_cache_would_give_up():
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        pytest.skip("no /proc/meminfo")
+    kib = {k: int(v.split()[0]) for k, v in (x.split(":") for x in info.read_text().splitlines())}
+    free = _free_bytes(torch.device("cpu"))
+    assert free == pytest.approx(1024 * kib["MemAvailable"], rel=0.1)

@@ -195,11 +195,42 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["eval.lengths=a"], TaskError, "must be a length"),
         (["model.vocab_size=2"], TaskError, "has 3 ids"),
         (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
+        # What would come up in the middle of the run, or at its end, is said before it starts.
+        (["train.length=[0, 4]"], ConfigError, "the shortest is at least 1"),
+        (["eval.seeds=[]"], ConfigError, "eval.seeds"),
+        (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
+        (["eval.sequential=true", "model.name=mamba"], TaskError, "mamba carries no state"),
+        (
+            [
+                "task.name=mod_arithmetic",
+                "train.length=[3, 9]",
+                "eval.lengths=5",
+                "train.curriculum={start: 4}",
+            ],
+            TaskError,
+            "no expressions of length 4",
+        ),
+        (
+            [
+                "task.name=copy",
+                "task.context=20",
+                "train.length=[2, 12]",
+                "train.curriculum={start: 4}",
+            ],
+            TaskError,
+            "needs a context of 27 tokens",
+        ),
+        (
+            ["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"],
+            TaskError,
+            r"a bar is at length 7, which eval.lengths does not try \(2, 4, 6\)",
+        ),
     ],
 )
-def test_bad_input_is_a_sentence(cfg, overrides, error, message):
+def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, error, message):
     with pytest.raises(error, match=message):
         train(cfg(*overrides))
+    assert not (tmp_path / "runs/t/metrics.jsonl").exists()
 
 
 def test_the_command_line(cfg, tmp_path, capsys):
@@ -216,11 +247,57 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert main(["eval", str(c.run_dir), "--lengths", "3,5", "--seeds", "0", "1"]) == 0
     rows = json.loads((c.run_dir / "eval.json").read_text())["eval"]
     assert [(r["length"], r["seed"]) for r in rows] == [(3, 0), (3, 1), (5, 0), (5, 1)]
+    # A bar at a length that was not tried has neither passed nor failed.
+    assert "FAIL" not in capsys.readouterr().out
     # A checkpoint is for the vocabulary it was trained on.
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
+    assert main(["eval", str(c.run_dir), "model.d_model=32"]) == 1
+    assert "is of another model than its config and the overrides" in capsys.readouterr().err
+    assert main(["eval", str(c.run_dir), "--seeds", "-1"]) == 1
+    assert "a seed is 0 or more" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nothing")]) == 1
     assert "holds no trained model" in capsys.readouterr().err
+    checkpoint = c.run_dir / "checkpoints/last.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):
+        assert main(command) == 1
+        assert "last.pt is damaged" in capsys.readouterr().err
+
+
+def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
+    cfg()
+    tree = {**TREE, "sweep": {"train.steps": [1, 2], "seed": [0, 1, 2]}}
+    path = tmp_path / "sweep.yaml"
+    path.write_text(json.dumps(tree))
+    command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
+    assert main(command) == 0
+    assert "--job-index 0 to 5 trains a point" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--job-index", "1"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
+def test_fewer_updates_than_were_made_are_refused(cfg):
+    train(cfg())
+    with pytest.raises(CheckpointError, match=r"has made 12 updates, and train\.steps is only 8"):
+        train(cfg("train.steps=8"))
+
+
+def test_a_run_that_goes_on_is_not_finished(cfg, monkeypatch):
+    c = cfg()
+    train(c)
+    monkeypatch.setattr("synthetic.train.evaluate_all", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(cfg("train.steps=14"))
+    assert not (c.run_dir / "result.json").exists()
+
+
+def test_lengths_and_seeds_of_a_stream_are_said_not_to_apply(cfg, babi, capsys):
+    c = cfg(*babi, "model.name=lstm", "model.headdim=8", "train.steps=1")
+    train(c)
+    found = evaluate_run(c.run_dir, lengths="2:20", seeds=[1, 2])
+    assert [(r["length"], r["seed"]) for r in found["eval"]] == [(10, 0)]
+    assert "neither lengths nor seeds apply" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):

@@ -1,6 +1,10 @@
 """The quick set: what it plans for a config, its table, and several processes at once."""
 
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 
@@ -11,6 +15,7 @@ from synthetic import config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
 from synthetic.runs import is_finished, run_all
+from synthetic.train import Stopped
 
 TINY = {
     "train": {"steps": 2, "batch_size": 4, "length": 3},
@@ -84,6 +89,11 @@ def test_what_cannot_be_validated_is_refused(tmp_path, text, overrides, message)
         validate.plan([write(tmp_path, text)], overrides, "runs")
 
 
+def test_overrides_alone_are_refused(capsys):
+    assert main(["validate", "model.d_model=32"]) == 1
+    assert "needs a config with a `model:` section" in capsys.readouterr().err
+
+
 def test_two_configs_of_one_name_are_refused(two):
     with pytest.raises(ConfigError, match="another config is named `fp` too"):
         validate.plan([two[0], two[0]], [], "runs")
@@ -100,6 +110,15 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
     assert config.load(tmp_path / "out/fp/s3/config.yaml").optim.lr == 1e-3
     assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
     assert "8 runs, 8 of them finished already" in capsys.readouterr().out
+    # Figures of another model are not passed off as this one's.
+    assert main(["validate", *two, "optim.lr=2e-3", "--out-dir", out]) == 1
+    assert "of another config (optim.lr was 0.001, is 0.002)" in capsys.readouterr().err
+    # A baseline has no solver, so a default of the solver may change.
+    for name, code in (("l", 0), ("fp", 1)):
+        saved = tmp_path / "out" / name / "s3/config.yaml"
+        saved.write_text(saved.read_text().replace("patience: 15", "patience: 3"))
+        assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == code
+    assert "of another config (model.patience was 3, is 15)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -119,6 +138,28 @@ def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
     with pytest.raises(TrainingError, match=r"1 of 1 runs failed; the first: see .*bad\.log"):
         run_all([bad], jobs=2)
     assert not is_finished(bad)
+
+
+@pytest.mark.slow
+def test_a_signal_stops_the_runs_at_once_and_they_go_on(two, tmp_path, recipes):
+    """The processes of --jobs do not outlive the command; each has saved."""
+    path = tmp_path / "long.yaml"
+    path.write_text(json.dumps({"model": {"d_model": 16, "d_state": 4}, "task": {"group": "Z2"}}))
+    endless = [f"out_dir={tmp_path}", "train.steps=100000", "log.every=1"]
+    runs = [config.load(path, [f"name={name}", *endless]) for name in "ab"]
+
+    def signal_once_started():
+        files = [cfg.run_dir / "metrics.jsonl" for cfg in runs]
+        while not all(f.exists() and f.stat().st_size for f in files):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=signal_once_started, daemon=True).start()
+    with pytest.raises(Stopped, match="stopped by a signal"):
+        run_all(runs, jobs=2)
+    for cfg in runs:
+        assert (cfg.run_dir / "checkpoints/last.pt").exists() and not is_finished(cfg)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(two, tmp_path, recipes):

@@ -135,6 +135,8 @@ def test_the_files_of_the_original_data_are_read(tmp_path):
         ("input,target\n1 x,1 2\n", r":2: input must be numbers"),
         ("input,target\n" + "1 2,1 6\n" * 5, "holds element 6, the group has 0 to 5"),
         ("input,target\n1 2,1 2\n", "has 1 rows"),
+        ("input,target\n1 2,1 2\n1 2\n", r":3: target must be numbers"),
+        ("input,target\n" + "1 2,1 -2\n" * 5, "holds element -2, the group has 0 to 5"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, text, message):

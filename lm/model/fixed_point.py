@@ -1,0 +1,300 @@
+"""The block all fixed-point blocks are: mixing, solving, gradients, gate and projection.
+
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r sequences and w tokens of a
+window.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .mixers import MixerWeights, build_mixer
+from .scan import causal_conv
+from .solver import (
+    AUTO_START,
+    Rule,
+    implicit_gradient,
+    relative_residual,
+    solve_causal,
+    solve_paper,
+    spectral_norm,
+)
+from .state import BlockState, Sequences, last, shift
+
+
+class Static(NamedTuple):
+    """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
+
+    x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
+    z: torch.Tensor  # (b,l,d) output gate
+    raw: torch.Tensor  # (b,l,·): the x part of the mixer's map and of what else reads sh(y) or may
+    widths: dict[str, int]  # what raw holds, in order; those that read sh(y) come first
+    weight_y: torch.Tensor  # (k,d): sh(y) → the y part of raw's first k columns
+    weight_z: torch.Tensor | None  # (d,d)
+    mixer: MixerWeights
+    seqs: Sequences
+    time: tuple  # what the block's own recurrence needs
+    tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
+
+
+class FixedPointBlock(nn.Module):
+    """What the blocks share: mixing, solving, gradients, gate and projection.
+
+    A subclass defines `prepare(u, seqs) → Static`; `mix_time(s, x, **parts) → (y, h)`: its
+    recurrence and norm, from the mixed x (b,l,d) and the parts (b,l,·) that it gave `_projections`,
+    to the iterate and the recurrence's final state; and `cut_time(time, take, mask)`: Static.time
+    of other tokens, each (b,l,·) in it through `take`, a step where mask is False the identity.
+
+    forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
+    the BlockState after the last token.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        d = config.d_inner
+        self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
+        self.mixer = build_mixer(config, d, self.mixer_width)
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
+        self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
+
+    def _conv(self, x, seqs, conv, index=0):
+        """silu(causal convolution), within documents; x itself when short convolutions are off.
+        index: which of the state's convolution inputs come before x."""
+        if not self.config.use_short_conv:
+            return x
+        segments = None if seqs.starts is None else seqs.starts.cumsum(1)
+        tail = seqs.before("conv", index)
+        return F.silu(causal_conv(x, conv.weight, conv.bias, segments, tail))
+
+    def _tail(self, x, seqs, index=0):
+        """The last inputs of the convolution over x, None unless they will be needed."""
+        if not (self.config.use_short_conv and seqs.return_state):
+            return None
+        return last(x, self.config.d_conv - 1, seqs.before("conv", index), seqs)
+
+    def _tails(self, s, y):
+        """`BlockState.conv`. y: the iterate that the output is computed from."""
+        return () if s.tail is None else (s.tail,)
+
+    def _end(self, s, y_star, y, h):
+        """The BlockState after the last token, None unless asked for. It is detached: what is
+        learnt from one segment stops at its border (truncated backpropagation)."""
+        if not s.seqs.return_state:
+            return None
+
+        def at_the_end(y, name):
+            before = s.seqs.before(name)
+            return last(y, 1, None if before is None else before.unsqueeze(1), s.seqs).squeeze(1)
+
+        f_y = at_the_end(y, "f_y")
+        return BlockState(at_the_end(y_star, "y"), f_y, h.detach().clone(), self._tails(s, y))
+
+    def _projections(self, x, **parts):
+        """What a step projects from x and sh(y): the mixer's map and `parts`.
+
+        Args:
+            x: (b,l,d). parts: name → (its x part (b,l,k), its map of sh(y) (k,d) or None).
+        Returns:
+            raw, widths, weight_y as in Static, and the mixer's weights.
+        """
+        cfg, weights, d = self.config, self.mixer.weights(), x.shape[-1]
+        acc = torch.promote_types(x.dtype, torch.float32)
+        first_y = None
+        if cfg.mixer_h_dep:
+            first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
+        parts = {"mixer": (F.linear(x, weights.first[:, :d], weights.bias), first_y), **parts}
+        # Those that read sh(y) first: one product and one addition serve them all.
+        parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
+        raw = torch.cat([part.to(acc) for part, _ in parts.values()], -1)
+        widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
+        maps = [weight for _, weight in parts.values() if weight is not None]
+        return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
+
+    def _parts(self, s, y):
+        """The projections of x and sh(y), by name: {"mixer": (b,l,m), …}."""
+        raw, k = s.raw, s.weight_y.shape[0]
+        if k:
+            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+            rest = raw.shape[-1] - k
+            raw = raw + (F.pad(from_y, (0, rest)) if rest else from_y)
+        return dict(zip(s.widths, raw.split(list(s.widths.values()), -1)))
+
+    def _mix(self, s, y):
+        """x̃ = Q x + (I − Q) y (b,l,d), and the parts for `mix_time`."""
+        parts = self._parts(s, y)
+        with torch.autocast(y.device.type, enabled=False):
+            return self.mixer(parts.pop("mixer"), s.x - y, s.mixer) + y, parts
+
+    def _mix_time(self, s, x, parts):
+        with torch.autocast(x.device.type, enabled=False):
+            y, h = self.mix_time(s, x, **parts)
+            return s.seqs.masked(y), h
+
+    def step(self, s, y, with_state=False):
+        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
+        `with_state` the recurrence's final state."""
+        y, h = self._mix_time(s, *self._mix(s, y))
+        return (y, h) if with_state else y
+
+    def cut(self, s, take, mask, state):
+        """Static of other tokens: each (b,l,·) in it through `take`; where mask is False a step is
+        the identity. state: the BlockState before the first of them."""
+        seqs = s.seqs
+        seqs = Sequences(
+            mask if seqs.mask is None else mask & take(seqs.mask),
+            None if seqs.starts is None else mask & take(seqs.starts),
+            state,
+        )
+        return s._replace(
+            x=take(s.x), z=take(s.z), raw=take(s.raw), seqs=seqs,
+            time=self.cut_time(s.time, take, mask), tail=None,
+        )  # fmt: skip
+
+    def finish(self, s, y):
+        """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
+        if s.weight_z is not None:
+            z_y = F.linear(shift(y, s.seqs, "f_y").to(s.weight_z.dtype), s.weight_z)
+            y = F.silu(s.z + z_y) * y
+        return self.out_proj(y.to(self.out_proj.weight.dtype))
+
+    def rule(self):
+        """The solver's rule for the mode the block is in: the paper evaluates stricter than it
+        trains (App. B.4)."""
+        c = self.config
+        max_iters, quantile = (
+            (c.max_iters, c.quantile) if self.training else (c.eval_max_iters, 1.0)
+        )
+        return Rule(c.tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
+
+    def _solve(self, s):
+        """The Solution, by the schedule and the stopping rule of the config."""
+        c, rule = self.config, self.rule()
+        if c.stopping == "paper":
+            return solve_paper(lambda y: self.step(s, y), torch.zeros_like(s.x), rule)
+        schedule = c.schedule_kind
+        if schedule.kind == "exact":
+            return self.solve_exact(s)
+        if schedule.kind == "auto" or (schedule.kind == "mixed" and not self.training):
+            return solve_causal(Windows(self, s), rule, AUTO_START, adapt=True)
+        widths = schedule.of(s.x.shape[1])
+        return solve_causal(Windows(self, s), rule, widths[torch.randint(len(widths), ())])
+
+    def _gradient_steps(self, s, y_star):
+        """From the detached y* to the output, with the gradient that `config.gradient` names.
+
+        Returns the output, f(y*), an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
+        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference), and `_end`.
+        """
+        cfg, (kind, k) = self.config, self.config.gradient_kind
+        first, h = self.step(s, y_star, True)
+        y = first
+        if kind == "implicit":
+            y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
+        elif kind == "phantom":  # k damped steps (Geng et al. 2021)
+            damping = cfg.stepsize
+            y = damping * first + (1 - damping) * y_star
+            for _ in range(k - 1):
+                g, h = self.step(s, y, True)
+                y = damping * g + (1 - damping) * y
+        else:
+            for _ in range(cfg.n_backwards - 1):
+                y, h = self.step(s, y, True)
+        jacobian = y_star.new_zeros(y_star.shape[0])
+        if cfg.jacobian_reg and self.training and torch.is_grad_enabled():
+            sigma = 1e-2
+            moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
+            jacobian = ((moved - first) / sigma).square().mean((1, 2))
+        return self.finish(s, y), first, jacobian, self._end(s, y_star, y, h)
+
+    def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
+        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not checkpointed):
+            s = self.prepare(u, seqs)
+        solution = self._solve(s)
+        y_star, stats, f_y, h = solution
+        if not torch.is_grad_enabled() and f_y is not None:  # all is there already
+            out, end = self.finish(s, f_y), self._end(s, y_star, f_y, h)
+            return (out, stats, end) if seqs.return_state else (out, stats)
+        if checkpointed:  # the backward computes these steps again, never the solve
+            del s
+            out, first, jacobian, end = self._gradient_checkpointing_func(
+                lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
+            )
+        else:
+            out, first, jacobian, end = self._gradient_steps(s, y_star)
+        with torch.no_grad():  # the residual of what the solve returned, for free
+            residual = relative_residual(y_star, first)
+        stats = stats._replace(residual=residual, jacobian=jacobian)
+        return (out, stats, end) if seqs.return_state else (out, stats)
+
+    def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
+        """How contractive the iteration is at its fixed point, by power iteration (no training).
+
+        Returns:
+            mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
+        """
+        with torch.no_grad():
+            s = self.prepare(u, seqs)
+            y = self._solve(s).y
+            raw = self._parts(s, y)["mixer"]
+
+        def off_identity(v):
+            return v - self.mixer(raw, v, s.mixer)
+
+        with torch.autocast(y.device.type, enabled=False):
+            zero = torch.zeros_like(y)
+            mixing = spectral_norm(
+                off_identity, zero, power_iterations, per_token=True, linear=True
+            )
+            lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
+        return mixing.amax(-1), lipschitz
+
+    def _flops(self, once, scan):
+        """(once, per_iteration) from what the subclass counts on top of mixer, gate and the maps of
+        sh(y)."""
+        c, d, m = self.config, self.config.d_inner, self.mixer.out_features
+
+        def product(name):
+            return 2 * getattr(self, name).weight.numel() if hasattr(self, name) else 0
+
+        once += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
+        per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
+        per_step += product("bc_y_proj") + product("dt_y_proj")
+        return once, per_step + scan + 12 * d
+
+
+class Windows:
+    """f of one solve on any window of its tokens: the solver's `Iteration`."""
+
+    def __init__(self, block, s):
+        self.block, self.s = block, s
+        self.shape, self.dtype, self.device = s.x.shape, s.x.dtype, s.x.device
+        self.placed = False
+        self.wants_state = s.seqs.return_state
+        y, self.h_before = s.seqs.before("y"), s.seqs.before("h")
+        self.y_before = s.x.new_zeros(s.x.shape[0], s.x.shape[2]) if y is None else y.to(s.x.dtype)
+
+    def place(self, rows, position, valid, y_before, h):
+        first, self.placed = not self.placed, True
+        if first and position.shape == self.shape[:2]:  # all there is
+            return self.s
+
+        def take(t):
+            return t[rows[:, None], position]
+
+        return self.block.cut(self.s, take, valid, BlockState(y_before, None, h, ()))
+
+    def step(self, window, y):
+        carry = self.block._mix(window, y)
+        return self.block._mix_time(window, *carry)[0], carry
+
+    def advance(self, window, carry, counts):
+        n = max(1, int(counts.max()))
+        mask = torch.arange(n, device=counts.device) < counts[:, None]
+        x, parts = carry
+        part = self.block.cut(window, lambda t: t[:, :n], mask, window.seqs.state)
+        parts = {name: t[:, :n] for name, t in parts.items()}
+        return self.block._mix_time(part, x[:, :n], parts)[1]

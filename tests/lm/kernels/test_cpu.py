@@ -1,0 +1,344 @@
+"""The compiled CPU scan against the plain one and a loop: values, states, each gradient by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm.kernels import cpu
+from lm.model.scan import selective_scan as plain_scan
+from tests.oracles import sequential_scan
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What torch.empty returns is full of NaN throughout this file."""
+    works, reason = cpu.usable()
+    if not works:
+        pytest.skip(reason)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_fresh_memory_is_poisoned():
+    assert torch.ones(1).new_empty(3, 4).isnan().all()
+
+
+def inputs(b, length, d, n, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = {
+        "x": r(b, length, d),
+        "dt": torch.nn.functional.softplus(r(b, length, d)),
+        "A": -torch.exp(r(d, n)),
+        "B": r(b, length, n),
+        "C": r(b, length, n),
+        "h0": r(b, d, n),
+        "D": r(d),
+    }
+    return {k: v.to(dtype) for k, v in tensors.items()}
+
+
+def resets(b, length):
+    return (torch.rand(b, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
+
+
+def with_D(scan):
+    def both(x, dt, A, B, C, h0=None, keep=None, D=None):
+        y, h = scan(x, dt, A, B, C, h0, keep)
+        return (y if D is None else y + D * x), h
+
+    return both
+
+
+def results(scan, tensors, keep):
+    """{"y", "final state", "grad x", …} of a scan."""
+    tensors = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+    keep = None if keep is None else keep.to(tensors["x"].dtype)
+    y, h = scan(**tensors, keep=keep)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    loss = (y * weights).sum() + (h * h).sum() / 2
+    grads = torch.autograd.grad(loss, list(tensors.values()))
+    named = {f"grad {name}": g for name, g in zip(tensors, grads)}
+    return {"y": y.detach(), "final state": h.detach(), **named}
+
+
+def close(ours, theirs, tol):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert ours[name].shape == theirs[name].shape, name
+        scale = theirs[name].double().abs().max().clamp_min(1e-3)
+        error = ((ours[name].double() - theirs[name].double()).abs().max() / scale).item()
+        assert error < tol, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("n", [1, 8, 16, 64])
+@pytest.mark.parametrize("d", [1, 5, 64, 100])
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 257])
+def test_equals_a_loop_in_value_state_and_every_gradient(length, d, n):
+    keep, tensors = resets(2, length), inputs(2, length, d, n)
+    expected = results(with_D(sequential_scan), tensors, keep)
+    close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
+    single = {k: v.float() for k, v in tensors.items()}
+    close(results(cpu.selective_scan, single, keep), expected, 2e-5)
+
+
+@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
+@pytest.mark.parametrize("given", [(), ("h0",), ("D",), ("h0", "D")], ids="+".join)
+def test_equals_the_plain_scan_whatever_is_left_out(given, with_keep):
+    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
+        tensors = inputs(3, 37, 20, 16, dtype)
+        tensors = {k: v for k, v in tensors.items() if k not in ("h0", "D") or k in given}
+        keep = resets(3, 37) if with_keep else None
+        expected = results(with_D(plain_scan), tensors, keep)
+        close(results(cpu.selective_scan, tensors, keep), expected, tol)
+
+
+def test_gradcheck():
+    t = {k: v.requires_grad_() for k, v in inputs(2, 5, 3, 2).items()}
+    keep = resets(2, 5)
+
+    def scan(x, dt, A, B, C, h0, D):
+        return cpu.selective_scan(x, dt, A, B, C, h0, keep, D)
+
+    assert torch.autograd.gradcheck(scan, tuple(t.values()))
+
+
+def test_only_the_final_state_or_only_some_gradients():
+    t = inputs(2, 9, 5, 3)
+    t["x"].requires_grad_()
+    _, h = cpu.selective_scan(**t)
+    _, h_plain = with_D(plain_scan)(**t)
+    (ours,), (theirs,) = (torch.autograd.grad(s.sum(), [t["x"]]) for s in (h, h_plain))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_without_gradient_it_computes_the_same():
+    t = inputs(2, 33, 20, 16, torch.float32)
+    y, h = cpu.selective_scan(**t)
+    assert not y.requires_grad
+    y_grad, h_grad = cpu.selective_scan(**{k: v.clone().requires_grad_() for k, v in t.items()})
+    assert y_grad.requires_grad and torch.equal(y, y_grad) and torch.equal(h, h_grad)
+    with torch.no_grad():
+        y_off, _ = cpu.selective_scan(**{k: v.clone().requires_grad_() for k, v in t.items()})
+    assert not y_off.requires_grad and torch.equal(y, y_off)
+
+
+def test_any_strides():
+    def spread(v):
+        return torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
+
+    def scan(keep, **tensors):
+        y, h = cpu.selective_scan(keep=spread(keep), **{k: spread(v) for k, v in tensors.items()})
+        return spread(y), spread(h)  # and so the gradients that come back
+
+    t, keep = inputs(2, 12, 20, 16), resets(2, 12)
+    assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
+    close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
+
+
+def test_a_state_goes_back_in_without_a_copy_and_two_halves_make_a_whole():
+    t = inputs(2, 20, 20, 16, torch.float32)
+    h0, D = t.pop("h0"), t.pop("D")
+    A = t.pop("A")
+    y, h = cpu.selective_scan(**t, A=A, h0=h0, D=D)
+    halves, state = [], h0
+    for part in (slice(0, 13), slice(13, 20)):
+        half, state = cpu.selective_scan(
+            **{k: v[:, part] for k, v in t.items()}, A=A, h0=state, D=D
+        )
+        halves.append(half)
+    assert state.transpose(1, 2).is_contiguous()
+    assert torch.equal(torch.cat(halves, 1), y) and torch.equal(state, h)
+
+
+@pytest.mark.parametrize(
+    "dtype, low, eps", [(torch.float32, -87, 1.3e-7), (torch.float64, -708, 4e-16)]
+)
+def test_the_exponential(dtype, low, eps):
+    """One step from h0 = 1 without input leaves exp(A)."""
+
+    def exp(p):
+        p, one = p.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
+        d = p.numel()
+        dt = one.expand(1, 1, d)
+        _, h = cpu.selective_scan(0 * dt, dt, p[:, None], one, one, dt.transpose(1, 2))
+        return h.flatten()
+
+    p = torch.cat([torch.linspace(low, 80, 100_003), torch.linspace(-2, 2, 100_003)]).to(dtype)
+    assert (exp(p).double() / torch.exp(p.double()) - 1).abs().max() < eps
+    deep = torch.tensor([low - 3.0, low - 30.0, -1e5, -1e30, -torch.inf])
+    assert (exp(deep) == 0).all()
+    assert exp(torch.zeros(3)).tolist() == [1, 1, 1]
+    special = exp(torch.tensor([torch.nan, -torch.nan, 800.0, 1e30, torch.inf]))
+    assert special[:2].isnan().all() and special[2:].isinf().all()
+
+
+@pytest.mark.parametrize("name", ["x", "dt"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad):
+    t = inputs(3, 20, 37, 16, torch.float32)
+    clean, clean_h = cpu.selective_scan(**t)
+    t[name][1, 7, 20] = bad
+    y, h = cpu.selective_scan(**t)
+    reached = torch.zeros_like(y, dtype=torch.bool)
+    reached[1, 7:, 20] = True
+    assert torch.equal(~y.isfinite(), reached)
+    assert torch.equal(y[~reached], clean[~reached])
+    assert not h[1, 20].isfinite().any() and torch.equal(h[0], clean_h[0])
+
+
+def test_a_reset_forgets_and_dt_zero_keeps():
+    t = inputs(1, 6, 20, 4, torch.float32)
+    keep = torch.ones(1, 6, dtype=torch.bool)
+    keep[0, 2] = False
+    t["dt"][:, 4:] = 0
+    y, h = cpu.selective_scan(**t, keep=keep)
+    t["h0"] = t["h0"] + 1
+    other, other_h = cpu.selective_scan(**t, keep=keep)
+    assert torch.equal(y[:, 2:], other[:, 2:]) and torch.equal(h, other_h)
+    t = {k: v[:, :4] if k in ("x", "dt", "B", "C") else v for k, v in t.items()}
+    assert torch.equal(cpu.selective_scan(**t, keep=keep[:, :4])[1], h)
+
+
+ROWS, STARTS = [3, 0, 0, 2, 1, 3], [0, 5, 11, 8, 10, 20]  # of l = 12; w = 4: some run beyond
+
+
+def window_inputs(dtype, d=37, n=16, length=12, w=4):
+    full, own = inputs(4, length, d, n, dtype), inputs(len(ROWS), w, d, n, dtype, seed=2)
+    index = {"rows": torch.tensor(ROWS), "starts": torch.tensor(STARTS)}
+    parts = {"dt": full["dt"], "keep": resets(4, length).to(dtype), "A": full["A"]}
+    return {**{k: own[k] for k in ("x", "B", "C", "h0", "D")}, **parts, **index}
+
+
+def window_oracle(t, i, steps):
+    """y and final state of the first `steps` steps of window i, as far as the sequence goes."""
+    row, start = ROWS[i], STARTS[i]
+    steps = max(0, min(steps, t["dt"].shape[1] - start))
+    at = slice(start, start + steps)
+    y, h = with_D(sequential_scan)(
+        t["x"][i : i + 1, :steps], t["dt"][row, at][None], t["A"], t["B"][i : i + 1, :steps],
+        t["C"][i : i + 1, :steps], t["h0"][i : i + 1], t["keep"][row, at][None], t["D"],
+    ) if steps else (t["x"][i : i + 1, :0], t["h0"][i : i + 1])  # fmt: skip
+    return torch.cat([y, torch.zeros_like(t["x"][i : i + 1, steps:])], 1)[0], h[0]
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_windows_at_their_own_offsets(dtype, tol):
+    t = window_inputs(dtype)
+    y = cpu.window_scan(**t)
+    for i in range(len(ROWS)):
+        torch.testing.assert_close(y[i], window_oracle(t, i, 4)[0], rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("counts", [[0] * 6, [4] * 6, [0, 1, 2, 3, 4, 1]], ids=str)
+def test_advancing_windows_by_their_own_counts(counts):
+    t = window_inputs(torch.float64)
+    advance = {k: v for k, v in t.items() if k not in ("C", "D")}
+    h = cpu.window_advance(**advance, counts=torch.tensor(counts))
+    assert h.transpose(1, 2).is_contiguous()
+    for i, count in enumerate(counts):
+        torch.testing.assert_close(h[i], window_oracle(t, i, count)[1], rtol=1e-12, atol=1e-12)
+
+
+def test_windows_in_turn_are_the_scan():
+    t = inputs(3, 14, 20, 8, torch.float32)
+    y, h = cpu.selective_scan(**t)
+    C, D, state, ys = t["C"], t["D"], t["h0"], []
+    rows, shared = torch.arange(3), {"dt": t["dt"], "A": t["A"]}
+    for start in range(0, 14, 4):  # the last window is half empty: nothing of it may be read
+        at, starts = slice(start, start + 4), torch.full((3,), start)
+        own = {
+            k: torch.nn.functional.pad(t[k][:, at], (0, 0, 0, max(0, start - 10)), value=torch.nan)
+            for k in ("x", "B")
+        }
+        C_own = torch.nn.functional.pad(C[:, at], (0, 0, 0, max(0, start - 10)), value=torch.nan)
+        where = {"h0": state, "rows": rows, "starts": starts}
+        ys.append(cpu.window_scan(**own, C=C_own, D=D, **shared, **where))
+        state = cpu.window_advance(**own, **shared, **where, counts=torch.full((3,), 4))
+    assert torch.equal(torch.cat(ys, 1)[:, :14], y) and torch.equal(state, h)
+
+
+def test_the_number_of_threads_changes_nothing():
+    t = inputs(5, 64, 100, 16, torch.float32)
+    runs = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            runs.append(results(cpu.selective_scan, t, resets(5, 64)))
+    finally:
+        torch.set_num_threads(1)
+    for other in runs[1:]:
+        for name in other:
+            assert torch.equal(runs[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
+def test_nothing_to_do(b, length):
+    t = inputs(b, length, 5, 3)
+    found = results(cpu.selective_scan, t, None)
+    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
+    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
+    assert torch.equal(found["grad A"], torch.zeros(5, 3, dtype=torch.float64))
+
+
+def test_what_does_not_fit_is_refused():
+    t = inputs(2, 4, 5, 3)
+    with pytest.raises(TypeError, match=r"^B is .*32"):
+        cpu.selective_scan(**{**t, "B": t["B"].float()})
+    with pytest.raises(TypeError, match=r"^x is .*bfloat16"):
+        cpu.selective_scan(**{k: v.bfloat16() for k, v in t.items()})
+    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
+        cpu.selective_scan(**{**t, "C": t["C"][:, 1:]})
+    w = window_inputs(torch.float64)
+    for name, bad in (("rows", 4), ("rows", -1), ("starts", -1)):
+        with pytest.raises(IndexError, match=name):
+            cpu.window_scan(**{**w, name: torch.full((6,), bad)})
+    advance = {k: v for k, v in w.items() if k not in ("C", "D")}
+    with pytest.raises(IndexError, match="counts must lie in 0 … 4"):
+        cpu.window_advance(**advance, counts=torch.full((6,), 5))
+
+
+def test_why_not(monkeypatch, tmp_path):
+    probe, library = cpu._probe.__wrapped__, cpu._build()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as m:
+        m.setenv("PATH", "")
+        assert probe() == (None, "the CPU kernels cannot be built: there is no g++ on PATH")
+    with monkeypatch.context() as m:
+        m.setattr(cpu, "FLAGS", ("--no-such-flag",))
+        assert "no-such-flag" in probe()[1]
+    with monkeypatch.context() as m:
+        (tmp_path / "file").touch()
+        m.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert "cannot be built" in probe()[1] and str(tmp_path) in probe()[1]
+    with monkeypatch.context() as m:
+        m.setattr(cpu, "_build", lambda: library)
+        with torch.inference_mode(), torch.device("meta"):
+            assert probe()[1] == ""
+        m.setattr(cpu, "_self_check", lambda library: float("nan"))
+        assert "something else than a loop" in probe()[1]
+    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
+    assert cpu.usable() == (False, "FPRNN_NO_KERNELS is set")
+    with pytest.raises(RuntimeError, match="FPRNN_NO_KERNELS is set"):
+        cpu.selective_scan(**inputs(1, 1, 1, 1))
+
+
+def test_two_processes_build_at_once(tmp_path):
+    command = [sys.executable, "-c", "from lm.kernels import cpu; print(cpu.usable())"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    root = Path(__file__).parents[3]
+    processes = [
+        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [p.communicate(timeout=300)[0].strip() for p in processes]
+    assert said == ["(True, '')"] * 2
+    assert [p.suffix for p in (tmp_path / "fprnn/kernels").iterdir()] == [".so"]
