@@ -16,7 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.kernels import cpu
-from lm.model.scan import chunk_decays, selective_scan
+from lm.model.scan import chunk_decays
+from lm.model.scan import selective_scan_plain as selective_scan
 
 SCANS = [(8, 256, 256, 16), (128, 16, 128, 16)]  # b, l, d, n
 WINDOWS = [(64, 4, 128, 16)]  # r, w, d, n

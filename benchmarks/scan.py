@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lm.model.scan import chunk_decays, selective_scan
+from lm.model.scan import chunk_decays
+from lm.model.scan import selective_scan_plain as selective_scan
 from tests.oracles import sequential_scan
 
 

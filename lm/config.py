@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     field_validator,
@@ -77,6 +78,12 @@ Fraction1 = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
+# As lm.model.configuration_fprnn.parse_schedule reads it.
+SCHEDULE = r"^(parallel|sequential|auto|exact|window:W|mixed(:(L|W)(,(L|W))*)?)$".replace(
+    "W", "[1-9][0-9]*"
+)
+
+
 class Model(Section):
     """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them);
     the other names build a baseline (docs/baselines.md) from the same d_model, n_layer, …"""
@@ -118,9 +125,10 @@ class Model(Section):
     out_norm_epsilon: float = Field(1e-5, gt=0)
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
-    schedule: str = "mixed"
+    schedule: str = Field("mixed", pattern=SCHEDULE)
     stopping: Literal["causal", "paper"] = "causal"
     tol: float = Field(0.1, gt=0)
+    eval_tol: PositiveFloat | Literal["auto"] = "auto"
     max_iters: int = Field(100, gt=0)
     eval_max_iters: int = Field(1000, gt=0)
     quantile: Fraction1 | Literal["auto"] = "auto"

@@ -29,19 +29,22 @@ def fixed_point_metrics(stats: list, gather=lambda t: t) -> dict:
     Args:
         stats: FixedPointStats with tensors of shape (n_layer,b). gather: concatenates over ranks.
     Returns:
-        {"num_iters": {mean, median, max}, "hit_max", "not_converged", "residual"}, each a list with
-        one number a layer: ℓ*, the share of sequences that ran into ℓmax, the share that did not
-        reach tol, the mean residual of what was returned. {} for a model without a solver.
+        {"num_iters": {mean, median, max}, "work", "hit_max", "not_converged", "residual",
+        "tokens_not_converged"}, each a list with one number a layer: ℓ*, evaluations per token, the
+        share of sequences that ran into ℓmax, the share that did not reach tol, the mean residual
+        of what was returned, the share of tokens that did not reach tol. {} for a model without a
+        solver.
     """
     if not stats:
         return {}
-    iters = gather(torch.cat([s.num_iters for s in stats], -1).double())
-    hit = gather(torch.cat([s.hit_max for s in stats], -1).double())
-    converged = gather(torch.cat([s.converged for s in stats], -1).double())
-    residual = gather(torch.cat([s.residual for s in stats], -1).double())
+
+    def over_all(name):
+        return gather(torch.cat([getattr(s, name) for s in stats], -1).double())
 
     def rounded(t):
         return [round(v, 6) for v in t.tolist()]
+
+    iters = over_all("num_iters")
 
     return {
         "num_iters": {
@@ -49,9 +52,11 @@ def fixed_point_metrics(stats: list, gather=lambda t: t) -> dict:
             "median": rounded(iters.median(-1).values),
             "max": rounded(iters.amax(-1)),
         },
-        "hit_max": rounded(hit.mean(-1)),
-        "not_converged": rounded(1 - converged.mean(-1)),
-        "residual": rounded(residual.mean(-1)),
+        "work": rounded(over_all("work").mean(-1)),
+        "hit_max": rounded(over_all("hit_max").mean(-1)),
+        "not_converged": rounded(1 - over_all("converged").mean(-1)),
+        "tokens_not_converged": rounded(over_all("unconverged").mean(-1)),
+        "residual": rounded(over_all("residual").mean(-1)),
     }
 
 
@@ -59,7 +64,7 @@ class Throughput:
     """Tokens per second between two readings, and MFU where the peak is known."""
 
     def __init__(self, flops_per_token, world_size: int):
-        self.flops_per_token = flops_per_token  # ℓ* → FLOPs, or None
+        self.flops_per_token = flops_per_token  # evaluations per token → FLOPs, or None
         self.peak = peak_flops()
         self.world_size = world_size
         self.restart()
@@ -67,12 +72,12 @@ class Throughput:
     def restart(self) -> None:
         self.since, self.tokens = time.perf_counter(), 0
 
-    def read(self, num_iters: float) -> dict:
+    def read(self, work: float) -> dict:
         seconds = time.perf_counter() - self.since
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values = {"tokens_per_s": round(rate, 1)}
         if self.peak and self.flops_per_token:
-            flops = rate * self.flops_per_token(num_iters)
+            flops = rate * self.flops_per_token(work)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         self.restart()
         return values

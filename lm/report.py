@@ -24,7 +24,7 @@ def summarise(run_dir: Path) -> dict:
     summary = result(run_dir)
     solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
     if solved:
-        keys = ("num_iters", "hit_max", "not_converged", "residual")
+        keys = ("num_iters", "work", "hit_max", "not_converged", "tokens_not_converged", "residual")
         summary["fixed_point"] = {k: solved[-1][k] for k in keys}
     scores = run_dir / "hf" / "eval" / "results.json"
     if scores.exists():
@@ -59,13 +59,13 @@ def table(summary: dict, title: str):
         table.add_row("  against the better baseline", f"{verdict}: ×{v['perplexity'] / best:.2f}")
     fixed = summary.get("fixed_point")
     if fixed:
-        rows = zip(*(fixed["num_iters"][k] for k in ("mean", "median", "max")),
-                   fixed["hit_max"], fixed["not_converged"])  # fmt: skip
-        for i, (mean, median, most, hit, missed) in enumerate(rows):
+        rows = zip(*(fixed["num_iters"][k] for k in ("mean", "median", "max")), fixed["work"],
+                   fixed["tokens_not_converged"])  # fmt: skip
+        for i, (mean, median, most, work, missed) in enumerate(rows):
             table.add_row(
                 f"ℓ* layer {i}",
-                f"mean {mean:.1f}, median {median:.0f}, max {most:.0f};"
-                f" hit ℓmax {hit:.0%}, not converged {missed:.0%}",
+                f"mean {mean:.1f}, median {median:.0f}, max {most:.0f}; {work:.1f} evaluations a"
+                f" token; tokens not converged {missed:.2%}",
             )
     table.add_row(
         "training",

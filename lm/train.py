@@ -153,7 +153,7 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
             speed.tokens += per_step
             if step % cfg.log.every == 0 or step == steps:
                 solver = fixed_point_metrics(stats, ranks.gather)
-                mean_iters = _mean(solver.get("num_iters", {}).get("mean", []))
+                work = _mean(solver.get("work", []))
                 record = {
                     "step": step,
                     "loss": loss,
@@ -161,7 +161,7 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
                     "lr": lr,
                     "grad_norm": norm,
                     "tokens": step * per_step,
-                    **speed.read(mean_iters),
+                    **speed.read(work),
                     **solver,
                     **(engine.contraction(micro[0]) if cfg.log.contraction else {}),
                 }
@@ -219,8 +219,8 @@ def _describe(record: dict) -> str:
     text = f"loss {record['loss']:.3f}  lr {record['lr']:.1e}  |g| {record['grad_norm']:.2f}"
     if "num_iters" in record:
         text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
-        missed = max(record["not_converged"])
-        text += f"  not converged {missed:.0%}" if missed else ""
+        missed = max(record["tokens_not_converged"])
+        text += f"  tokens not converged {missed:.2%}" if missed else ""
     if "mfu" in record:
         text += f"  MFU {record['mfu']:.1%}"
     return f"{text}  {record['tokens_per_s']:,.0f} tok/s"

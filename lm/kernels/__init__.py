@@ -2,5 +2,8 @@
 
 
 def available() -> str:
-    """What computes the recurrence on this machine, in words, for the head of a run."""
-    return "plain PyTorch (no faster backend is built yet)"
+    """What computes the recurrence on a CPU of this machine, in words, for the head of a run."""
+    from lm.kernels import cpu
+
+    usable, why = cpu.usable()
+    return "compiled for this CPU" if usable else f"plain PyTorch ({why})"

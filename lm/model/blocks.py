@@ -9,8 +9,17 @@ from torch import nn
 
 from .fixed_point import FixedPointBlock, Static
 from .mixers import WNLinear, nrm, unknown
-from .scan import SSD_CHUNK, chunk_decays, linear_scan, selective_scan, ssd_decays, ssd_scan
-from .state import Sequences, shift
+from .scan import (
+    SSD_CHUNK,
+    chunk_decays,
+    compiled,
+    linear_scan,
+    selective_scan,
+    ssd_decays,
+    ssd_scan,
+)
+from .solver import Solution, direct_stats
+from .state import BlockState, Sequences, shift
 
 
 class FPMamba(FixedPointBlock):
@@ -85,6 +94,8 @@ class FPMamba1(FPMamba):
         return self._static(x, z, bc_x, delta, seqs, tail)
 
     def _decays(self, dt, A, keep):
+        if compiled(dt.device.type):  # it is faster without
+            return None
         with torch.no_grad():  # the scan's backward makes its own
             return chunk_decays(dt, A, keep)
 
@@ -129,7 +140,7 @@ class FPMamba2(FPMamba):
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         if d % config.headdim:
             raise ValueError(f"headdim {config.headdim} does not divide d_inner = {d}")
-        self.heads = d // config.headdim
+        self.heads, self.gate_in_loop = d // config.headdim, True
         if self.heads % config.ngroups:
             raise ValueError(f"ngroups {config.ngroups} does not divide {self.heads} heads")
         self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
@@ -233,6 +244,35 @@ class FPRNN(FixedPointBlock):
         decay, fresh, _ = s.time
         h = linear_scan(decay, fresh * x, s.seqs.before("h"))
         return h, h[:, -1]
+
+    @torch.no_grad()
+    def solve_exact(self, s):
+        """The fixed point with one reflection, token by token and without iterating.
+
+        Given h_{t−1}, Q = I − a u uᵀ is known and the equation linear in h_t:
+        (I − w uᵀ) h_t = c, w = a (1 − λ) ⊙ u, c = λ h_{t−1} + (1 − λ) ⊙ Q (b ⊙ x); hence
+        h_t = c + w (uᵀ c) / (1 − uᵀ w) (Sherman & Morrison 1950).
+        """
+        y = torch.zeros_like(s.x)
+        before, h = (s.seqs.before(name) for name in ("y", "h"))
+        before, h = (torch.zeros_like(y[:, 0]) if v is None else v.to(y.dtype) for v in (before, h))
+        mask = torch.ones_like(y[:, :1, 0], dtype=torch.bool)
+        for t in range(y.shape[1]):
+            state = BlockState(before, before, h, ())
+            now = self.cut(s, lambda v: v[:, t : t + 1], mask, state)  # noqa: B023
+            raw = self._parts(now, y[:, :1])["mixer"][:, 0]
+            with torch.autocast(y.device.type, enabled=False):
+                a, u = self.mixer.vectors(raw, s.mixer)
+                u = u[:, 0]
+                decay, fresh, _ = (None if v is None else v[:, 0] for v in now.time)
+                x = now.x[:, 0]
+                c = decay * h + fresh * (x - a * (u * x).sum(-1, keepdim=True) * u)
+                w = a * fresh * u
+                c_u, w_u = (c * u).sum(-1, keepdim=True), (w * u).sum(-1, keepdim=True)
+                h = c + w * c_u / (1 - w_u)
+                before = y[:, t] = now.seqs.masked(h.unsqueeze(1))[:, 0]
+        f_y, h = self.step(s, y, True)
+        return Solution(y, direct_stats(y, f_y, self.rule()), f_y, h)
 
     def _tails(self, s, y):
         if s.tail is None:

@@ -82,7 +82,8 @@ class FPRNNConfig(PretrainedConfig):
         reset_at_eos: a token after `eos_token_id` starts from an empty state (packed documents).
         schedule: which tokens are iterated together (SCHEDULES above). stopping: "causal", each
         token by what is before it, or the paper's "paper", the batch as one (solver.py).
-        tol: relative residual. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under
+        "causal" at most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
@@ -139,6 +140,7 @@ class FPRNNConfig(PretrainedConfig):
         schedule="mixed",
         stopping="causal",
         tol=0.1,
+        eval_tol="auto",
         max_iters=100,
         eval_max_iters=1000,
         quantile="auto",
@@ -204,6 +206,7 @@ class FPRNNConfig(PretrainedConfig):
         self.stopping = stopping
         self._check_schedule()
         self.tol = tol
+        self.eval_tol = eval_tol
         self.max_iters = max_iters
         self.eval_max_iters = eval_max_iters
         paper = PAPER_RULES.get(block, PAPER_RULES["fp_mamba1"])

@@ -23,6 +23,8 @@ from .solver import (
 )
 from .state import BlockState, Sequences, last, shift
 
+EVAL_TOL = 0.01  # at which every schedule finds the same tokens (docs/fixed-point.md)
+
 
 class Static(NamedTuple):
     """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
@@ -58,6 +60,7 @@ class FixedPointBlock(nn.Module):
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=False)
+        self.gate_in_loop = config.glu_in_loop  # a step reads z
         self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
 
     def _conv(self, x, seqs, conv, index=0):
@@ -149,7 +152,7 @@ class FixedPointBlock(nn.Module):
             state,
         )
         return s._replace(
-            x=take(s.x), z=take(s.z), raw=take(s.raw), seqs=seqs,
+            x=take(s.x), z=take(s.z) if self.gate_in_loop else None, raw=take(s.raw), seqs=seqs,
             time=self.cut_time(s.time, take, mask), tail=None,
         )  # fmt: skip
 
@@ -161,13 +164,15 @@ class FixedPointBlock(nn.Module):
         return self.out_proj(y.to(self.out_proj.weight.dtype))
 
     def rule(self):
-        """The solver's rule for the mode the block is in: the paper evaluates stricter than it
-        trains (App. B.4)."""
+        """The solver's rule for the mode the block is in: evaluation is stricter than training (as
+        in App. B.4)."""
         c = self.config
-        max_iters, quantile = (
-            (c.max_iters, c.quantile) if self.training else (c.eval_max_iters, 1.0)
-        )
-        return Rule(c.tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
+        tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
+        if not self.training:
+            tol, max_iters, quantile = c.eval_tol, c.eval_max_iters, 1.0
+            if tol == "auto":
+                tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
+        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
     def _solve(self, s):
         """The Solution, by the schedule and the stopping rule of the config."""
@@ -282,8 +287,10 @@ class Windows:
         if first and position.shape == self.shape[:2]:  # all there is
             return self.s
 
+        at = (rows[:, None] * self.shape[1] + position).flatten()
+
         def take(t):
-            return t[rows[:, None], position]
+            return t.flatten(0, 1).index_select(0, at).unflatten(0, position.shape)
 
         return self.block.cut(self.s, take, valid, BlockState(y_before, None, h, ()))
 

@@ -153,12 +153,16 @@ class Reflections(Mixer):
         first, bias = _with_gates(self.alpha_proj, self.u_down)
         return MixerWeights(first, bias, (self.u_proj.matrix(),))
 
-    def forward(self, raw, v, weights):
+    def vectors(self, raw, weights):
+        """k a (…,r) and u (…,r,d)."""
         a, u = raw[..., : self.rank], raw[..., self.rank :]
         if weights.extra:
             u = F.linear(u, weights.extra[0].to(u.dtype))
-        a = self.scale * torch.sigmoid(a)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
+        return self.scale * torch.sigmoid(a), u
+
+    def forward(self, raw, v, weights):
+        a, u = self.vectors(raw, weights)
         if self.sequential:
             for i in range(self.rank):
                 u_i = u[..., i, :]

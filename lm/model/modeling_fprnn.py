@@ -20,7 +20,7 @@ from .configuration_fprnn import FPRNNConfig
 from .mixers import Orthogonal, WNLinear
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
-from .state import FPRNNState, Sequences, last, padding_to_the_right
+from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (FPRNN, selective_scan)
@@ -31,12 +31,14 @@ LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss
 @dataclass
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, the
-    solver's FixedPointStats with tensors of shape (n_layer,b); state, if it was asked for."""
+    solver's FixedPointStats with tensors of shape (n_layer,b); state, and past_key_values (an
+    FPRNNCache), if they were asked for."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointStats | None = None
     state: FPRNNState | None = None
+    past_key_values: FPRNNCache | None = None
 
 
 @dataclass
@@ -49,6 +51,7 @@ class FPRNNCausalLMOutput(ModelOutput):
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointStats | None = None
     state: FPRNNState | None = None
+    past_key_values: FPRNNCache | None = None
 
 
 class FPRNNLayer(nn.Module):
@@ -169,6 +172,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         return_dict=None,
         state=None,
         return_state=False,
+        past_key_values=None,
+        use_cache=None,
         **kwargs,
     ):
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
@@ -178,16 +183,29 @@ class FPRNNModel(FPRNNPreTrainedModel):
             state: the FPRNNState that an earlier pass returned: the rows go on from there.
             return_state: return the FPRNNState after each row's last token. It has no gradient, so
                 a stream processed in segments is trained by truncated backpropagation.
+            past_key_values, use_cache: the same for `generate`: an FPRNNCache to start from and to
+                update, or a new one. attention_mask may then be of all tokens so far.
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds, or another batch's state.
+            ValueError: both or neither of input_ids and inputs_embeds, another batch's or model's
+                state or cache, or both a state and a cache.
             NonFiniteError: an iterate became NaN or infinite; names the layer.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        back = None
+        back, cache = None, past_key_values
+        if cache is None and use_cache:
+            cache = FPRNNCache()
+        if cache is not None:
+            if state is not None:
+                raise ValueError("give one of state and past_key_values")
+            if not isinstance(cache, FPRNNCache):
+                raise ValueError(f"past_key_values is a {type(cache).__name__}, not an FPRNNCache")
+            state, return_state = cache.state, True
+            if attention_mask is not None:
+                attention_mask = attention_mask[:, -hidden.shape[1] :]
         if state is not None:
-            state.check(len(hidden), len(self.layers))
+            state.check(len(hidden), len(self.layers), self.config.d_inner)
         if attention_mask is not None and (state is not None or return_state):
             # Nothing may stand between a row's state and its first token.
             order, back = padding_to_the_right(attention_mask.bool())
@@ -212,11 +230,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
         fixed_point = FixedPointStats(*(torch.stack(field) for field in zip(*stats)))
+        end = self._end(input_ids, seqs, state, ends) if return_state else None
+        if cache is not None:
+            cache.state, cache.length = end, cache.length + hidden.shape[1]
         output = FPRNNOutput(
-            states[-1],
-            tuple(states) if output_hidden_states else None,
-            fixed_point,
-            self._end(input_ids, seqs, state, ends) if return_state else None,
+            states[-1], tuple(states) if output_hidden_states else None, fixed_point, end, cache
         )
         return output if return_dict is not False else output.to_tuple()
 
@@ -264,10 +282,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        # No cache yet: every new token is a forward pass over the whole prefix.
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
-
     def forward(
         self,
         input_ids=None,
@@ -281,6 +295,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         return_dict=None,
         state=None,
         return_state=False,
+        past_key_values=None,
+        use_cache=None,
         **kwargs,
     ):
         """Next-token logits and, with labels, the mean cross-entropy.
@@ -291,12 +307,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 wins over labels. −100 is ignored in both.
             logits_to_keep: only the last so many positions' logits (0: all).
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
-            state, return_state: see FPRNNModel.forward. A segment's last target is the first token
-                of the next segment, so segments are trained with shift_labels.
+            state, return_state, past_key_values, use_cache: see FPRNNModel.forward. The last target
+                of a segment is the first token of the next: segments are trained with shift_labels.
         """
         outputs = self.backbone(
             input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
-            state=state, return_state=return_state,
+            state=state, return_state=return_state, past_key_values=past_key_values,
+            use_cache=use_cache,
         )  # fmt: skip
         hidden = outputs.last_hidden_state
         if shift_labels is None and labels is not None:
@@ -316,8 +333,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if loss is not None and self.training and self.config.jacobian_reg:
             loss = loss + self.config.jacobian_reg * outputs.fixed_point.jacobian.mean()
         output = FPRNNCausalLMOutput(
-            loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state
-        )
+            loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
+            outputs.past_key_values,
+        )  # fmt: skip
         return output if return_dict is not False else output.to_tuple()
 
     def _chunked_loss(self, hidden, targets):

@@ -1,4 +1,5 @@
-"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, Mamba-2's, and a vector's.
+"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, Mamba-2's, and a vector's;
+and the choice of a faster backend (lm/kernels) where there is one.
 
 Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk; h heads,
 p head dimension, g groups.
@@ -12,7 +13,9 @@ size (b,l,d,n) is stored: the forward keeps only the boundary states, the backwa
 rest, a slice of channels at a time.
 """
 
+import importlib
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,18 @@ from torch.autograd.function import once_differentiable
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20
+
+
+@cache
+def compiled(device_type):
+    """The module of lm.kernels that scans on this kind of device, None without one."""
+    if device_type != "cpu":
+        return None
+    try:  # an exported model runs without the package
+        kernels = importlib.import_module("lm.kernels.cpu")
+    except ImportError:
+        return None
+    return kernels if kernels.usable()[0] else None
 
 
 def _chunk_size(length):
@@ -174,7 +189,8 @@ def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
 
 
 def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
-    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once.
+    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; compiled where
+    `compiled` finds a kernel and no decays are given.
 
     Args:
         x: (b,l,d) input (already mixed), dt: (b,l,d) step sizes, A: (d,n) negative rates,
@@ -185,14 +201,25 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
     Returns:
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
-    tensors = [t for t in (x, dt, A, B, C, h0) if t is not None]
+    kernels = compiled(x.device.type) if decays is None else None
+    if kernels is None:
+        return selective_scan_plain(x, dt, A, B, C, h0, keep, decays)
+    x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
+    return kernels.selective_scan(x, dt, A, B, C, h0, keep)
+
+
+def _same_dtype(*tensors):
+    """All in the widest of their dtypes, fp32 at least."""
     dtype = torch.float32
     for t in tensors:
-        dtype = torch.promote_types(dtype, t.dtype)
+        dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
+    return [None if t is None else t.to(dtype) for t in tensors]
+
+
+def selective_scan_plain(x, dt, A, B, C, h0=None, keep=None, decays=None):
+    """`selective_scan` in plain PyTorch, the oracle of the kernels."""
     with torch.autocast(x.device.type, enabled=False):
-        x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
-        h0 = None if h0 is None else h0.to(dtype)
-        return _SelectiveScan.apply(x, dt, A, B, C, h0, keep, decays)
+        return _SelectiveScan.apply(*_same_dtype(x, dt, A, B, C, h0, keep), decays)
 
 
 class _LinearScan(torch.autograd.Function):

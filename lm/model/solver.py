@@ -125,29 +125,9 @@ def solve_paper(f, y, rule, trace=None):
     return Solution(y, stats)
 
 
-# `auto`: the width doubles when as many tokens as it spans froze within AUTO_GROW iterations, and
-# halves when that took AUTO_SHRINK.
-AUTO_START, AUTO_GROW, AUTO_SHRINK = 8, 8, 16
-
-
-def parse_schedule(text):
-    """`text` (see SCHEDULES) as a Schedule.
-
-    Raises:
-        ValueError: no such schedule, or an impossible width.
-    """
-    kind, _, rest = str(text).partition(":")
-    fixed = {"parallel": (0,), "sequential": (1,), "auto": (AUTO_START,), "exact": (1,)}
-    if kind in fixed and not rest:
-        return Schedule(kind, fixed[kind])
-    if kind == "mixed" and ":" not in text:
-        return Schedule(kind, MIXED)
-    widths = ["0" if kind == "mixed" and w.strip() == "L" else w.strip() for w in rest.split(",")]
-    if kind == "window" and len(widths) == 1 or kind == "mixed":
-        if all(w.isdecimal() and (int(w) or kind == "mixed") for w in widths):
-            return Schedule(kind, tuple(map(int, widths)))
-    known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
-    raise ValueError(f"schedule is `{text}`; it must be one of: {known}. A width is at least 1")
+# `auto`: the width doubles when as many tokens as it spans were frozen within max(AUTO_ITERS, half
+# the width) iterations, and halves when that took twice as many.
+AUTO_START, AUTO_ITERS = 8, 6
 
 
 class Iteration(Protocol):
@@ -181,7 +161,7 @@ class _Rows(NamedTuple):
     step: torch.Tensor  # damping, watched at the first token that is not frozen
     lowest: torch.Tensor
     waited: torch.Tensor
-    iters: torch.Tensor  # since the width last changed
+    iters: torch.Tensor  # `auto`: since as many tokens as the width spans were frozen
     count: torch.Tensor  # tokens frozen since then
 
 
@@ -204,13 +184,18 @@ def _after_iteration(rows, residual, frozen, rule, adapt_to):
     )
     if adapt_to is None:
         return rows
+    return _adapt(rows, newly, adapt_to)
+
+
+def _adapt(rows, newly, length):
+    """`auto` after an iteration that froze newly (r,) tokens; see AUTO_ITERS."""
     iters, count = rows.iters + 1, rows.count + newly
-    spanned = count >= rows.width
-    grow, shrink = spanned & (iters <= AUTO_GROW), iters >= AUTO_SHRINK
-    width = torch.where(grow, rows.width * 2, torch.where(shrink, rows.width // 2, rows.width))
-    again = spanned | shrink
+    limit = (rows.width // 2).clamp_min(AUTO_ITERS)
+    spanned, slow = count >= rows.width, iters >= 2 * limit
+    wider = torch.where(spanned & (iters <= limit), rows.width * 2, rows.width)
+    again = spanned | slow
     return rows._replace(
-        width=width.clamp(1, adapt_to),
+        width=torch.where(slow, rows.width // 2, wider).clamp(1, length),
         iters=iters.masked_fill(again, 0),
         count=count.masked_fill(again, 0),
     )
@@ -233,29 +218,28 @@ def solve_causal(f, rule, width, adapt=False):
     Raises:
         NonFiniteError: the iterate became NaN or infinite.
     """
-    b, l, d = f.shape
+    b, length, d = f.shape
     like, ints = {"device": f.device, "dtype": f.dtype}, {"device": f.device, "dtype": torch.long}
     # One token more: what lies beyond a sequence's end is written there.
-    y, f_y = torch.zeros(2, b * l + 1, d, **like)
-    residual, work = torch.zeros(b * l + 1, **like), torch.zeros(b, **like)
-    token_iters, num_iters = torch.zeros(b * l + 1, **ints), torch.zeros(b, **ints)
-    zero = torch.zeros(b, **ints)
+    y, f_y = torch.zeros(2, b * length + 1, d, **like)
+    residual, work = torch.zeros(b * length + 1, **like), torch.zeros(b, **like)
+    token_iters, num_iters = torch.zeros(b * length + 1, **ints), torch.zeros(b, **ints)
+    zero, inf = torch.zeros(b, **ints), torch.full((b,), torch.inf, **like)
     rows = _Rows(
-        torch.arange(b, **ints), zero, zero, torch.full((b,), min(width, l), **ints),
-        torch.full((b,), rule.stepsize, **like), torch.full((b,), torch.inf, **like), zero, zero,
-        zero,
+        index=torch.arange(b, **ints), base=zero, frozen=zero, width=zero + min(width, length),
+        step=torch.full_like(inf, rule.stepsize), lowest=inf, waited=zero, iters=zero, count=zero,
     )  # fmt: skip
     y_before, h, h_end, total = f.y_before, f.h_before, None, 0
     while len(rows.index):
         # A few tokens to spare, so that the window need not be placed anew at every iteration.
         widest = int(rows.width.max())
-        span = min(widest + widest // 4, l - int(rows.base.min()))
+        span = min(widest + widest // 4, length - int(rows.base.min()))
         offset = torch.arange(span, **ints)
         position = rows.base[:, None] + offset
-        valid = position < l
-        at = torch.where(valid, rows.index[:, None] * l + position, b * l)
-        window = f.place(rows.index, position.clamp_max(l - 1), valid, y_before, h)
-        y_w, iters_w = y[at], token_iters[at]
+        valid = position < length
+        at = torch.where(valid, rows.index[:, None] * length + position, b * length).flatten()
+        window = f.place(rows.index, position.clamp_max(length - 1), valid, y_before, h)
+        y_w, iters_w = (t.index_select(0, at).unflatten(0, valid.shape) for t in (y, token_iters))
         while True:
             g, carry = f.step(window, y_w)
             total += 1
@@ -271,12 +255,12 @@ def solve_causal(f, rule, width, adapt=False):
             step = rows.step[:, None, None]
             moves = (live & (offset >= frozen[:, None])).unsqueeze(-1)
             y_w = torch.where(moves, step * g + (1 - step) * y_w, y_w)
-            rows = _after_iteration(rows, residual_w, frozen, rule, l if adapt else None)
+            rows = _after_iteration(rows, residual_w, frozen, rule, length if adapt else None)
             # One transfer to the host per iteration decides.
             end = rows.base + rows.frozen
-            short = (rows.frozen + rows.width > span) & (rows.base + span < l)
+            short = (rows.frozen + rows.width > span) & (rows.base + span < length)
             bad = (live & ~torch.isfinite(residual_w)).any(1)
-            flags = (end < l).any(), short.any(), rows.frozen.sum(), bad.any()
+            flags = (end < length).any(), short.any(), rows.frozen.sum(), bad.any()
             left, short, count, any_bad = torch.stack([v.long() for v in flags]).tolist()
             if any_bad:
                 raise NonFiniteError(
@@ -285,27 +269,40 @@ def solve_causal(f, rule, width, adapt=False):
                 )
             if not left or short or 2 * count >= len(rows.index) * span:
                 break
-        y[at], f_y[at], residual[at], token_iters[at] = y_w, g, residual_w, iters_w
+        for t, t_w in ((y, y_w), (f_y, g), (residual, residual_w), (token_iters, iters_w)):
+            t.index_copy_(0, at, t_w.flatten(0, 1))
         if not left and not f.wants_state:
             break
         h = f.advance(window, carry, rows.frozen)
         h_end = h.new_zeros(b, *h.shape[1:]) if h_end is None else h_end
         h_end[rows.index] = h
-        last = (rows.index * l + end - 1).clamp_min(0)
-        y_before = torch.where((end > 0).unsqueeze(-1), y[last], y_before)
-        going = end < l
+        last = (rows.index * length + end - 1).clamp_min(0)
+        y_before = torch.where((end > 0).unsqueeze(-1), y.index_select(0, last), y_before)
+        going = end < length
         rows = _Rows(*(t[going] for t in rows._replace(base=end, frozen=torch.zeros_like(end))))
         y_before, h = y_before[going], h[going]
     y, f_y, residual, token_iters = (
-        t[:-1].unflatten(0, (b, l)) for t in (y, f_y, residual, token_iters)
+        t[:-1].unflatten(0, (b, length)) for t in (y, f_y, residual, token_iters)
     )
     missed = residual >= rule.tol
     converged = ~missed.any(1)
     stats = FixedPointStats(
-        num_iters, converged, ~converged, residual.amax(1), torch.zeros_like(work), work / l,
+        num_iters, converged, ~converged, residual.amax(1), torch.zeros_like(work), work / length,
         missed.to(work.dtype).mean(1), token_iters,
     )  # fmt: skip
     return Solution(y, stats, f_y, h_end)
+
+
+def direct_stats(y, f_y, rule):
+    """The FixedPointStats of a y that took no iterations. y, f_y: (b,l,d)."""
+    residual = token_residual(y, f_y)
+    missed = residual >= rule.tol
+    zero = torch.zeros_like(residual[:, 0])
+    ones = torch.ones_like(residual, dtype=torch.long)
+    return FixedPointStats(
+        ones[:, 0], ~missed.any(1), missed.any(1), residual.amax(1), zero, zero + 1,
+        missed.to(y.dtype).mean(1), ones,
+    )  # fmt: skip
 
 
 def implicit_gradient(f, y_star, first, rule):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 class BlockState(NamedTuple):
-    """What one block leaves behind after a row's last token that is not padding; has no gradient."""
+    """What one block leaves behind after a row's last token that is no padding; no gradient."""
 
     y: torch.Tensor  # (b,d) y*: sh(y) of the next token
     f_y: torch.Tensor  # (b,d) the iterate that the output was computed from
@@ -24,13 +24,58 @@ class FPRNNState(NamedTuple):
     layers: tuple[BlockState, ...]
     last_token: torch.Tensor | None  # (b,), −1 where a row had none; None: embeddings were given
 
-    def check(self, batch, n_layer):
-        """Raise a ValueError unless this is the state of `batch` streams and `n_layer` blocks."""
-        if len(self.layers) != n_layer:
-            raise ValueError(f"the state is of {len(self.layers)} layers, the model has {n_layer}")
-        rows = self.layers[0].y.shape[0]
+    def check(self, batch, n_layer, d_inner):
+        """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
+        rows, width = self.layers[0].y.shape
+        if (len(self.layers), width) != (n_layer, d_inner):
+            raise ValueError(
+                f"the state is of a model with {len(self.layers)} layers of d_inner {width}, this"
+                f" one has {n_layer} of {d_inner}"
+            )
         if rows != batch:
             raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
+
+    def select(self, rows):
+        """The state of these rows (k,) of the batch."""
+        layers = (
+            BlockState(*(t[rows] for t in layer[:3]), tuple(t[rows] for t in layer.conv))
+            for layer in self.layers
+        )
+        return FPRNNState(tuple(layers), None if self.last_token is None else self.last_token[rows])
+
+
+class FPRNNCache:
+    """What `generate` carries from one forward pass to the next: an FPRNNState, of a size that does
+    not grow with the text. A forward pass of k ≥ 1 tokens with it goes on exactly where the one
+    before has ended."""
+
+    is_compileable = False
+    is_croppable = False  # a recurrence cannot go back
+
+    def __init__(self, state=None, length=0):
+        self.state, self.length = state, length
+
+    def get_seq_length(self, layer_idx=0):
+        """Tokens seen, padding included."""
+        return self.length
+
+    def reorder_cache(self, beam_idx):
+        """Beam search: row i goes on from the state of row beam_idx[i]."""
+        self.state = self.state.select(beam_idx.to(self.state.layers[0].y.device))
+
+    def batch_repeat_interleave(self, repeats):
+        rows = torch.arange(len(self.state.layers[0].y), device=self.state.layers[0].y.device)
+        self.state = self.state.select(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices):
+        self.reorder_cache(indices)
+
+    def crop(self, max_length):
+        raise ValueError(
+            f"a recurrent cache cannot be cropped (to {max_length} tokens): its state has no memory"
+            " of earlier ones. Assisted generation and what else takes tokens back needs"
+            " use_cache=False"
+        )
 
 
 class Sequences(NamedTuple):

@@ -364,6 +364,8 @@ def test_every_choice_of_the_model_section_runs(field, value):
 
     sizes = {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8, "max_iters": 3}
     tree = {**sizes, field: value}
+    if value == "paper":
+        tree["schedule"] = "parallel"
     model = build_model(config.build({"model": tree}), 16).train()
     ids = torch.arange(8).reshape(1, 8)
     loss = model(input_ids=ids, labels=ids).loss

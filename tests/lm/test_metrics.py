@@ -58,13 +58,22 @@ def test_a_model_without_a_solver_has_no_fixed_point_metrics():
     assert fixed_point_metrics([]) == {}
 
 
-def test_fixed_point_metrics_of_a_real_model():
+@pytest.mark.parametrize(
+    "solver, iters",
+    [
+        ({"schedule": "parallel", "stopping": "paper"}, 2),
+        ({"schedule": "parallel"}, 2),
+        ({"schedule": "sequential"}, 10),  # each of 5 tokens has its own two
+    ],
+)
+def test_fixed_point_metrics_of_a_real_model(solver, iters):
     from lm.build import build_model
 
-    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4, "max_iters": 2, "tol": 1e-9})
+    sizes = {"d_model": 16, "n_layer": 3, "d_state": 4, "max_iters": 2, "tol": 1e-9}
+    cfg = Config(model={**sizes, **solver})
     output = build_model(cfg, 16).train()(input_ids=torch.arange(10).reshape(2, 5))
     measured = fixed_point_metrics([output.fixed_point])
-    assert measured["num_iters"] == {k: [2, 2, 2] for k in ("mean", "median", "max")}
+    assert measured["num_iters"] == {k: [iters] * 3 for k in ("mean", "median", "max")}
     assert measured["hit_max"] == measured["not_converged"] == [1, 1, 1]
     assert all(r > 0 for r in measured["residual"])
 

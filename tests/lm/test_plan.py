@@ -79,8 +79,9 @@ def products(call) -> int:
 
 
 def wide(**model) -> Config:
-    """Wide enough for products to dominate; the solve runs to `max_iters` exactly."""
-    return tiny(**{"d_model": 256, "n_layer": 1, "max_iters": 3, "tol": 1e-12, **model})
+    """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
+    rule = {"schedule": "parallel", "max_iters": 3, "tol": 1e-12}
+    return tiny(**{"d_model": 256, "n_layer": 1, **rule, **model})
 
 
 @pytest.mark.parametrize("rank", [1, 2])

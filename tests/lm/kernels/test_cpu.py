@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.kernels import cpu
-from lm.model.scan import selective_scan as plain_scan
+from lm.model.scan import selective_scan_plain as plain_scan
 from tests.oracles import sequential_scan
 
 

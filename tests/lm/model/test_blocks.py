@@ -7,6 +7,7 @@ import torch
 
 from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fixed_point import FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.oracles import exact_fp_rnn_state
 
@@ -147,11 +148,13 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
         assert abs(numeric - analytic) < 1e-5 * (1 + abs(numeric)), parameter_name
 
 
-def test_what_depends_on_x_alone_is_computed_once(monkeypatch):
-    model = block(torch.float32)
+@pytest.mark.parametrize("stopping", ["paper", "causal"])
+def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
+    model = block(torch.float32, schedule="parallel", stopping=stopping)
     model.config.tol, model.config.eval_max_iters = 1e-12, 25
-    calls = {"prepare": 0, "step": 0, "weights": 0}
-    for owner, name in [(model, "prepare"), (model, "step"), (model.mixer, "weights")]:
+    calls = {"prepare": 0, "_mix": 0, "cut": 0, "weights": 0}
+    for owner, name in [(model, "prepare"), (model, "_mix"), (model, "cut"),
+                        (model.mixer, "weights")]:  # fmt: skip
         original = getattr(owner, name)
 
         def counting(*args, name=name, original=original):
@@ -160,15 +163,15 @@ def test_what_depends_on_x_alone_is_computed_once(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
     with torch.no_grad():
-        model.eval()(u_of(1, 6, 8).float())
-    assert calls == {"prepare": 1, "step": 26, "weights": 1}
+        _, stats = model.eval()(u_of(1, 6, 8).float())
+    assert (stats.work == 25).all() and (stats.token_iters == 25).all()
+    # The output's own step: the paper's solver does not return f(y), the windows' does.
+    assert calls == {"prepare": 1, "_mix": 25 + (stopping == "paper"), "cut": 0, "weights": 1}
 
 
 def test_gradient_checkpointing_gives_the_same_gradients_and_solves_once(monkeypatch):
-    from lm.model import blocks
-
-    solves, original = [], blocks.solve
-    monkeypatch.setattr(blocks, "solve", lambda *a: solves.append(1) or original(*a))
+    solves, original = [], FixedPointBlock._solve
+    monkeypatch.setattr(FixedPointBlock, "_solve", lambda *a: solves.append(1) or original(*a))
     grads = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
@@ -285,7 +288,7 @@ def test_contraction_estimates_equal_the_matrices():
     mixing, lipschitz = model.contraction(u, power_iterations=60)
     with torch.no_grad():
         s = model.prepare(u)
-        y, _ = model._solve(s)
+        y = model._solve(s).y
         P = torch.cat([s.x, shift(y, s.seqs)], -1)
         off = torch.eye(16, dtype=y.dtype) - model.mixer.matrix(P)
         exact = torch.linalg.matrix_norm(off, ord=2).amax(-1)
@@ -305,7 +308,7 @@ def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient
     estimates = [model(u)[1].jacobian for _ in range(200)]
     with torch.no_grad():
         s = model.prepare(u)
-        y, _ = model._solve(s)
+        y = model._solve(s).y
     J = torch.autograd.functional.jacobian(lambda v: model.step(s, v), y).reshape(80, 80)
     assert torch.stack(estimates).mean().item() == pytest.approx(
         J.square().sum().item() / 80, rel=0.2
@@ -343,6 +346,9 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         optimizer.step()
         losses.append(output.loss.item())
         stats = output.fixed_point
-        # A sequence that did not converge says so, and was iterated to the end.
-        assert (stats.converged | (stats.num_iters == stats.num_iters.max())).all()
+        # A token that did not converge says so, and was iterated to the end.
+        to_the_end = stats.token_iters == 20
+        assert (stats.token_iters <= 20).all() and (stats.converged ^ stats.hit_max).all()
+        assert torch.equal(stats.converged, stats.unconverged == 0)
+        assert (stats.unconverged <= to_the_end.float().mean(-1)).all()
     assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]

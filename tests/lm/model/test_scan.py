@@ -8,10 +8,10 @@ from lm.model.scan import (
     causal_conv,
     chunk_decays,
     linear_scan,
-    selective_scan,
     ssd_decays,
     ssd_scan,
 )
+from lm.model.scan import selective_scan_plain as selective_scan
 from tests.oracles import sequential_scan, sequential_ssd
 
 NAMES = ["x", "dt", "A", "B", "C", "h0"]
