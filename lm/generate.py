@@ -1,8 +1,11 @@
-"""Sampling from an exported checkpoint."""
+"""Sampling from an exported checkpoint, and how its fixed points are solved."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+
+PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 
 class GenerationError(RuntimeError):
@@ -27,9 +30,58 @@ def load_exported(path: Path | str):
     try:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    except OSError as e:
-        raise GenerationError(f"cannot load {path}: {str(e).splitlines()[0]}") from None
+    except (OSError, ValueError) as e:  # ValueError: a kind of model that nobody knows
+        raise GenerationError(f"cannot load {path}: {str(e).strip().splitlines()[0]}") from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def set_solver(
+    model,
+    schedule: str | None = None,
+    tol: float | None = None,
+    max_iters: int | None = None,
+) -> None:
+    """Set how `model` solves its fixed points in evaluation; None leaves what the checkpoint says.
+
+    Args:
+        schedule: one of lm.model's SCHEDULES, with causal stopping; or `paper`: all tokens, with
+            the paper's stopping. tol: relative residual (eval_tol). max_iters: ℓmax
+            (eval_max_iters).
+    Raises:
+        GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
+            or max_iters < 1. The model is then as it was.
+    """
+    from lm.model.configuration_fprnn import FPRNNConfig, parse_schedule
+
+    if (schedule, tol, max_iters) == (None, None, None):
+        return
+    config = model.config
+    if config.model_type != FPRNNConfig.model_type:
+        raise GenerationError(
+            f"the checkpoint is a {config.model_type} model: it has no fixed point to solve, so"
+            " schedule, tol and max_iters are not for it"
+        )
+    if tol is not None and not tol > 0:
+        raise GenerationError(f"tol is {tol:g}: it is a relative residual, above 0 (say 0.01)")
+    if max_iters is not None and max_iters < 1:
+        raise GenerationError(f"max_iters is {max_iters}: it counts iterations, at least 1")
+    new = {"eval_tol": tol, "eval_max_iters": max_iters}
+    if schedule == PAPER:
+        new |= {"schedule": "parallel", "stopping": "paper"}
+    elif schedule is not None:
+        new |= {"schedule": schedule, "stopping": "causal"}
+    new = {name: value for name, value in new.items() if value is not None}
+    try:
+        if schedule not in (None, PAPER):
+            parse_schedule(schedule)
+    except ValueError as e:
+        raise GenerationError(f"{e}; {PAPER} (all tokens, with the paper's stopping)") from None
+    try:
+        type(config).from_dict(config.to_dict() | new)
+    except ValueError as e:
+        raise GenerationError(str(e)) from None
+    for name, value in new.items():
+        setattr(config, name, value)
 
 
 def generate(
@@ -39,15 +91,21 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    schedule: str | None = None,
+    tol: float | None = None,
+    max_iters: int | None = None,
 ) -> str:
     """Prompt and continuation as text. temperature 0 is greedy decoding.
 
+    Args:
+        schedule, tol, max_iters: how a fixed-point model is solved, see `set_solver`.
     Raises:
-        GenerationError: there is no such export, or the prompt is empty.
+        GenerationError: there is no such export, the prompt is empty, or `set_solver` refuses.
     """
     import torch
 
     model, tokenizer = load_exported(path)
+    set_solver(model, schedule, tol, max_iters)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
@@ -57,6 +115,8 @@ def generate(
         if temperature > 0
         else {"do_sample": False}
     )
+    if model.config.model_type == "fprnn":  # whatever the checkpoint's generation config says
+        sampling["use_cache"] = True
     ids = model.generate(
         **inputs,
         max_new_tokens=max_new_tokens,

@@ -83,7 +83,7 @@ class FPRNNConfig(PretrainedConfig):
         schedule: which tokens are iterated together (SCHEDULES above). stopping: "causal", each
         token by what is before it, or the paper's "paper", the batch as one (solver.py).
         tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under
-        "causal" at most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        "causal" at most 0.001. max_iters: ℓmax in training; eval_max_iters: in evaluation.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.

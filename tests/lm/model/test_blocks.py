@@ -206,7 +206,11 @@ def test_training_rule_and_evaluation_rule_differ():
     model = block()
     model.config.max_iters, model.config.eval_max_iters = 7, 9
     assert model.train().rule()[:3] == (0.1, 7, 0.75)
-    assert model.eval().rule()[:3] == (0.1, 9, 1.0)
+    assert model.eval().rule()[:3] == (0.01, 9, 1.0)
+    model.config.eval_tol = 0.03
+    assert model.rule().tol == 0.03
+    paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
+    assert paper.eval().rule()[:3] == (0.1, 1000, 1.0)
 
 
 def test_shift():
