@@ -13,6 +13,8 @@ EPILOG = """examples:
   fprnn export runs/demo runs/demo/hf
   fprnn eval runs/demo/hf --tasks catbabi_mini
   fprnn generate runs/demo/hf --prompt "The list"
+  fprnn agree runs/demo/hf
+  fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
 """
 
@@ -76,12 +78,42 @@ def _generate(args) -> int:
     from lm.generate import generate
 
     text = generate(
-        args.checkpoint, args.prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed
-    )
+        args.checkpoint, args.prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed,
+        args.schedule, args.tol, args.max_iters,
+    )  # fmt: skip
     print(text)
     if args.out:
         Path(args.out).write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _agree(args) -> int:
+    from lm.agree import agree, table
+    from lm.console import Progress, say
+
+    with Progress("agree", unit="batches") as bar:
+        results = agree(args.checkpoint, **_solved_text(args), progress=bar.update)
+    say(table(results))
+    return 0
+
+
+def _budget(args) -> int:
+    from lm.agree import budget, budget_table
+    from lm.console import Progress, say
+
+    with Progress("budget", unit="batches") as bar:
+        results = budget(
+            args.checkpoint, **_solved_text(args), iterations=args.iterations, progress=bar.update
+        )
+    say(budget_table(results))
+    return 0
+
+
+def _solved_text(args) -> dict:
+    """The options that `agree` and `budget` share; a list not given is left to their default."""
+    names = ("text", "tol", "sequences", "length", "tight_tol", "batch_size", "seed", "out")
+    schedules = {} if args.schedules is None else {"schedules": args.schedules}
+    return {name: getattr(args, name) for name in names} | schedules
 
 
 def _report(args) -> int:
@@ -90,6 +122,43 @@ def _report(args) -> int:
 
     say(table(summarise(args.run), f"Summary of {args.run}"))
     return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in _names(text)]
+
+
+# argparse names the type in its message: "invalid list of whole numbers value: 'a'".
+_integers.__name__ = "list of whole numbers"
+
+
+def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
+    """The options that `agree` and `budget` share."""
+    c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
+    c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
+    c.add_argument(
+        "--schedules", type=_names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
+    )
+    c.add_argument(
+        "--tol", type=float, help="relative residual of all schedules (default: the checkpoint's)"
+    )
+    c.add_argument("--sequences", type=int, default=8, metavar="N", help="how many (default: 8)")
+    c.add_argument(
+        "--length", type=int, default=256, metavar="L", help="their tokens (default: 256)"
+    )
+    c.add_argument(
+        "--tight-tol", type=float, default=1e-5, metavar="TOL",
+        help="relative residual of the solution to compare with (default: 1e-5)",
+    )  # fmt: skip
+    c.add_argument(
+        "--batch-size", type=int, default=4, metavar="B",
+        help="sequences solved at once (default: 4); the paper's stopping depends on it",
+    )  # fmt: skip
+    c.add_argument("--seed", type=int, default=0, help="of the places in the text")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,8 +227,46 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
     c.add_argument("--top-k", type=int, default=50)
     c.add_argument("--seed", type=int, default=0)
+    c.add_argument(
+        "--schedule",
+        help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
+        " paper (default: the checkpoint's)",
+    )
+    c.add_argument("--tol", type=float, help="relative residual at which a token has converged")
+    c.add_argument("--max-iters", type=int, metavar="N", help="iterations a token may have")
     c.add_argument("--out", help="also write the text to this file")
     c.set_defaults(run_command=_generate)
+
+    c = commands.add_parser(
+        "agree",
+        help="do all schedules find the same solution, and at what work?",
+        description="Solve the same text under several schedules and compare each with a tight"
+        " solution (token by token, to --tight-tol): hidden states, most likely tokens,"
+        " perplexity, work, time. `paper` is the paper's: all tokens, stopped as one batch. A model"
+        " trained with schedule `mixed` should agree everywhere to about its tolerance; one whose"
+        " `sequential` row differs from its `paper` row generates with another model than it was"
+        " trained as.",
+    )
+    _add_solved_text(
+        c, "paper, parallel, window:4, window:16, auto, sequential; exact if it has it"
+    )
+    c.add_argument("--out", metavar="JSON", help="results (default: CKPT/eval/agree.json)")
+    c.set_defaults(run_command=_agree)
+
+    c = commands.add_parser(
+        "budget",
+        help="perplexity against the iterations a token may have",
+        description="Cut the solve off after so many iterations of a token, converged or not: what"
+        " perplexity is left, and what did it cost? The knee of the curve is an eval_max_iters"
+        " that loses nothing. Writes eval/budget.json and figures/budget.png.",
+    )
+    _add_solved_text(c, "parallel, auto, sequential")
+    c.add_argument(
+        "--iterations", type=_integers, metavar="N,N,…", default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+        help="values of ℓmax (default: 1,2,3,4,6,8,12,16,24,32)",
+    )  # fmt: skip
+    c.add_argument("--out", metavar="DIR", help="folder of eval/ and figures/ (default: CKPT)")
+    c.set_defaults(run_command=_budget)
 
     c = commands.add_parser("report", help="figures and one summary of a finished run")
     c.add_argument("run", metavar="RUN")

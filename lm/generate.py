@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 

@@ -33,10 +33,10 @@ SCHEDULES = {
     "window:W": "W tokens ahead of those that have converged",
     "auto": "as `window`, W by what the last tokens needed",
     "mixed": "training: one of `mixed:W,W,…,L` at random every step (L: all tokens; what is named"
-    " twice is twice as likely), without a list L, L/4 or L/16; evaluation: as `auto`",
+    " twice is twice as likely), without a list L, L/2, L/4, L/8 or L/16; evaluation: as `auto`",
     "exact": "fp_rnn with one reflection: token by token, solved in closed form",
 }
-MIXED = (1, 4, 16)
+MIXED = (1, 2, 4, 8, 16)  # shares of the length
 
 
 def parse_schedule(text):

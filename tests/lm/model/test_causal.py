@@ -91,7 +91,7 @@ def test_later_tokens_change_no_gradient():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("name", ["fp_mamba1", "fp_rnn", "fp_mamba1-free-gate_inside"])
+@pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba1-free-gate_inside"])
 def test_later_tokens_do_change_what_the_papers_rule_finds(name):
     """The check above can fail."""
     model = model_of(name, "parallel", stopping="paper", tol=0.1, eval_max_iters=500)

@@ -1,0 +1,389 @@
+"""Decoding with an FPRNNCache, by hand and through `generate`, is the full forward pass."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+from transformers.dynamic_module_utils import get_relative_imports
+
+from lm.export import write_export
+from lm.model import modeling_fprnn
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import FPRNNCache
+from tests.lm.model.test_state import BLOCKS, EOS, assert_same_state, ids, leaves, model_of
+
+# 24 tokens: the prompt, then chunks.
+CUTS = {"1": (1, 4, 16, 1, 1, 1), "3": (3, 1, 16, 4), "17": (17, 1, 1, 4, 1)}
+LOOSE = dict(schedule="sequential", eval_tol=0.1)  # far from converged, and yet exact
+GENERATING = ("fp_mamba1-conv", "fp_mamba2-conv-gate_inside", "fp_rnn-conv")
+every_block = pytest.mark.parametrize("name", BLOCKS)
+some_blocks = pytest.mark.parametrize("name", GENERATING)
+
+
+def quick(name="fp_mamba1-conv", dtype=torch.float64, **kwargs):
+    """A model that converges in about ten iterations, whose greedy text is not one token."""
+    sizes = dict(contractive=0.1, tie_embeddings=False)
+    return model_of(dtype, **{**BLOCKS[name], **sizes, **kwargs})
+
+
+def decode(model, tokens, sizes, cache=None, mask=None, **kwargs):
+    """The logits of `tokens`, one chunk after the other, and the cache."""
+    cache, logits, seen = FPRNNCache() if cache is None else cache, [], 0
+    start = cache.get_seq_length()
+    for chunk in tokens.split(sizes, 1):
+        seen += chunk.shape[1]
+        so_far = None if mask is None else mask[:, :seen]  # of all tokens, as `generate` gives it
+        out = model(chunk, attention_mask=so_far, past_key_values=cache, use_cache=True, **kwargs)
+        assert out.past_key_values is cache and cache.get_seq_length() == start + seen
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
+def generate(model, tokens=None, **kwargs):
+    """(sequences, logits of the new tokens, lengths of the forward passes)."""
+    lengths = []
+
+    def note(_, args, kwargs, __):
+        given = kwargs.get("inputs_embeds")
+        lengths.append((kwargs["input_ids"] if given is None else given).shape[1])
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
+    sampling = dict(do_sample=False, max_new_tokens=8, pad_token_id=EOS)
+    asked = dict(return_dict_in_generate=True, output_logits=True)
+    torch.manual_seed(5)
+    out = model.generate(tokens, **{**sampling, **asked, **kwargs})
+    hook.remove()
+    return out, torch.stack(out.logits, 1), lengths
+
+
+def assert_cache_changes_nothing(model, tokens, at_least=4, **kwargs):
+    cached, logits, lengths = generate(model, tokens, **kwargs)
+    plain, others, whole = generate(model, tokens, use_cache=False, **kwargs)
+    assert set(lengths[1:]) == {1} and lengths[0] == tokens.shape[1]
+    assert whole == list(range(tokens.shape[1], tokens.shape[1] + len(whole)))
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(logits, others, rtol=0, atol=1e-6)  # `generate` makes them fp32
+    assert isinstance(cached.past_key_values, FPRNNCache) and plain.past_key_values is None
+    assert cached.sequences[:, tokens.shape[1] :].unique().numel() >= at_least
+    return cached
+
+
+@every_block
+@torch.no_grad()
+def test_sequential_decoding_is_the_same_computation_at_any_tolerance(name):
+    model, tokens = quick(name, contractive=0.3, **LOOSE), ids()
+    whole = model(tokens, use_cache=True)
+    model.config.eval_tol = 1e-6
+    assert (model(tokens[:, :8]).logits - whole.logits[:, :8]).abs().max() > 1e-5
+    model.config.eval_tol = 0.1
+    for sizes in CUTS.values():
+        logits, cache = decode(model, tokens, sizes)
+        torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-12)
+        assert_same_state(cache.state, whole.past_key_values.state, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["window:4", "parallel", "auto"])
+@every_block
+@torch.no_grad()
+def test_other_schedules_decode_to_the_tolerance(name, schedule):
+    model, tokens = quick(name, schedule=schedule, eval_tol=1e-9), ids()
+    whole = model(tokens)
+    assert whole.fixed_point.converged.all() and whole.past_key_values is None
+    for sizes in CUTS.values():
+        logits, _ = decode(model, tokens, sizes)
+        torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(schedule="parallel", stopping="paper", eval_tol=1e-9),
+        dict(schedule="exact", block="fp_rnn", contractive=None),
+        dict(n_backwards=3, eval_tol=1e-9),
+    ],
+    ids=["paper", "exact", "n_backwards"],
+)
+def test_other_solvers_and_passes_with_a_gradient(kwargs):
+    model, tokens = quick(**kwargs), ids()
+    whole = model(tokens).logits
+    for sizes in CUTS.values():
+        logits, cache = decode(model, tokens, sizes)
+        assert logits.requires_grad and not any(t.requires_grad for _, t in leaves(cache.state))
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-6)
+
+
+@every_block
+@torch.no_grad()
+def test_left_padded_in_a_batch_equals_alone(name):
+    model, tokens = quick(name, **LOOSE), ids(3)
+    alone = [model(tokens[i : i + 1, pad:]).logits for i, pad in enumerate((0, 7, 16))]
+    mask = torch.ones_like(tokens)
+    tokens[1, :7], mask[1, :7] = EOS, 0  # padded with the token that ends documents
+    tokens[2, :16], mask[2, :16] = 3, 0
+    for sizes in ((17, 1, 1, 4, 1), (5, 8, 4, 7)):  # the second: chunks that are all padding
+        logits, _ = decode(model, tokens, sizes, mask=mask)
+        for i, pad in enumerate((0, 7, 16)):
+            mine = logits[i : i + 1, pad:]
+            torch.testing.assert_close(mine, alone[i], rtol=0, atol=1e-12)
+
+
+@every_block
+@torch.no_grad()
+def test_documents_end_in_the_prompt_and_between_chunks(name):
+    model, tokens = quick(name, **LOOSE), ids()
+    tokens[0, 1] = tokens[0, 16] = tokens[0, 20] = EOS  # 16: the last of the prompt of 17
+    tokens[1, 2] = tokens[1, 18] = EOS  # 2: the last of the prompt of 3
+    whole = model(tokens).logits
+    torch.testing.assert_close(whole[:1, 17:21], model(tokens[:1, 17:21]).logits)
+    for sizes in CUTS.values():
+        logits, cache = decode(model, tokens, sizes)
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-12)
+    assert torch.equal(cache.state.last_token, tokens[:, -1])
+    model.config.reset_at_eos = False
+    running = model(tokens).logits
+    assert (running - whole).abs().max() > 1e-4
+    logits, _ = decode(model, tokens, CUTS["17"])
+    torch.testing.assert_close(logits, running, rtol=0, atol=1e-12)
+
+
+@some_blocks
+def test_greedy(name):
+    model, tokens = quick(name, **LOOSE), ids(3, 6)
+    tokens[2, 5] = EOS
+    cached = assert_cache_changes_nothing(model, tokens)
+    assert cached.past_key_values.get_seq_length() == cached.sequences.shape[1] - 1
+
+
+@some_blocks
+def test_greedy_left_padded(name):
+    model, tokens = quick(name, **LOOSE), ids(2, 6)
+    alone = generate(model, tokens[1:, 4:])[0].sequences[0]
+    mask = torch.ones_like(tokens)
+    tokens[1, :4], mask[1, :4] = EOS, 0
+    together = assert_cache_changes_nothing(model, tokens, attention_mask=mask).sequences[1, 4:]
+    n = min(len(alone), len(together))  # one may have gone on with padding after its end
+    assert torch.equal(alone[:n], together[:n]) and n > 4
+
+
+@some_blocks
+def test_beams_and_samples(name):
+    model, tokens = quick(name, **LOOSE), ids(2, 6)
+    beams = dict(num_beams=3, num_return_sequences=2, max_new_tokens=5)
+    cached = assert_cache_changes_nothing(model, tokens, **beams)
+    assert not (cached.beam_indices[:, 1:] == cached.beam_indices[:, :1]).all()  # rows did move
+    samples = dict(do_sample=True, top_k=10, temperature=1.5, num_return_sequences=3)
+    assert_cache_changes_nothing(model, tokens, max_new_tokens=5, **samples)
+
+
+def test_generation_of_the_other_schedules():
+    for schedule in ("auto", "window:4", "parallel"):
+        assert_cache_changes_nothing(quick(schedule=schedule, eval_tol=1e-9), ids(2, 6))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_goes_on_from_a_returned_cache(padded):
+    model, tokens = quick(**LOOSE), ids(2, 6)
+    mask = torch.ones_like(tokens)
+    if padded:
+        tokens[1, :4], mask[1, :4] = EOS, 0
+    first = generate(model, tokens, attention_mask=mask, eos_token_id=None)[0]
+    longer = torch.cat([first.sequences, ids(2, 3, seed=7)], 1)
+    mask = F.pad(mask, (0, longer.shape[1] - mask.shape[1]), value=1)
+    kwargs = dict(attention_mask=mask, eos_token_id=None)
+    afresh, expected, _ = generate(model, longer, **kwargs)
+    went_on, logits, lengths = generate(
+        model, longer, past_key_values=first.past_key_values, **kwargs
+    )
+    assert lengths == [4] + [1] * 7  # the last new token of the first, and three
+    assert torch.equal(went_on.sequences, afresh.sequences)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+def test_a_prompt_prefilled_in_chunks():
+    model, tokens = quick(**LOOSE), ids(2, 10)
+    chunked = generate(model, tokens, past_key_values=FPRNNCache(), prefill_chunk_size=4)[0]
+    assert torch.equal(chunked.sequences, generate(model, tokens)[0].sequences)
+    assert chunked.past_key_values.get_seq_length() == chunked.sequences.shape[1] - 1
+
+
+@some_blocks
+def test_a_prompt_of_embeddings(name):
+    model, tokens = quick(name, **LOOSE), ids(2, 6)
+    embeds = model.get_input_embeddings()(tokens).detach()
+    of_ids, expected, _ = generate(model, tokens)
+    of_embeds, logits, lengths = generate(model, inputs_embeds=embeds)
+    assert lengths == [6] + [1] * (len(lengths) - 1)
+    assert torch.equal(of_embeds.sequences, of_ids.sequences[:, 6:])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "window:4", "parallel", "auto", "mixed"])
+@torch.no_grad()
+def test_evaluation_draws_no_random_numbers(schedule):
+    """Else a seed would give other samples with another schedule or another cut of the prompt."""
+    model = quick(schedule=schedule)
+    before = torch.get_rng_state()
+    model(ids(1, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@every_block
+@torch.no_grad()
+def test_the_cache_does_not_grow(name):
+    model, tokens = quick(name, **LOOSE), ids(2, 50)
+
+    def sizes(cache):
+        for leaf, t in leaves(cache.state):
+            assert t.untyped_storage().nbytes() == t.nbytes, leaf  # nor keeps a sequence alive
+        return sum(t.numel() for _, t in leaves(cache.state))
+
+    _, cache = decode(model, tokens[:, :1], (1,))
+    after_one = sizes(cache)
+    decode(model, tokens[:, 1:], (40, 1, 8), cache)
+    assert cache.get_seq_length() == 50 and sizes(cache) == after_one
+
+
+@every_block
+@torch.no_grad()
+def test_going_on_twice_from_one_state_gives_the_same(name):
+    model, tokens = quick(name, **LOOSE), ids()
+    _, cache = decode(model, tokens[:, :9], (9,))
+    state, kept = cache.state, copy.deepcopy(cache)
+    runs = [
+        decode(model, tokens[:, 9:], (1, 4, 10), given)
+        for given in (FPRNNCache(state, 9), FPRNNCache(state, 9), copy.deepcopy(cache))
+    ]
+    for logits, ended in runs[1:]:
+        assert torch.equal(logits, runs[0][0])
+        assert_same_state(ended.state, runs[0][1].state, rtol=0, atol=0)
+    assert cache.get_seq_length() == 9
+    assert_same_state(state, kept.state, rtol=0, atol=0)  # nothing was written into it
+
+
+@torch.no_grad()
+def test_rows_are_reordered_repeated_and_selected():
+    model, tokens = quick("fp_rnn-conv", **LOOSE), ids(3, 12)
+    _, cache = decode(model, tokens[:, :8], (8,))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([4, 1, 0]))  # rows 2, 0, 0
+    cache.reorder_cache(torch.tensor([0, 2]))
+    rows = tokens[[2, 0]]
+    logits, _ = decode(model, rows[:, 8:], (1, 3), cache)
+    torch.testing.assert_close(logits, model(rows).logits[:, 8:], rtol=0, atol=1e-12)
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence():
+    model, tokens = quick(**LOOSE), ids()
+    out = model(tokens[:, :5], use_cache=True, return_state=True)
+    cache, before = out.past_key_values, out.past_key_values.state
+
+    def refused(match, model=model, tokens=tokens, past_key_values=cache, **kwargs):
+        with pytest.raises(ValueError, match=match) as e:
+            model(tokens, past_key_values=past_key_values, **kwargs)
+        assert "\n" not in str(e.value)
+
+    refused("state is of a batch of 2, the input's batch is 3", tokens=ids(3))
+    refused("with 2 layers of d_inner 16, this one has 1 of 16", quick(n_layer=1))
+    refused("with 2 layers of d_inner 16, this one has 2 of 32", quick(d_model=16))
+    refused("is a DynamicCache, not an FPRNNCache", past_key_values=DynamicCache())
+    refused("is a tuple, not an FPRNNCache", past_key_values=((tokens, tokens),))
+    refused("is a FPRNNState, not an FPRNNCache", past_key_values=out.state)
+    refused("one of state and past_key_values", state=out.state)
+    with pytest.raises(ValueError, match=r"cannot be cropped \(to 3 tokens\)"):
+        cache.crop(3)
+    assert cache.state is before and cache.get_seq_length() == 5
+    assert not (cache.is_croppable or cache.is_compileable)
+
+
+@pytest.mark.parametrize("of", BLOCKS)
+@every_block
+@torch.no_grad()
+def test_the_cache_of_another_block_is_refused(name, of):
+    _, cache = decode(quick(of), ids(2, 1), (1,))
+    mine = decode(quick(name), ids(2, 1), (1,))[1].state
+    if [t.shape for _, t in leaves(mine)] == [t.shape for _, t in leaves(cache.state)]:
+        return  # only the gate's place differs: it has no state
+    with pytest.raises(ValueError, match="the state is of"):
+        decode(quick(name), ids(2, 1), (1,), cache)
+
+
+def test_assisted_generation_is_refused():
+    model, tokens = quick(**LOOSE), ids(1, 6)
+    for kwargs in (dict(prompt_lookup_num_tokens=2), dict(assistant_model=quick(**LOOSE))):
+        with pytest.raises(ValueError, match="assisted generation is not supported"):
+            generate(model, tokens, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["fp_mamba1", *GENERATING])
+@torch.no_grad()
+def test_bf16_model(name, tmp_path):
+    quick(name, torch.float32, **LOOSE).save_pretrained(tmp_path)
+    exact = FPRNNForCausalLM.from_pretrained(tmp_path).eval()(ids()).logits
+    model = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    for model in (model, model.to(torch.bfloat16)):  # the rates in fp32, and all in bf16
+        whole = model(ids()).logits
+        for sizes in CUTS.values():
+            logits, cache = decode(model, ids(), sizes)
+            assert (logits - whole).abs().max() < 0.03 * whole.abs().max()
+            assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
+        assert all(s.y.dtype == s.h.dtype == torch.float32 for s in cache.state.layers)
+        assert_cache_changes_nothing_in_bf16(model)
+
+
+def assert_cache_changes_nothing_in_bf16(model):
+    logits = [generate(model, ids(2, 6), max_new_tokens=1, use_cache=c)[1] for c in (True, False)]
+    torch.testing.assert_close(*logits, rtol=0, atol=0.03 * logits[0].abs().max().item())
+    assert generate(model, ids(2, 6), eos_token_id=None)[0].sequences.shape == (2, 14)
+
+
+ELSEWHERE = """
+import importlib.util, json, sys
+assert importlib.util.find_spec("lm") is None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+package = type(model).__module__.rpartition(".")[0]
+assert package.startswith("transformers_modules") and "lm" not in sys.modules
+assert sys.modules[package + ".scan"].compiled("cpu") is None
+ids = torch.tensor(json.loads(sys.argv[2]))
+kwargs = dict(do_sample=False, max_new_tokens=6, pad_token_id=0, return_dict_in_generate=True)
+outs = [model.generate(ids, use_cache=c, **kwargs) for c in (True, False)]
+cache = outs[0].past_key_values
+print(json.dumps([[o.sequences.tolist() for o in outs], type(cache).__name__,
+                  type(cache).__module__ == package + ".state", cache.get_seq_length()]))
+"""
+
+
+def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path):
+    model, tokens = quick(dtype=torch.float32, **LOOSE), ids(2, 5)
+    out = write_export(model, tmp_path / "out", None, "cached", "For a test.")
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"), OMP_NUM_THREADS="1")
+    # -P keeps the working directory off the path; a finder hides an editable install.
+    hide = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+    hide += "sys.path[:] = [p for p in sys.path if not __import__('os').path.isdir(p + '/lm')]\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", hide + ELSEWHERE, str(out), json.dumps(tokens.tolist())],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (cached, plain), cache, travelled, length = json.loads(done.stdout.splitlines()[-1])
+    mine = generate(model, tokens, max_new_tokens=6)[0].sequences.tolist()
+    assert cached == plain == mine and cache == "FPRNNCache" and travelled
+    assert length == len(mine[0]) - 1
+
+
+def test_every_file_travels_and_the_modeling_file_names_them_all(tmp_path):
+    """transformers 4 loads only what the modeling file itself imports."""
+    modeling = Path(modeling_fprnn.__file__)
+    files = {f.stem for f in modeling.parent.glob("*.py")} - {"__init__"}
+    assert set(get_relative_imports(modeling)) == files - {modeling.stem}
+    out = write_export(quick(dtype=torch.float32), tmp_path / "out", None, "x", "For a test.")
+    assert {f.stem for f in out.glob("*.py")} - {"__init__"} == files
