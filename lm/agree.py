@@ -23,7 +23,7 @@ TIGHT_TOL, TIGHT_MAX_ITERS = 1e-5, 1000
 # What set_solver may change.
 SETTINGS = ("schedule", "stopping", "eval_tol", "eval_max_iters")
 # Progress is reported as (batches done, of how many, what was just finished or None).
-Report = Callable[[int, int, str | None], None]
+Report = Callable[[int, int | None, str | None], None]
 MEANING = {
     "tight": "the solution all are compared with: token by token (sequential), to its own tol",
     "difference": "‖h − h_tight‖∞ / ‖h_tight‖∞ of a token's last hidden state h (after the final"
@@ -92,7 +92,7 @@ def agree(
     names = _schedules(model, SCHEDULES if schedules is None else schedules)
     if schedules is None and _has(model, "exact"):
         names.append("exact")
-    blocks = _blocks(model, tokenizer, text, sequences, length, seed)
+    blocks = _blocks(model, tokenizer, text, sequences, length, seed, progress)
     run = _Run(model, blocks, batch_size, 1 + len(names), progress)
     tight = run.tight(tight_tol)
     rows = {}
@@ -141,7 +141,7 @@ def budget(
         raise AgreementError(f"iterations is {shown}: numbers of iterations, each at least 1")
     model, tokenizer = _load(checkpoint)
     names, counts = _schedules(model, schedules), sorted(set(iterations))
-    blocks = _blocks(model, tokenizer, text, sequences, length, seed)
+    blocks = _blocks(model, tokenizer, text, sequences, length, seed, progress)
     run = _Run(model, blocks, batch_size, 1 + len(names) * len(counts), progress)
     tight = run.tight(tight_tol)
     rows = {name: [] for name in names}
@@ -216,14 +216,17 @@ def draw_budget(results: dict, path: Path) -> Path:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
+    curves = results["schedules"]
     panels = {
         "max_iters": "ℓmax: iterations a token may have",
         "work": "work: evaluations of the iteration per token",
     }
     for axis, (key, label) in zip(axes, panels.items()):
-        for (name, rows), marker in zip(results["schedules"].items(), "osD^vPX" * 9):
+        # Each thinner than the one before, so that curves on top of each other are all seen.
+        for i, ((name, rows), marker) in enumerate(zip(curves.items(), "osD^vPX" * 9)):
             x, y = [r[key] for r in rows], [r["perplexity"] for r in rows]
-            axis.plot(x, y, marker=marker, ms=4.5, lw=1.4, alpha=0.85, label=name)
+            share = i / max(1, len(curves) - 1)
+            axis.plot(x, y, marker=marker, ms=8 - 5 * share, lw=3.4 - 2.4 * share, label=name)
         axis.axhline(results["tight"]["perplexity"], color="gray", ls="--", lw=1.2, label="tight")
         axis.set(xlabel=label, xscale="log", yscale="log")
         for one in (axis.xaxis, axis.yaxis):
@@ -232,7 +235,7 @@ def draw_budget(results: dict, path: Path) -> Path:
             one.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    values = [r["perplexity"] for rows in results["schedules"].values() for r in rows]
+    values = [r["perplexity"] for rows in curves.values() for r in rows]
     if max(values) < 3 * min(values):  # a logarithmic axis would have one label, or none
         axes[0].set_yscale("linear")
     axes[0].set_ylabel("perplexity per token")
@@ -282,17 +285,12 @@ class _Run:
         """(output, seconds) of a forward pass through the backbone."""
         import torch
 
-        from lm.model.solver import NonFiniteError
-
         cuda = ids.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        try:
-            with torch.no_grad():
-                output = self.model.backbone(ids)
-        except NonFiniteError as e:
-            raise AgreementError(f"schedule `{self.model.config.schedule}`: {e}") from None
+        with torch.no_grad():
+            output = self.model.backbone(ids)
         if cuda:
             torch.cuda.synchronize()
         return output, time.perf_counter() - began
@@ -301,9 +299,14 @@ class _Run:
         import torch
         import torch.nn.functional as F
 
+        from lm.model.solver import NonFiniteError
+
         loss, spent, hidden, top, stats = 0.0, 0.0, [], [], []
         for batch in self.batches:
-            output, seconds = self._backbone(batch[:, :-1])
+            try:
+                output, seconds = self._backbone(batch[:, :-1])
+            except NonFiniteError as e:
+                raise AgreementError(f"{name}: {e}") from None
             with torch.no_grad():
                 logits = self.model.lm_head(output.last_hidden_state).float()
                 targets = batch[:, 1:].flatten()
@@ -373,7 +376,7 @@ def _schedules(model, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _blocks(model, tokenizer, text, sequences: int, length: int, seed: int):
+def _blocks(model, tokenizer, text, sequences: int, length: int, seed: int, progress=None):
     """Up to `sequences` blocks (n, length + 1) of the text, at random places; inputs are all but
     the last token of a block and targets all but the first."""
     import numpy as np
@@ -389,8 +392,10 @@ def _blocks(model, tokenizer, text, sequences: int, length: int, seed: int):
         raise AgreementError(
             "the checkpoint's tokenizer has no fast implementation or no EOS token"
         )
+    if progress:
+        progress(0, None, "reading the text")
     data = Data() if text is None else Data(source="text", path=str(text))
-    texts = [t for t in documents(data) if text or is_validation(t, data.val_fraction)]
+    texts = [t for t in documents(data) if text is not None or is_validation(t, data.val_fraction)]
     tokens = torch.from_numpy(encode_documents(tokenizer, texts))
     where = text or "the built-in corpus"
     if len(tokens) < length + 1:

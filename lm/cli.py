@@ -98,6 +98,8 @@ def _agree(args) -> int:
 
 
 def _budget(args) -> int:
+    from pathlib import Path
+
     from lm.agree import budget, budget_table
     from lm.console import Progress, say
 
@@ -106,6 +108,7 @@ def _budget(args) -> int:
             args.checkpoint, **_solved_text(args), iterations=args.iterations, progress=bar.update
         )
     say(budget_table(results))
+    say(f"drawn: {Path(args.out or args.checkpoint) / 'figures' / 'budget.png'}")
     return 0
 
 

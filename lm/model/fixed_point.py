@@ -185,7 +185,9 @@ class FixedPointBlock(nn.Module):
         if schedule.kind == "auto" or (schedule.kind == "mixed" and not self.training):
             return solve_causal(Windows(self, s), rule, AUTO_START, adapt=True)
         widths = schedule.of(s.x.shape[1])
-        return solve_causal(Windows(self, s), rule, widths[torch.randint(len(widths), ())])
+        # A fixed width draws nothing: a seed gives the same samples under every schedule.
+        pick = torch.randint(len(widths), ()) if len(widths) > 1 else 0
+        return solve_causal(Windows(self, s), rule, widths[pick])
 
     def _gradient_steps(self, s, y_star):
         """From the detached y* to the output, with the gradient that `config.gradient` names.

@@ -15,8 +15,9 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .blocks import FPRNN, FixedPointBlock, FPMamba1, FPMamba2, RMSNorm, build_block
+from .blocks import FPRNN, FPMamba1, FPMamba2, RMSNorm, build_block
 from .configuration_fprnn import FPRNNConfig
+from .fixed_point import FixedPointBlock
 from .mixers import Orthogonal, WNLinear
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
@@ -205,7 +206,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             if attention_mask is not None:
                 attention_mask = attention_mask[:, -hidden.shape[1] :]
         if state is not None:
-            state.check(len(hidden), len(self.layers), self.config.d_inner)
+            state.check(len(hidden), self.config)
         if attention_mask is not None and (state is not None or return_state):
             # Nothing may stand between a row's state and its first token.
             order, back = padding_to_the_right(attention_mask.bool())

@@ -18,19 +18,37 @@ class BlockState(NamedTuple):
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
 
 
+def state_shapes(config):
+    """Shapes, without b, of a BlockState's h and of what is in its conv, for such a model."""
+    d, n, bc = config.d_inner, config.d_state, 2 * config.ngroups * config.d_state
+    h, convs = {
+        "fp_mamba1": ((d, n), (d,)),
+        "fp_mamba2": ((d // config.headdim, config.headdim, n), (d + bc,)),
+        "fp_rnn": ((d,), (d, 2 * d)),
+    }[config.block]
+    return [h, *((config.d_conv - 1, width) for width in convs if config.use_short_conv)]
+
+
 class FPRNNState(NamedTuple):
     """Where a forward pass ended, so that the next segment of the same streams can start there."""
 
     layers: tuple[BlockState, ...]
     last_token: torch.Tensor | None  # (b,), −1 where a row had none; None: embeddings were given
 
-    def check(self, batch, n_layer, d_inner):
+    def check(self, batch, config):
         """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
-        rows, width = self.layers[0].y.shape
-        if (len(self.layers), width) != (n_layer, d_inner):
+        first = self.layers[0]
+        rows, width = first.y.shape
+        if (len(self.layers), width) != (config.n_layer, config.d_inner):
             raise ValueError(
                 f"the state is of a model with {len(self.layers)} layers of d_inner {width}, this"
-                f" one has {n_layer} of {d_inner}"
+                f" one has {config.n_layer} of {config.d_inner}"
+            )
+        found, right = [tuple(t.shape[1:]) for t in (first.h, *first.conv)], state_shapes(config)
+        if found != right:
+            raise ValueError(
+                "the state is of another kind of block: for each stream its recurrence and its"
+                f" convolutions have left {found}, where {config.block} has {right}"
             )
         if rows != batch:
             raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")

@@ -13,7 +13,9 @@ from lm.cli import main, parser
 
 ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
-COMMANDS = ("train", "sweep", "export", "import-reference", "eval", "generate", "report")
+COMMANDS = (
+    "train", "sweep", "export", "import-reference", "eval", "generate", "agree", "budget", "report",
+)  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
 NO_NETWORK = """\

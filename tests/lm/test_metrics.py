@@ -15,12 +15,14 @@ from lm.metrics import Throughput, Writer, fixed_point_metrics, read_metrics
 from lm.model.solver import FixedPointStats
 
 
-def stats(iters, hit, converged, residual) -> FixedPointStats:
+def stats(iters, hit, converged, residual, work, unconverged) -> FixedPointStats:
     fields = {
         "num_iters": torch.tensor(iters),
         "hit_max": torch.tensor(hit).bool(),
         "converged": torch.tensor(converged).bool(),
         "residual": torch.tensor(residual),
+        "work": torch.tensor(work),
+        "unconverged": torch.tensor(unconverged),
     }
     # Whatever else a solve reports is not read here.
     return FixedPointStats(
@@ -30,8 +32,15 @@ def stats(iters, hit, converged, residual) -> FixedPointStats:
 
 # Two layers; three sequences in two micro-batches.
 HAND_MADE = [
-    stats([[2, 4], [10, 10]], [[0, 0], [0, 1]], [[1, 1], [1, 0]], [[0.1, 0.3], [0.0, 0.9]]),
-    stats([[9], [10]], [[0], [1]], [[1], [0]], [[0.2], [0.3]]),
+    stats(
+        [[2, 4], [10, 10]],
+        [[0, 0], [0, 1]],
+        [[1, 1], [1, 0]],
+        [[0.1, 0.3], [0.0, 0.9]],
+        [[1.5, 2.5], [4.0, 6.0]],
+        [[0.0, 0.0], [0.0, 0.25]],
+    ),
+    stats([[9], [10]], [[0], [1]], [[1], [0]], [[0.2], [0.3]], [[5.0], [8.0]], [[0.0], [0.5]]),
 ]
 
 
@@ -41,6 +50,8 @@ def test_fixed_point_metrics_are_per_layer_over_all_sequences():
         "hit_max": [0, 0.666667],
         "not_converged": [0, 0.666667],
         "residual": [0.2, 0.4],
+        "work": [3, 6],
+        "tokens_not_converged": [0, 0.25],
     }
 
 
@@ -75,6 +86,7 @@ def test_fixed_point_metrics_of_a_real_model(solver, iters):
     measured = fixed_point_metrics([output.fixed_point])
     assert measured["num_iters"] == {k: [iters] * 3 for k in ("mean", "median", "max")}
     assert measured["hit_max"] == measured["not_converged"] == [1, 1, 1]
+    assert measured["tokens_not_converged"] == [1, 1, 1] and min(measured["work"]) >= 2
     assert all(r > 0 for r in measured["residual"])
 
 

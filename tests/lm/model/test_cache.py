@@ -127,14 +127,12 @@ def test_left_padded_in_a_batch_equals_alone(name):
     mask = torch.ones_like(tokens)
     tokens[1, :7], mask[1, :7] = EOS, 0  # padded with the token that ends documents
     tokens[2, :16], mask[2, :16] = 3, 0
-    for sizes in ((17, 1, 1, 4, 1), (5, 8, 4, 7)):  # the second: chunks that are all padding
-        logits, _ = decode(model, tokens, sizes, mask=mask)
-        for i, pad in enumerate((0, 7, 16)):
-            mine = logits[i : i + 1, pad:]
-            torch.testing.assert_close(mine, alone[i], rtol=0, atol=1e-12)
+    logits, _ = decode(model, tokens, (5, 8, 4, 1, 6), mask=mask)  # some chunks are all padding
+    for i, pad in enumerate((0, 7, 16)):
+        torch.testing.assert_close(logits[i : i + 1, pad:], alone[i], rtol=0, atol=1e-12)
 
 
-@every_block
+@some_blocks
 @torch.no_grad()
 def test_documents_end_in_the_prompt_and_between_chunks(name):
     model, tokens = quick(name, **LOOSE), ids()
@@ -237,7 +235,7 @@ def test_evaluation_draws_no_random_numbers(schedule):
 @every_block
 @torch.no_grad()
 def test_the_cache_does_not_grow(name):
-    model, tokens = quick(name, **LOOSE), ids(2, 50)
+    model, tokens = quick(name, schedule="parallel", eval_tol=0.1), ids(2, 50)
 
     def sizes(cache):
         for leaf, t in leaves(cache.state):
@@ -254,16 +252,16 @@ def test_the_cache_does_not_grow(name):
 @torch.no_grad()
 def test_going_on_twice_from_one_state_gives_the_same(name):
     model, tokens = quick(name, **LOOSE), ids()
-    _, cache = decode(model, tokens[:, :9], (9,))
+    _, cache = decode(model, tokens[:, :2], (2,))
     state, kept = cache.state, copy.deepcopy(cache)
     runs = [
-        decode(model, tokens[:, 9:], (1, 4, 10), given)
-        for given in (FPRNNCache(state, 9), FPRNNCache(state, 9), copy.deepcopy(cache))
+        decode(model, tokens[:, 2:8], (1, 4, 1), given)
+        for given in (FPRNNCache(state, 2), FPRNNCache(state, 2), copy.deepcopy(cache))
     ]
     for logits, ended in runs[1:]:
         assert torch.equal(logits, runs[0][0])
         assert_same_state(ended.state, runs[0][1].state, rtol=0, atol=0)
-    assert cache.get_seq_length() == 9
+    assert cache.get_seq_length() == 2
     assert_same_state(state, kept.state, rtol=0, atol=0)  # nothing was written into it
 
 
@@ -302,16 +300,20 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
     assert not (cache.is_croppable or cache.is_compileable)
 
 
-@pytest.mark.parametrize("of", BLOCKS)
-@every_block
 @torch.no_grad()
-def test_the_cache_of_another_block_is_refused(name, of):
-    _, cache = decode(quick(of), ids(2, 1), (1,))
-    mine = decode(quick(name), ids(2, 1), (1,))[1].state
-    if [t.shape for _, t in leaves(mine)] == [t.shape for _, t in leaves(cache.state)]:
-        return  # only the gate's place differs: it has no state
-    with pytest.raises(ValueError, match="the state is of"):
-        decode(quick(name), ids(2, 1), (1,), cache)
+def test_the_cache_of_another_block_is_refused():
+    models = {name: quick(name) for name in BLOCKS}
+    caches = {name: decode(model, ids(2, 1), (1,))[1] for name, model in models.items()}
+    for name, model in models.items():
+        for other, cache in caches.items():
+            if other.removesuffix("-gate_inside") == name.removesuffix("-gate_inside"):
+                continue  # the gate has no state
+            with pytest.raises(ValueError, match="the state is of another kind of block"):
+                decode(model, ids(2, 1), (1,), cache)
+            assert cache.get_seq_length() == 1
+    for kwargs in (dict(d_state=5), dict(d_conv=3)):
+        with pytest.raises(ValueError, match=r"have left \[\(16, 4\), \(3, 16\)\], where fp_mamba1"):
+            decode(quick(**kwargs), ids(2, 1), (1,), caches["fp_mamba1-conv"])
 
 
 def test_assisted_generation_is_refused():
@@ -329,18 +331,12 @@ def test_bf16_model(name, tmp_path):
     model = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     for model in (model, model.to(torch.bfloat16)):  # the rates in fp32, and all in bf16
         whole = model(ids()).logits
-        for sizes in CUTS.values():
-            logits, cache = decode(model, ids(), sizes)
-            assert (logits - whole).abs().max() < 0.03 * whole.abs().max()
-            assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
+        logits, cache = decode(model, ids(), CUTS["3"])
+        assert (logits - whole).abs().max() < 0.03 * whole.abs().max()
+        assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
         assert all(s.y.dtype == s.h.dtype == torch.float32 for s in cache.state.layers)
-        assert_cache_changes_nothing_in_bf16(model)
-
-
-def assert_cache_changes_nothing_in_bf16(model):
-    logits = [generate(model, ids(2, 6), max_new_tokens=1, use_cache=c)[1] for c in (True, False)]
-    torch.testing.assert_close(*logits, rtol=0, atol=0.03 * logits[0].abs().max().item())
-    assert generate(model, ids(2, 6), eos_token_id=None)[0].sequences.shape == (2, 14)
+    out, _, lengths = generate(model, ids(2, 6), eos_token_id=None, max_new_tokens=4)
+    assert out.sequences.shape == (2, 10) and lengths == [6, 1, 1, 1]
 
 
 ELSEWHERE = """

@@ -260,7 +260,9 @@ def test_anothers_state_is_refused_in_a_sentence():
     state = model(ids(), return_state=True).state
     with pytest.raises(ValueError, match="state is of a batch of 2, the input's batch is 3"):
         model(ids(3), state=state)
-    with pytest.raises(ValueError, match="state is of 2 layers, the model has 1"):
+    with pytest.raises(
+        ValueError, match="is of a model with 2 layers of d_inner 16, this one has 1 of 16"
+    ):
         model_of(n_layer=1)(ids(), state=state)
 
 

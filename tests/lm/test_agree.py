@@ -1,0 +1,354 @@
+"""lm.agree: a tiny random model under every schedule, budgets of iterations, each refusal."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+pytest.importorskip("rich")
+
+import torch
+
+from lm import agree as module
+from lm.agree import SCHEDULES, AgreementError, agree, budget, budget_table, solving, table
+from lm.cli import main
+from lm.data.sources import is_validation
+from lm.export import write_export
+from lm.generate import GenerationError, generate, load_exported, set_solver
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+SMALL = {"sequences": 3, "length": 12, "batch_size": 2}
+EASY = {"contractive": 0.5}  # few iterations, so that the tests are quick
+ROW = {
+    "tol", "perplexity", "work", "num_iters", "unconverged", "seconds", "difference", "top1",
+    "perplexity_ratio",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """The folder of a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["a"], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def exported(folder, tokenizer, **settings):
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=264, d_model=16, n_layer=2, d_state=4, eos_token_id=0, pad_token_id=0,
+        **settings,
+    )  # fmt: skip
+    return write_export(FPRNNForCausalLM(config), folder / "tiny", tokenizer, "tiny", "Random.")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, tokenizer):
+    return exported(
+        tmp_path_factory.mktemp("fp_mamba1"), tokenizer, tol=0.05, glu_in_loop=True, **EASY
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("Mary went to the kitchen. Where is the apple? " * 4, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The models that `agree` and `budget` loaded."""
+    models = []
+
+    def load(path):
+        models.append(load_exported(path))
+        return models[-1]
+
+    monkeypatch.setattr(module, "load_exported", load)
+    return models
+
+
+def test_every_schedule_is_compared_and_the_config_is_as_before(checkpoint, text, loaded):
+    seen = []
+    results = agree(checkpoint, text, **SMALL, progress=lambda *update: seen.append(update))
+    written = checkpoint / "eval" / "agree.json"
+    assert json.loads(written.read_text()) == results
+    assert list(written.parent.iterdir()) == [written]
+    assert str(checkpoint.parents[1]) not in written.read_text()
+    assert tuple(results["schedules"]) == SCHEDULES
+    tight = results["tight"]
+    assert tight.keys() == ROW - {"difference", "top1", "perplexity_ratio"}
+    assert (tight["tol"], tight["unconverged"]) == (1e-5, 0)
+    assert (results["text"], results["sequences"], results["length"]) == ("words.txt", 3, 12)
+    assert results["trained_with"] == {"schedule": "mixed", "stopping": "causal"}
+    for name, row in results["schedules"].items():
+        assert row.keys() == ROW | {"seconds_ratio"}
+        assert row["tol"] == 0.05 if name == "paper" else row["tol"] < 0.05
+        assert 0 <= row["difference"]["mean"] <= row["difference"]["max"] < 1
+        assert 0.5 < row["top1"] <= 1 and 0 <= row["unconverged"] <= 1
+        assert row["perplexity_ratio"] == pytest.approx(1, abs=0.05)
+        assert row["work"] >= 1 and row["seconds"] > 0 and row["seconds_ratio"] > 0
+    assert results["schedules"]["paper"]["seconds_ratio"] == 1
+    finished = [what for *_, what in seen if what]
+    assert finished == ["reading the text", "tight", *SCHEDULES]
+    assert seen[0][:2] == (0, None) and {total for _, total, _ in seen[1:]} == {14}
+    assert [done for done, *_ in seen] == list(range(15))
+    config, fresh = loaded[0][0].config, FPRNNConfig()
+    for name in module.SETTINGS:
+        assert getattr(config, name) == getattr(fresh, name)
+
+
+def test_the_tight_solution_agrees_with_itself(checkpoint, text, tmp_path):
+    out = tmp_path / "deep" / "down" / "a.json"
+    results = agree(
+        checkpoint, text, schedules=["sequential", "parallel"], tol=1e-5, **SMALL, out=out
+    )
+    assert json.loads(out.read_text()) == results
+    row = results["schedules"]["sequential"]
+    assert row["difference"] == {"max": 0, "mean": 0}
+    assert row["top1"] == row["perplexity_ratio"] == 1
+    assert row["seconds_ratio"] is None  # the paper's schedule was not asked for
+    assert row["work"] == results["tight"]["work"]
+    assert 0 < results["schedules"]["parallel"]["difference"]["max"] < 1e-2
+
+
+def test_the_perplexity_is_that_of_the_causal_language_model(checkpoint, text, tmp_path, loaded):
+    results = agree(
+        checkpoint, text, schedules=["auto"], sequences=1, length=20, out=tmp_path / "a.json"
+    )
+    model, tokenizer = loaded[0]
+    ids = torch.tensor([tokenizer(text.read_text())["input_ids"] + [0]])
+    blocks = ids[0, : (ids.shape[1] - 1) // 20 * 20 + 1]
+    losses = [
+        model(blocks[None, s : s + 20], shift_labels=blocks[None, s + 1 : s + 21]).loss.item()
+        for s in range(0, len(blocks) - 1, 20)
+    ]
+    perplexity = results["schedules"]["auto"]["perplexity"]
+    assert min(abs(math.exp(loss) - perplexity) for loss in losses) < 1e-3
+
+
+def test_the_seed_chooses_the_places_and_a_short_text_has_fewer(checkpoint, text, tmp_path):
+    quick = {"schedules": ["paper"], "tight_tol": 0.1, "out": tmp_path / "a.json"}
+
+    def perplexity(**options):
+        results = agree(checkpoint, text, **quick, **options)
+        return results["sequences"], results["tight"]["perplexity"]
+
+    few = {"sequences": 1, "length": 8}
+    assert perplexity(**few) == perplexity(**few)
+    assert len({perplexity(**few, seed=s) for s in range(4)}) > 1
+    assert perplexity(sequences=50, length=90)[0] == 2  # 184 bytes and an EOS
+
+
+def test_exact_is_there_where_the_model_has_it(tmp_path, tokenizer, text):
+    path = exported(tmp_path, tokenizer, block="fp_rnn")
+    results = agree(path, text, sequences=1, length=6)
+    assert tuple(results["schedules"]) == (*SCHEDULES, "exact")
+    assert results["schedules"]["exact"]["work"] == 1
+    assert results["schedules"]["exact"]["difference"]["max"] < 1e-3
+
+
+def test_by_default_the_text_is_the_builtin_corpus_held_out(checkpoint, tmp_path, monkeypatch):
+    texts = [f"{i:03d}" for i in range(200)]
+    held_out = [text for text in texts if is_validation(text, 0.05)]
+    monkeypatch.setattr("lm.data.sources.builtin_documents", lambda: texts)
+    few = {"schedules": ["paper"], "sequences": 500, "length": 4, "tight_tol": 0.1}
+    results = agree(checkpoint, **few, out=tmp_path / "a.json")
+    assert results["text"] == "the built-in corpus, held-out documents"
+    assert results["sequences"] == (4 * len(held_out) - 1) // 4  # three digits and an EOS each
+
+
+def test_more_iterations_are_more_work(checkpoint, text, tmp_path, loaded):
+    results = budget(
+        checkpoint, text, iterations=[4, 1, 2, 2], tol=1e-4, **SMALL, out=tmp_path / "b"
+    )
+    written = tmp_path / "b" / "eval" / "budget.json"
+    assert json.loads(written.read_text()) == results
+    figure = tmp_path / "b" / "figures" / "budget.png"
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
+    assert tuple(results["schedules"]) == ("parallel", "auto", "sequential")
+    for name, rows in results["schedules"].items():
+        assert [r["max_iters"] for r in rows] == [1, 2, 4]
+        assert all(r.keys() == ROW | {"max_iters"} for r in rows)
+        work = [r["work"] for r in rows]
+        assert work == sorted(set(work)) and work[0] >= 1
+        if name != "auto":  # nothing is evaluated but what may still move
+            assert all(w <= r["max_iters"] for w, r in zip(work, rows))
+        assert rows[0]["difference"]["mean"] > rows[-1]["difference"]["mean"]
+    assert loaded[0][0].config.eval_max_iters == 1000 and loaded[0][0].config.eval_tol == "auto"
+
+
+def test_the_figure_has_labelled_axes_and_every_curve(checkpoint, text, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+    few = {"sequences": 1, "length": 4, "iterations": [1, 3], "schedules": ["window:2", "paper"]}
+    budget(checkpoint, text, **few, out=tmp_path)
+    (figure,) = figures
+    left, right = figure.axes
+    assert left.get_ylabel() == "perplexity per token"
+    assert "ℓmax" in left.get_xlabel() and "evaluations" in right.get_xlabel()
+    labels = [t.get_text() for t in left.get_legend().get_texts()]
+    assert labels == ["window:2", "paper", "tight"]
+    assert list(left.get_lines()[0].get_xdata()) == [1, 3]
+
+
+def test_tables_fit_a_terminal(checkpoint, text, tmp_path):
+    from rich.console import Console
+
+    console = Console(width=80)
+    small = {"sequences": 1, "length": 4}
+    results = agree(checkpoint, text, **small, out=tmp_path / "a.json")
+    results["tight"]["perplexity"] = 1234.56
+    budgets = budget(checkpoint, text, iterations=[1, 2], **small, out=tmp_path)
+    with console.capture() as capture:
+        console.print(table(results))
+        console.print(budget_table(budgets))
+    shown = capture.get()
+    assert "…" not in shown
+    for part in ("sequential", "window:16", "1234.56", "1e-5", "missed", "ℓmax", "‖h_tight‖∞"):
+        assert part in shown
+
+
+def test_the_settings_come_back_after_an_error(checkpoint):
+    model, _ = load_exported(checkpoint)
+    before = {name: getattr(model.config, name) for name in module.SETTINGS}
+    with pytest.raises(ZeroDivisionError), solving(model, "paper", 0.5, 3):
+        assert (model.config.schedule, model.config.stopping) == ("parallel", "paper")
+        assert (model.config.eval_tol, model.config.eval_max_iters) == (0.5, 3)
+        raise ZeroDivisionError
+    assert {name: getattr(model.config, name) for name in module.SETTINGS} == before
+    for wrong in [("nonsense",), ("exact",), ("auto", 0.0), ("auto", 0.1, 0)]:
+        with pytest.raises(GenerationError):
+            set_solver(model, *wrong)
+        assert {name: getattr(model.config, name) for name in module.SETTINGS} == before
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"sequences": 0}, "sequences is 0: it must be at least 1"),
+        ({"length": -1}, "length is -1: it must be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"tol": 0.0}, "tol is 0: it is a relative residual, above 0"),
+        ({"tol": math.nan}, "tol is nan"),
+        ({"tight_tol": -1e-5}, r"tight_tol is -1e-05"),
+        ({"schedules": []}, "no schedules given; by default they are paper, parallel"),
+        ({"schedules": ["auto", "windw:4"]}, r"schedule is `windw:4`.*window:W.*; paper \(all"),
+        ({"schedules": ["window:0"]}, "a width is at least 1"),
+        ({"schedules": ["exact"]}, "`exact` is for fp_rnn with one reflection"),
+        ({"text": "nowhere.txt"}, r"no text file at nowhere\.txt"),
+        ({"length": 500}, r"has 185 tokens, but a sequence of length 500 needs 501"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_sentence(checkpoint, text, tmp_path, options, words):
+    for command in (agree, budget):
+        with pytest.raises((AgreementError, GenerationError), match=words):
+            command(checkpoint, **{"text": text, "out": tmp_path / "out", **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_of_nothing_is_a_sentence(checkpoint, text):
+    for wrong, shown in [([], "empty"), ([4, 0], "4,0")]:
+        with pytest.raises(AgreementError, match=f"iterations is {shown}"):
+            budget(checkpoint, text, iterations=wrong)
+
+
+def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_path, tokenizer):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(AgreementError, match=r"no checkpoint folder at .*nowhere.*fprnn export"):
+        agree(tmp_path / "nowhere")
+    with pytest.raises(GenerationError, match="no export at"):
+        agree(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer, other)
+    GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        other
+    )
+    with pytest.raises(AgreementError, match="is a gpt2 model: it has no fixed point"):
+        agree(other)
+    with pytest.raises(GenerationError, match="is a gpt2 model: it has no fixed point"):
+        generate(other, "Mary", 2, schedule="auto")
+    assert generate(other, "Mary", 2).startswith("Mary")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(GenerationError, match="cannot load"):
+        agree(bare)
+
+
+def test_the_commands(checkpoint, text, tmp_path, capsys):
+    small = ["--text", str(text), "--sequences", "1", "--length", "6"]
+    out = tmp_path / "a.json"
+    options = ["--schedules", "paper, window:2", "--tol", "0.02", "--out", str(out)]
+    assert main(["agree", str(checkpoint), *small, *options]) == 0
+    assert "window:2" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert {name: r["tol"] for name, r in results["schedules"].items()} == {
+        "paper": 0.02, "window:2": 0.02,
+    }  # fmt: skip
+    options = ["--schedules", "auto", "--iterations", "1,2", "--out", str(tmp_path)]
+    assert main(["budget", str(checkpoint), *small, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "ℓmax" in shown and f"drawn: {tmp_path}/figures/budget.png" in shown
+    assert main(["agree", str(checkpoint), *small, "--schedules", "nonsense"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: schedule is `nonsense`") and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["budget", str(checkpoint), "--iterations", "1,a"])
+    assert "invalid list of whole numbers value: '1,a'" in capsys.readouterr().err
+
+
+def test_generate_takes_a_schedule_and_a_cache(checkpoint, monkeypatch, capsys):
+    calls, plain = [], FPRNNForCausalLM.generate
+
+    def spy(self, **kwargs):
+        calls.append((self.config, kwargs))
+        return plain(self, **kwargs)
+
+    monkeypatch.setattr(FPRNNForCausalLM, "generate", spy)
+    texts = [
+        generate(checkpoint, "Mary went", 6, 0, schedule=name, tol=1e-4)
+        for name in (None, "parallel", "sequential", "window:3")
+    ]
+    assert len(set(texts)) == 1
+    options = ["--schedule", "paper", "--tol", "0.2", "--max-iters", "7", "--max-new-tokens", "2"]
+    assert main(["generate", str(checkpoint), "--prompt", "Mary", *options]) == 0
+    assert capsys.readouterr().out.startswith("Mary")
+    assert all(kwargs["use_cache"] is True for _, kwargs in calls)
+    config = calls[-1][0]
+    assert (config.schedule, config.stopping) == ("parallel", "paper")
+    assert (config.eval_tol, config.eval_max_iters) == (0.2, 7)
+    assert [c.schedule for c, _ in calls[:4]] == ["mixed", "parallel", "sequential", "window:3"]
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        (["--schedule", "nonsense"], "schedule is `nonsense`"),
+        (["--tol", "-1"], "tol is -1"),
+        (["--max-iters", "0"], "max_iters is 0: it counts iterations, at least 1"),
+    ],
+)
+def test_a_wrong_setting_of_generate_is_a_sentence(checkpoint, capsys, option, words):
+    assert main(["generate", str(checkpoint), "--prompt", "Mary", *option]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {words}") and error.count("\n") == 1
