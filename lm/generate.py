@@ -26,6 +26,12 @@ def load_exported(path: Path | str):
     looks_local = Path(path).is_dir() or name.count("/") != 1 or name.startswith(("/", ".", "~"))
     if looks_local and not (Path(path) / "config.json").is_file():
         raise GenerationError(f"no export at {path}: make one with `fprnn export RUN {path}`")
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if looks_local and not any((Path(path) / file).is_file() for file in files):
+        raise GenerationError(
+            f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
+            " `fprnn import-reference` with --tokenizer"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)

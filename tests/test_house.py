@@ -20,7 +20,7 @@ FLOORS = {
     4: ("checkpoint",),
     5: ("plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
-    7: ("reference",),
+    7: ("reference", "agree",),
     8: ("cli",),
     9: ("__main__",),
 }
@@ -167,7 +167,8 @@ def test_model_imports_its_own_files_only_and_flat():
     assert set(folder.rglob("*.py")) == set(folder.glob("*.py"))  # no package below
     relatives = 0
     for path in sorted(folder.glob("*.py")):
-        assert not any(m.startswith("lm.kernels") for m in of(path)), "kernels are found by name"
+        kernels = [m for m in of(path) if m.startswith("lm.kernels")]
+        assert path.name == "scan.py" or not kernels, "scan.py chooses the backend"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ImportFrom) and node.level:

@@ -1,6 +1,6 @@
-"""The diagonal recurrences in plain PyTorch: Mamba-1's selective scan, Mamba-2's, and a vector's;
-and the choice of a faster backend (lm/kernels) where there is one.
+"""The diagonal recurrences in plain PyTorch, and the choice of a faster backend (lm/kernels).
 
+Mamba-1's selective scan, Mamba-2's, and that of a vector state.
 Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk; h heads,
 p head dimension, g groups.
 

@@ -289,9 +289,13 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_pa
         generate(other, "Mary", 2, schedule="auto")
     assert generate(other, "Mary", 2).startswith("Mary")
     bare = tmp_path / "bare"
-    bare.mkdir()
+    shutil.copytree(tokenizer, bare)
     (bare / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(GenerationError, match="cannot load"):
+        agree(bare)
+    (bare / "tokenizer.json").unlink()
+    (bare / "tokenizer_config.json").unlink()
+    with pytest.raises(GenerationError, match="holds no tokenizer"):
         agree(bare)
 
 
