@@ -2,7 +2,9 @@
 
 python benchmarks/decode.py [--block fp_mamba1 --d-model 128 --layers 2 --prompt 64 --new 64]
 
-Random weights: the counts of iterations are those of a model that has learnt nothing.
+Random weights: the counts of iterations are those of a model that has learnt nothing. It has
+several fixed points, and all tokens at once find others than one by one, as decoding does;
+`--unique` makes the iteration contract, so that there is one, and then the tokens must agree.
 """
 
 import argparse
@@ -28,6 +30,7 @@ def models(a):
     ours = FPRNNConfig(
         vocab_size=VOCAB, d_model=a.d_model, n_layer=a.layers, d_state=D_STATE, block=a.block,
         schedule=a.schedule, use_short_conv=True,
+        **(dict(contractive=0.3, out_norm_epsilon=1.0) if a.unique else {}),
     )  # fmt: skip
     theirs = MambaConfig(
         vocab_size=VOCAB, hidden_size=a.d_model, num_hidden_layers=a.layers, state_size=D_STATE,
@@ -102,6 +105,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--block", default="fp_mamba1")
     p.add_argument("--schedule", default="mixed", help="of the model (default: the config's)")
+    p.add_argument("--unique", action="store_true", help="a model with one fixed point")
     for name, default in [
         ("d-model", 128), ("layers", 2), ("prompt", 64), ("new", 64), ("threads", 1),
         ("repeats", 1),

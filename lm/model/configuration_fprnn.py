@@ -33,10 +33,10 @@ SCHEDULES = {
     "window:W": "W tokens ahead of those that have converged",
     "auto": "as `window`, W by what the last tokens needed",
     "mixed": "training: one of `mixed:W,W,…,L` at random every step (L: all tokens; what is named"
-    " twice is twice as likely), without a list L, L/2, L/4, L/8 or L/16; evaluation: as `auto`",
+    " twice is twice as likely), without a list L, L/4 or L/16; evaluation: as `auto`",
     "exact": "fp_rnn with one reflection: token by token, solved in closed form",
 }
-MIXED = (1, 2, 4, 8, 16)  # shares of the length
+MIXED = (1, 4, 16)  # shares of the length
 
 
 def parse_schedule(text):
@@ -83,7 +83,7 @@ class FPRNNConfig(PretrainedConfig):
         schedule: which tokens are iterated together (SCHEDULES above). stopping: "causal", each
         token by what is before it, or the paper's "paper", the batch as one (solver.py).
         tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under
-        "causal" at most 0.001. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        "causal" at most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.

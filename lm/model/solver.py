@@ -125,9 +125,9 @@ def solve_paper(f, y, rule, trace=None):
     return Solution(y, stats)
 
 
-# `auto`: the width doubles when as many tokens as it spans were frozen within max(AUTO_ITERS, half
-# the width) iterations, and halves when that took twice as many.
-AUTO_START, AUTO_ITERS = 8, 6
+# `auto`: the width grows by AUTO_FACTOR when as many tokens as it spans were frozen within
+# max(AUTO_ITERS, half the width) iterations, and shrinks when that took twice as many.
+AUTO_START, AUTO_FACTOR, AUTO_ITERS = 4, 4, 6
 
 
 class Iteration(Protocol):
@@ -192,10 +192,10 @@ def _adapt(rows, newly, length):
     iters, count = rows.iters + 1, rows.count + newly
     limit = (rows.width // 2).clamp_min(AUTO_ITERS)
     spanned, slow = count >= rows.width, iters >= 2 * limit
-    wider = torch.where(spanned & (iters <= limit), rows.width * 2, rows.width)
+    wider = torch.where(spanned & (iters <= limit), rows.width * AUTO_FACTOR, rows.width)
     again = spanned | slow
     return rows._replace(
-        width=torch.where(slow, rows.width // 2, wider).clamp(1, length),
+        width=torch.where(slow, rows.width // AUTO_FACTOR, wider).clamp(1, length),
         iters=iters.masked_fill(again, 0),
         count=count.masked_fill(again, 0),
     )

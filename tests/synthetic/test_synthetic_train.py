@@ -312,3 +312,10 @@ def test_unknown_options_are_refused():
     with pytest.raises(SystemExit):
         parse(["train", "--config", "x", "--overwrite", "--lr=3"])
     assert parse(["train", "--config", "x", "a=1", "--overwrite", "b=2"]).override == ["a=1", "b=2"]
+
+
+@pytest.mark.gpu
+def test_a5_trains_in_bf16_on_a_gpu(cfg):
+    c = cfg("task.group=A5", "model.d_model=64", "train.length=16", "train.steps=50")
+    assert train(c)["updates"] == 50
+    assert np.isfinite(losses(c.run_dir)).all()
