@@ -163,6 +163,11 @@ class _Rows(NamedTuple):
     waited: torch.Tensor
     iters: torch.Tensor  # `auto`: since as many tokens as the width spans were frozen
     count: torch.Tensor  # tokens frozen since then
+    y_before: torch.Tensor  # (r,d) and
+    h: torch.Tensor | None  # (r,…): of the token before the window
+
+    def take(self, which):
+        return _Rows(*(None if t is None else t[which] for t in self))
 
 
 def _after_iteration(rows, residual, frozen, rule, adapt_to):
@@ -228,17 +233,22 @@ def solve_causal(f, rule, width, adapt=False):
     rows = _Rows(
         index=torch.arange(b, **ints), base=zero, frozen=zero, width=zero + min(width, length),
         step=torch.full_like(inf, rule.stepsize), lowest=inf, waited=zero, iters=zero, count=zero,
+        y_before=f.y_before, h=f.h_before,
     )  # fmt: skip
-    y_before, h, h_end, total = f.y_before, f.h_before, None, 0
+    h_end, total, waiting = None, 0, []
     while len(rows.index):
+        widest = min(width, length)
+        if adapt:  # those whose widths differ wait: all in a window have the same
+            widest = int(rows.width.mode().values)
+            turn = rows.width == widest
+            waiting, rows = [rows.take(~turn)], rows.take(turn)
         # A few tokens to spare, so that the window need not be placed anew at every iteration.
-        widest = int(rows.width.max())
         span = min(widest + widest // 4, length - int(rows.base.min()))
         offset = torch.arange(span, **ints)
         position = rows.base[:, None] + offset
         valid = position < length
         at = torch.where(valid, rows.index[:, None] * length + position, b * length).flatten()
-        window = f.place(rows.index, position.clamp_max(length - 1), valid, y_before, h)
+        window = f.place(rows.index, position.clamp_max(length - 1), valid, rows.y_before, rows.h)
         y_w, iters_w = (t.index_select(0, at).unflatten(0, valid.shape) for t in (y, token_iters))
         while True:
             g, carry = f.step(window, y_w)
@@ -271,16 +281,17 @@ def solve_causal(f, rule, width, adapt=False):
                 break
         for t, t_w in ((y, y_w), (f_y, g), (residual, residual_w), (token_iters, iters_w)):
             t.index_copy_(0, at, t_w.flatten(0, 1))
-        if not left and not f.wants_state:
-            break
-        h = f.advance(window, carry, rows.frozen)
-        h_end = h.new_zeros(b, *h.shape[1:]) if h_end is None else h_end
-        h_end[rows.index] = h
-        last = (rows.index * length + end - 1).clamp_min(0)
-        y_before = torch.where((end > 0).unsqueeze(-1), y.index_select(0, last), y_before)
         going = end < length
-        rows = _Rows(*(t[going] for t in rows._replace(base=end, frozen=torch.zeros_like(end))))
-        y_before, h = y_before[going], h[going]
+        if left or f.wants_state:
+            h = f.advance(window, carry, rows.frozen)
+            h_end = h.new_zeros(b, *h.shape[1:]) if h_end is None else h_end
+            h_end[rows.index] = h
+            last = y.index_select(0, (rows.index * length + end - 1).clamp_min(0))
+            y_before = torch.where((end > 0).unsqueeze(-1), last, rows.y_before)
+            rows = rows._replace(y_before=y_before, h=h)
+        rows = rows._replace(base=end, frozen=torch.zeros_like(end)).take(going)
+        for other in waiting:
+            rows = _Rows(*map(torch.cat, zip(rows, other))) if len(other.index) else rows
     y, f_y, residual, token_iters = (
         t[:-1].unflatten(0, (b, length)) for t in (y, f_y, residual, token_iters)
     )
