@@ -20,7 +20,10 @@ FLOORS = {
     4: ("checkpoint",),
     5: ("plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
-    7: ("reference", "agree",),
+    7: (
+        "reference",
+        "agree",
+    ),
     8: ("cli",),
     9: ("__main__",),
 }

@@ -159,7 +159,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             starts = F.pad(input_ids[:, :-1] == eos, (1, 0))
             if state is not None and state.last_token is not None:
                 starts[:, 0] = state.last_token == eos
-            if mask is not None and (state is not None or return_state):
+            if mask is not None:
                 starts &= mask  # padding may be EOS tokens; it must leave the state as it is
             starts = starts if starts.any() else None
         return Sequences(mask, starts, return_state=return_state)
@@ -207,8 +207,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 attention_mask = attention_mask[:, -hidden.shape[1] :]
         if state is not None:
             state.check(len(hidden), self.config)
-        if attention_mask is not None and (state is not None or return_state):
-            # Nothing may stand between a row's state and its first token.
+        if attention_mask is not None and not attention_mask.all():
+            # Nothing may stand between a row's state, or the first window, and its first token.
             order, back = padding_to_the_right(attention_mask.bool())
             attention_mask = attention_mask.take_along_dim(order, 1)
             hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
@@ -231,6 +231,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
         fixed_point = FixedPointStats(*(torch.stack(field) for field in zip(*stats)))
+        if back is not None:
+            token_iters = fixed_point.token_iters.take_along_dim(back.unsqueeze(0), 2)
+            fixed_point = fixed_point._replace(token_iters=token_iters)
         end = self._end(input_ids, seqs, state, ends) if return_state else None
         if cache is not None:
             cache.state, cache.length = end, cache.length + hidden.shape[1]

@@ -40,7 +40,7 @@ class FixedPointStats(NamedTuple):
     jacobian: torch.Tensor  # estimate of ‖∂f/∂y‖_F² / (l d) at y*; zero unless jacobian_reg is on
     work: torch.Tensor  # evaluations of f per token, all that were computed
     unconverged: torch.Tensor  # share of the tokens that did not converge
-    token_iters: torch.Tensor  # int: iterations that moved the token
+    token_iters: torch.Tensor  # int: evaluations of f before the token was frozen
 
 
 class Solution(NamedTuple):

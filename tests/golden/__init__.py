@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SETTINGS = {
     "exact_f64": (1e-12, 1000, 1e-9),
     "tight_f64": (1e-6, 1000, 1e-9),
-    "tight_f32": (1e-5, 1000, 1e-4),
+    "tight_f32": (1e-5, 1000, 2e-4),
     "default_f64": (0.1, 100, 1e-9),
     "default_f32": (0.1, 100, 1e-2),
 }

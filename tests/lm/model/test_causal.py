@@ -144,17 +144,8 @@ def test_padding_on_the_right_changes_nothing(name, schedule):
     assert difference < 1e-9 and torch.equal(among[:, real], alone)
 
 
-AT_THE_START = pytest.mark.xfail(
-    strict=True, reason="the window starts among the padding, so tokens enter it later than alone"
-)
-
-
 @pytest.mark.parametrize("pad", [(5, 0), (3, 2)], ids=str)
-@pytest.mark.parametrize(
-    "schedule",
-    [s if s in ("parallel", "sequential") else pytest.param(s, marks=AT_THE_START)
-     for s in SCHEDULES[:5]],
-)  # fmt: skip
+@pytest.mark.parametrize("schedule", SCHEDULES[:5])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_rnn", "fp_mamba1-free-gate_inside"])
 def test_padding_on_the_left_changes_nothing(name, schedule, pad):
     difference, alone, among, real = padded(model_of(name, schedule, tol=0.1), pad)
