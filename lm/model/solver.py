@@ -127,7 +127,7 @@ def solve_paper(f, y, rule, trace=None):
 
 # `auto`: the width grows by AUTO_FACTOR when as many tokens as it spans were frozen within
 # max(AUTO_ITERS, half the width) iterations, and shrinks when that took twice as many.
-AUTO_START, AUTO_FACTOR, AUTO_ITERS = 4, 4, 6
+AUTO_START, AUTO_MOST, AUTO_FACTOR, AUTO_ITERS = 4, 4**10, 4, 6
 
 
 class Iteration(Protocol):
@@ -170,10 +170,10 @@ class _Rows(NamedTuple):
         return _Rows(*(None if t is None else t[which] for t in self))
 
 
-def _after_iteration(rows, residual, frozen, rule, adapt_to):
+def _after_iteration(rows, residual, frozen, rule, adapt):
     """The rows after an iteration that froze up to `frozen` tokens of their windows: damping and,
-    with adapt_to = l, the width. Both depend on tokens up to the first that is not frozen, so that
-    the solve stays causal."""
+    to adapt, the width. Both depend on tokens up to the first that is not frozen: the solve stays
+    causal."""
     newly = frozen - rows.frozen
     watched = rows.frozen.clamp_max(residual.shape[1] - 1)
     watched = residual.gather(1, watched[:, None]).squeeze(1)
@@ -187,12 +187,10 @@ def _after_iteration(rows, residual, frozen, rule, adapt_to):
         lowest=torch.where(moved, torch.inf, torch.minimum(rows.lowest, watched)),
         waited=waited.masked_fill(stale, 0),
     )
-    if adapt_to is None:
-        return rows
-    return _adapt(rows, newly, adapt_to)
+    return _adapt(rows, newly) if adapt else rows
 
 
-def _adapt(rows, newly, length):
+def _adapt(rows, newly):
     """`auto` after an iteration that froze newly (r,) tokens; see AUTO_ITERS."""
     iters, count = rows.iters + 1, rows.count + newly
     limit = (rows.width // 2).clamp_min(AUTO_ITERS)
@@ -200,7 +198,7 @@ def _adapt(rows, newly, length):
     wider = torch.where(spanned & (iters <= limit), rows.width * AUTO_FACTOR, rows.width)
     again = spanned | slow
     return rows._replace(
-        width=torch.where(slow, rows.width // AUTO_FACTOR, wider).clamp(1, length),
+        width=torch.where(slow, rows.width // AUTO_FACTOR, wider).clamp(1, AUTO_MOST),
         iters=iters.masked_fill(again, 0),
         count=count.masked_fill(again, 0),
     )
@@ -231,13 +229,13 @@ def solve_causal(f, rule, width, adapt=False):
     token_iters, num_iters = torch.zeros(b * length + 1, **ints), torch.zeros(b, **ints)
     zero, inf = torch.zeros(b, **ints), torch.full((b,), torch.inf, **like)
     rows = _Rows(
-        index=torch.arange(b, **ints), base=zero, frozen=zero, width=zero + min(width, length),
+        index=torch.arange(b, **ints), base=zero, frozen=zero, width=zero + width,
         step=torch.full_like(inf, rule.stepsize), lowest=inf, waited=zero, iters=zero, count=zero,
         y_before=f.y_before, h=f.h_before,
     )  # fmt: skip
     h_end, total, waiting = None, 0, []
     while len(rows.index):
-        widest = min(width, length)
+        widest = width
         if adapt:  # those whose widths differ wait: all in a window have the same
             widest = int(rows.width.mode().values)
             turn = rows.width == widest
@@ -265,7 +263,7 @@ def solve_causal(f, rule, width, adapt=False):
             step = rows.step[:, None, None]
             moves = (live & (offset >= frozen[:, None])).unsqueeze(-1)
             y_w = torch.where(moves, step * g + (1 - step) * y_w, y_w)
-            rows = _after_iteration(rows, residual_w, frozen, rule, length if adapt else None)
+            rows = _after_iteration(rows, residual_w, frozen, rule, adapt)
             # One transfer to the host per iteration decides.
             end = rows.base + rows.frozen
             short = (rows.frozen + rows.width > span) & (rows.base + span < length)
