@@ -17,7 +17,7 @@ from lm.model.solver import NonFiniteError, Rule, solve_causal, token_residual
         ("window:1", "window", (1,), [1]),
         ("window:32", "window", (32,), [20]),
         ("auto", "auto", None, None),
-        ("mixed", "mixed", None, [20, 10, 5, 2, 1]),
+        ("mixed", "mixed", None, [20, 5, 1]),
         ("mixed:1,2,4,8,L", "mixed", (1, 2, 4, 8, 0), [1, 2, 4, 8, 20]),
         ("mixed: 4, 4, L", "mixed", (4, 4, 0), [4, 4, 20]),
         ("exact", "exact", (1,), [1]),
