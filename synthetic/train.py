@@ -53,7 +53,7 @@ def loader(task, cfg: Config, lengths: tuple[int, int], first: int):
     return iter(
         torch.utils.data.DataLoader(
             Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
-            num_workers=cfg.train.workers,
+            num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
         )
     )  # fmt: skip
 

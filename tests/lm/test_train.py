@@ -48,7 +48,8 @@ def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
     record = tiny_losses[-1]
     assert record["tokens"] == 8 * 2 * 2 * 16 and record["tokens_per_s"] > 0
     assert len(record["num_iters"]["mean"]) == len(record["hit_max"]) == 2
-    assert 1 <= record["num_iters"]["median"][0] <= record["num_iters"]["max"][0] <= 6
+    assert 1 <= record["num_iters"]["median"][0] <= record["num_iters"]["max"][0]
+    assert len(record["work"]) == len(record["tokens_not_converged"]) == 2
     assert record["perplexity"] == pytest.approx(torch.tensor(record["loss"]).exp().item())
     result = json.loads((tiny_run / "result.json").read_text())
     assert result["validation"]["perplexity"] > 1 and set(result["baselines"]) == {

@@ -376,7 +376,7 @@ def test_errors_are_sentences(args, message, capsys):
 
 TINY = """
 name: tiny
-model: {d_model: 16, n_layer: 1, d_state: 4}
+model: {d_model: 16, n_layer: 1, d_state: 4, schedule: parallel}
 task: {name: word_problem, group: S3}
 train: {steps: 4, batch_size: 4, length: 4, threads: 1}
 eval: {every: 2, lengths: "2,4,8", during: "2,4", examples: 8, batch_size: 8}

@@ -149,7 +149,7 @@ def test_lmax_is_fixed_unlimited_or_drawn(cfg):
     values = np.array([drawn.at(s) for s in range(3000)])
     assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
     assert [drawn.at(s) for s in range(50)] == list(values[:50])
-    c = cfg("name=few", "train.max_iters=2", "train.steps=2")
+    c = cfg("name=few", "train.max_iters=2", "train.steps=2", "model.schedule=parallel")
     train(c)
     assert all(max(r["num_iters"]["max"]) <= 2 for r in read_metrics(c.run_dir) if "loss" in r)
 
