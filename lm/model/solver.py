@@ -8,6 +8,7 @@ solve.
 Shapes: b batch, l length, d channels; r sequences still being solved, w tokens of a window.
 """
 
+from collections import deque
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,30 +64,63 @@ def relative_residual(y, g):
     return token_residual(y, g).amax(-1)
 
 
+class _Flags:
+    """What an iteration says to the host. Reading it waits for the device; so on an accelerator it
+    is read when the next iteration has been queued, and when it says stop that one is dropped.
+
+    Args: delay: iterations between sending and reading, by default 1 on an accelerator, else 0.
+    """
+
+    def __init__(self, device, delay=None):
+        self.delay, self.sent = (device.type == "cuda") if delay is None else delay, deque()
+
+    def exchange(self, state, *flags):
+        """Send an iteration's flags, (,) each, and keep the state that they are of.
+
+        Returns: the flags that are due, as a list, and their state; None while none are.
+        """
+        flags, event = torch.stack([flag.to(torch.long) for flag in flags]), None
+        if flags.is_cuda:
+            flags, event = flags.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        self.sent.append((flags, event, state))
+        if len(self.sent) <= self.delay:
+            return None
+        flags, event, state = self.sent.popleft()
+        if event is not None:
+            event.synchronize()
+        return flags.tolist(), state
+
+
+def _not_finite(iteration, sequences):
+    return NonFiniteError(
+        f"the fixed-point iterate became NaN or infinite at iteration {iteration} in sequence(s)"
+        f" {sequences} of the batch"
+    )
+
+
 @torch.no_grad()
-def solve_paper(f, y, rule, trace=None):
+def solve_paper(f, y, rule, trace=None, delay=None):
     """The paper's solver (App. B.4): all tokens at once, damped, one stopping rule for the batch.
 
     Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
 
     Args:
-        f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`.
+        f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`. delay: see `_Flags`.
         trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
         Solution, whose residual is that of the last iterate evaluated.
     Raises:
         NonFiniteError: a residual is NaN or infinite.
     """
-    batch = y.shape[0]
+    batch, flags, iters = y.shape[0], _Flags(y.device, delay), 0
     lowest = y.new_full((batch,), torch.inf)
     step = y.new_full((batch,), rule.stepsize)
-    waited = torch.zeros(batch, dtype=torch.long, device=y.device)
-    num_iters = torch.zeros(batch, dtype=torch.long, device=y.device)
-    residual, iters, left, going = lowest, 0, torch.inf, True
-    while going and iters < rule.max_iters:
+    waited, num_iters = torch.zeros(2, batch, dtype=torch.long, device=y.device)
+    while True:
         g = f(y)
         residual = relative_residual(y, g)
-        num_iters += lowest >= rule.tol  # counts this iteration for those not yet converged
+        num_iters = num_iters + (lowest >= rule.tol)  # this one, for those not yet converged
         s = step[:, None, None]
         y = s * g + (1 - s) * y
         improved = residual < lowest
@@ -95,34 +129,29 @@ def solve_paper(f, y, rule, trace=None):
         stale = waited >= rule.patience
         step = torch.where(stale, step * rule.stepsize_decay, step)
         waited = torch.where(stale, 0, waited)
+        iters += 1
         if trace is not None:
             trace.append((residual, lowest, step, waited))
-        iters += 1
-        # One transfer to the host per iteration decides.
-        left, largest_step, finite = torch.stack(
-            [
-                torch.quantile(lowest, rule.quantile),
-                step.max(),
-                torch.isfinite(residual).all().to(step.dtype),
-            ]
-        ).tolist()
+        left = torch.quantile(lowest, rule.quantile) >= rule.tol
+        going = left & (step.max() >= rule.min_stepsize)
+        state = iters, y, residual, lowest, num_iters
+        due = flags.exchange(state, left, going, torch.isfinite(residual).all())
+        if due is None:
+            continue
+        (left, going, finite), (iters_then, y_then, residual, lowest_then, num_iters_then) = due
         if not finite:
-            bad = (~torch.isfinite(residual)).nonzero().flatten().tolist()
-            raise NonFiniteError(
-                f"the fixed-point iterate became NaN or infinite at iteration {iters}"
-                f" in sequence(s) {bad} of the batch"
-            )
-        going = left >= rule.tol and largest_step >= rule.min_stepsize
-    converged = lowest < rule.tol
-    hit_max = ~converged if left >= rule.tol else torch.zeros_like(converged)
-    work = torch.full_like(residual, iters)
-    per_token = num_iters[:, None].expand(y.shape[:2])
-    unconverged = (~converged).to(residual.dtype)
+            raise _not_finite(iters_then, (~torch.isfinite(residual)).nonzero().flatten().tolist())
+        if not going or iters_then >= rule.max_iters:
+            break
+    converged = lowest_then < rule.tol
+    hit_max = ~converged if left else torch.zeros_like(converged)
+    work, missed = torch.full_like(residual, iters_then), (~converged).to(residual.dtype)
+    per_token = num_iters_then[:, None].expand(y.shape[:2])
     zero = torch.zeros_like(residual)
     stats = FixedPointStats(
-        num_iters, converged, hit_max, residual, zero, work, unconverged, per_token
+        num_iters_then, converged, hit_max, residual, zero, work, missed, per_token
     )
-    return Solution(y, stats)
+    return Solution(y_then, stats)
 
 
 # `auto`: the width grows by AUTO_FACTOR when as many tokens as it spans were frozen within
@@ -139,13 +168,14 @@ class Iteration(Protocol):
     y_before: torch.Tensor  # (b,d) the iterate before the first token
     h_before: torch.Tensor | None  # the recurrence's state there; None: zero
     wants_state: bool  # Solution.h is to be filled
+    spare: int  # tokens whose evaluation takes as long as all else of an iteration
 
     def place(self, rows, position, valid, y_before, h):
         """The window of the tokens position (r,w), one after the other, of the sequences rows (r,).
         valid: (r,w), False beyond a sequence's end. y_before, h: of the token before the first."""
 
     def step(self, window, y):
-        """f(y) on the window, (r,w,d), and what `advance` needs."""
+        """f(y) on the window, (r,w,d), its `token_residual` (r,w), and what `advance` needs."""
 
     def advance(self, window, carry, counts):
         """The recurrence's state after the window's first counts (r,) tokens."""
@@ -167,7 +197,19 @@ class _Rows(NamedTuple):
     h: torch.Tensor | None  # (r,…): of the token before the window
 
     def take(self, which):
-        return _Rows(*(None if t is None else t[which] for t in self))
+        return _Rows(*(None if t is None else t.index_select(0, which) for t in self))
+
+    def join(self, other):
+        return _Rows(*(None if a is None else torch.cat([a, b]) for a, b in zip(self, other)))
+
+
+class _Tokens(NamedTuple):
+    """What is known of the tokens, of all sequences or of a window."""
+
+    y: torch.Tensor  # (b,l,d) the iterate
+    f_y: torch.Tensor  # (b,l,d) f there
+    residual: torch.Tensor  # (b,l) of both
+    iters: torch.Tensor  # (b,l) evaluations of f before the token was frozen
 
 
 def _after_iteration(rows, residual, frozen, rule, adapt):
@@ -204,8 +246,24 @@ def _adapt(rows, newly):
     )
 
 
+def _turn(widths, spare):
+    """Which sequences are iterated next, on windows of one span: the narrowest and, as long as the
+    tokens that this adds to the narrower ones' windows take less time than iterations of their own,
+    wider ones. What a sequence comes to does not depend on it.
+
+    Args: widths: of the sequences, [r].
+    Returns: their places in `widths`, and the widest width among them.
+    """
+    widest = count = 0
+    for width in sorted(set(widths)):
+        if count * (width - widest) > spare:
+            break
+        widest, count = width, sum(w <= width for w in widths)
+    return [i for i, w in enumerate(widths) if w <= widest], widest
+
+
 @torch.no_grad()
-def solve_causal(f, rule, width, adapt=False):
+def solve_causal(f, rule, width, adapt=False, delay=None):
     """Freeze the converged prefix of each sequence and iterate `width` tokens ahead of it.
 
     Token t has converged when its residual and those of all tokens before it are below tol. It is
@@ -215,7 +273,7 @@ def solve_causal(f, rule, width, adapt=False):
 
     Args:
         f: an Iteration. rule: see `Rule`. width: of the window; l is `parallel`, 1 `sequential`.
-        adapt: the width follows the work (`auto`).
+        adapt: the width follows the work (`auto`). delay: see `_Flags`.
     Returns:
         Solution. Its residual is that of y: f_y is f at y itself.
     Raises:
@@ -223,95 +281,108 @@ def solve_causal(f, rule, width, adapt=False):
     """
     b, length, d = f.shape
     like, ints = {"device": f.device, "dtype": f.dtype}, {"device": f.device, "dtype": torch.long}
-    # One token more: what lies beyond a sequence's end is written there.
-    y, f_y = torch.zeros(2, b * length + 1, d, **like)
-    residual, work = torch.zeros(b * length + 1, **like), torch.zeros(b, **like)
-    token_iters, num_iters = torch.zeros(b * length + 1, **ints), torch.zeros(b, **ints)
+    size = b * length + 1  # one more: what lies beyond a sequence's end is written there
+    y, f_y = torch.zeros(2, size, d, **like)
+    tokens = _Tokens(y, f_y, torch.zeros(size, **like), torch.zeros(size, **ints))
     zero, inf = torch.zeros(b, **ints), torch.full((b,), torch.inf, **like)
     rows = _Rows(
         index=torch.arange(b, **ints), base=zero, frozen=zero, width=zero + width,
         step=torch.full_like(inf, rule.stepsize), lowest=inf, waited=zero, iters=zero, count=zero,
         y_before=f.y_before, h=f.h_before,
     )  # fmt: skip
-    h_end, total, waiting = None, 0, []
+    work, num_iters, h_end = torch.zeros_like(inf), zero.clone(), None
     while len(rows.index):
-        widest = width
-        if adapt:  # those whose widths differ wait: all in a window have the same
-            widest = int(rows.width.mode().values)
-            turn = rows.width == widest
-            waiting, rows = [rows.take(~turn)], rows.take(turn)
+        bases, widths = torch.stack([rows.base, rows.width]).tolist()
+        turn, widest = _turn(widths, f.spare)
+        waiting = None
+        if len(turn) < len(widths):
+            rest = sorted(set(range(len(widths))) - set(turn))
+            waiting, rows = (rows.take(torch.tensor(part, **ints)) for part in (rest, turn))
         # A few tokens to spare, so that the window need not be placed anew at every iteration.
-        span = min(widest + widest // 4, length - int(rows.base.min()))
-        offset = torch.arange(span, **ints)
-        position = rows.base[:, None] + offset
+        span = widest + max(widest // 4, f.spare // len(turn))
+        span = min(span, length - min(bases[i] for i in turn))
+        position = rows.base[:, None] + torch.arange(span, **ints)
         valid = position < length
-        at = torch.where(valid, rows.index[:, None] * length + position, b * length).flatten()
+        at = torch.where(valid, rows.index[:, None] * length + position, size - 1).flatten()
         window = f.place(rows.index, position.clamp_max(length - 1), valid, rows.y_before, rows.h)
-        y_w, iters_w = (t.index_select(0, at).unflatten(0, valid.shape) for t in (y, token_iters))
-        while True:
-            g, carry = f.step(window, y_w)
-            total += 1
-            residual_w = token_residual(y_w, g)
-            ahead = offset - rows.frozen[:, None]
-            live = valid & (ahead >= 0) & (ahead < rows.width[:, None])
-            num_iters[rows.index] += live.any(1)
-            work[rows.index] += valid.sum(1).to(work.dtype)
-            iters_w = iters_w + live
-            given_up = (ahead == 0) & (rows.step < rule.min_stepsize)[:, None]
-            done = (residual_w < rule.tol) | (iters_w >= rule.max_iters) | given_up
-            frozen = ((ahead < 0) | (live & done)).long().cumprod(1).sum(1)
-            step = rows.step[:, None, None]
-            moves = (live & (offset >= frozen[:, None])).unsqueeze(-1)
-            y_w = torch.where(moves, step * g + (1 - step) * y_w, y_w)
-            rows = _after_iteration(rows, residual_w, frozen, rule, adapt)
-            # One transfer to the host per iteration decides.
-            end = rows.base + rows.frozen
-            short = (rows.frozen + rows.width > span) & (rows.base + span < length)
-            bad = (live & ~torch.isfinite(residual_w)).any(1)
-            flags = (end < length).any(), short.any(), rows.frozen.sum(), bad.any()
-            left, short, count, any_bad = torch.stack([v.long() for v in flags]).tolist()
-            if any_bad:
-                raise NonFiniteError(
-                    f"the fixed-point iterate became NaN or infinite at iteration {total}"
-                    f" in sequence(s) {rows.index[bad].tolist()} of the batch"
-                )
-            if not left or short or 2 * count >= len(rows.index) * span:
-                break
-        for t, t_w in ((y, y_w), (f_y, g), (residual, residual_w), (token_iters, iters_w)):
-            t.index_copy_(0, at, t_w.flatten(0, 1))
-        going = end < length
-        if left or f.wants_state:
+        here = _Tokens(*(t.index_select(0, at).unflatten(0, valid.shape) for t in tokens))
+        flags = _Flags(f.device, delay)
+        rows, here, carry, ran, had = _iterate(f, window, rows, here, valid, rule, adapt, flags)
+        for t, t_here in zip(tokens, here):
+            t.index_copy_(0, at, t_here.flatten(0, 1))
+        work.index_add_(0, rows.index, ran * valid.sum(1).to(work.dtype))
+        num_iters.index_add_(0, rows.index, had)
+        end = rows.base + rows.frozen
+        going = (end < length).nonzero().squeeze(1)
+        if len(going) or f.wants_state:
             h = f.advance(window, carry, rows.frozen)
             h_end = h.new_zeros(b, *h.shape[1:]) if h_end is None else h_end
             h_end[rows.index] = h
-            last = y.index_select(0, (rows.index * length + end - 1).clamp_min(0))
+            last = tokens.y.index_select(0, (rows.index * length + end - 1).clamp_min(0))
             y_before = torch.where((end > 0).unsqueeze(-1), last, rows.y_before)
             rows = rows._replace(y_before=y_before, h=h)
         rows = rows._replace(base=end, frozen=torch.zeros_like(end)).take(going)
-        for other in waiting:
-            rows = _Rows(*map(torch.cat, zip(rows, other))) if len(other.index) else rows
-    y, f_y, residual, token_iters = (
-        t[:-1].unflatten(0, (b, length)) for t in (y, f_y, residual, token_iters)
-    )
+        rows = rows if waiting is None else waiting.join(rows)
+    y, f_y, residual, iters = (t[:-1].unflatten(0, (b, length)) for t in tokens)
+    return Solution(y, _stats(residual, rule, num_iters, work / length, iters), f_y, h_end)
+
+
+def _iterate(f, window, rows, tokens, valid, rule, adapt, flags):
+    """Iterate the tokens of a window until no sequence has any left, or half of them are frozen, or
+    one's width reaches beyond it.
+
+    Args: rows, tokens: of the window. valid: (r,w), False beyond a sequence's end.
+    Returns:
+        rows and tokens as they are then, what `advance` needs, how many iterations ran, and (r,) in
+        how many of them each sequence had tokens to iterate.
+    """
+    (r, span), remaining = valid.shape, f.shape[1] - rows.base
+    offset, ends = torch.arange(span, device=valid.device), valid.sum(1)
+    y, _, _, iters = tokens
+    ran, had = 0, torch.zeros_like(ends)
+    while True:
+        g, residual, carry = f.step(window, y)
+        ran += 1
+        first, end = rows.frozen, torch.minimum(rows.frozen + rows.width, ends)
+        before = offset < first[:, None]
+        live = (offset < end[:, None]) & ~before
+        iters = iters + live
+        had = had + (first < end)
+        given_up = (rows.step < rule.min_stepsize)[:, None] & (offset == first[:, None])
+        done = (residual < rule.tol) | (iters >= rule.max_iters) | given_up
+        frozen = torch.where(live, done, before).cumprod(1, dtype=torch.long).sum(1)
+        moves = live & (offset >= frozen[:, None])
+        y = torch.lerp(y, g, (moves * rows.step[:, None]).unsqueeze(-1))
+        rows = _after_iteration(rows, residual, frozen, rule, adapt)
+        bad = live & ~(residual < torch.inf)
+        short = (remaining > span) & (frozen + rows.width > span)
+        state = rows, _Tokens(y, g, residual, iters), carry, ran, had
+        left = (frozen < remaining).any()
+        due = flags.exchange((state, bad), left, short.any(), frozen.sum(), bad.any())
+        if due is None:
+            continue
+        (left, any_short, count, any_bad), (state, bad) = due
+        if any_bad:
+            raise _not_finite(state[3], rows.index[bad.any(1)].tolist())
+        if not left or any_short or 2 * count >= r * span:
+            return state
+
+
+def _stats(residual, rule, num_iters, work, token_iters):
+    """The FixedPointStats of a solution whose tokens have the residuals (b,l)."""
     missed = residual >= rule.tol
-    converged = ~missed.any(1)
-    stats = FixedPointStats(
-        num_iters, converged, ~converged, residual.amax(1), torch.zeros_like(work), work / length,
+    any_missed = missed.any(1)
+    return FixedPointStats(
+        num_iters, ~any_missed, any_missed, residual.amax(1), torch.zeros_like(work), work,
         missed.to(work.dtype).mean(1), token_iters,
     )  # fmt: skip
-    return Solution(y, stats, f_y, h_end)
 
 
 def direct_stats(y, f_y, rule):
     """The FixedPointStats of a y that took no iterations. y, f_y: (b,l,d)."""
     residual = token_residual(y, f_y)
-    missed = residual >= rule.tol
-    zero = torch.zeros_like(residual[:, 0])
-    ones = torch.ones_like(residual, dtype=torch.long)
-    return FixedPointStats(
-        ones[:, 0], ~missed.any(1), missed.any(1), residual.amax(1), zero, zero + 1,
-        missed.to(y.dtype).mean(1), ones,
-    )  # fmt: skip
+    once = torch.ones_like(residual, dtype=torch.long)
+    return _stats(residual, rule, once[:, 0], torch.ones_like(residual[:, 0]), once)
 
 
 def implicit_gradient(f, y_star, first, rule):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.model.configuration_fprnn import SCHEDULES, FPRNNConfig, parse_schedule
-from lm.model.solver import NonFiniteError, Rule, solve_causal, token_residual
+from lm.model.solver import NonFiniteError, Rule, _turn, solve_causal, token_residual
 
 # Names.
 
@@ -74,6 +74,7 @@ class Linear:
     """f(y)_t = a y_t + k y_{t−1} + c_t with one a per sequence; an `Iteration`."""
 
     h_before, wants_state, dtype, device = None, False, torch.float64, torch.device("cpu")
+    spare = 0
 
     def __init__(self, a, length, k=0.3):
         self.a, self.k = torch.tensor(a, dtype=self.dtype)[:, None, None], k
@@ -90,7 +91,8 @@ class Linear:
     def step(self, window, y):
         rows, position, y_before = window
         before = torch.cat([y_before.unsqueeze(1), y[:, :-1]], 1)
-        return self.a[rows] * y + self.k * before + self.c[rows[:, None], position], None
+        g = self.a[rows] * y + self.k * before + self.c[rows[:, None], position]
+        return g, token_residual(y, g), None
 
     def advance(self, window, carry, counts):
         return torch.zeros(len(counts), 1)
@@ -182,6 +184,33 @@ def test_auto_follows_each_sequence_and_not_the_batch():
         alone = solve_causal(one, rule, 8, adapt=True)
         assert torch.equal(alone.stats.token_iters[0], together.stats.token_iters[i])
         torch.testing.assert_close(alone.y[0], together.y[i], rtol=1e-12, atol=1e-13)
+
+
+@every_width
+def test_flags_read_late_change_nothing(width, adapt):
+    """As on an accelerator, where the next iteration is queued before the last one's are read."""
+    rule, a = Rule(tol=1e-9, max_iters=60), [0.5, -0.6, 0.0, 0.9]
+    now, late = (solve_causal(Linear(a, 40), rule, width, adapt, delay=n) for n in (0, 1))
+    assert torch.equal(late.y, now.y) and torch.equal(late.stats.residual, now.stats.residual)
+    for name, value in now.stats._asdict().items():
+        assert torch.equal(getattr(late.stats, name), value), name
+
+
+def test_which_sequences_are_iterated_together():
+    assert _turn([4, 4, 4], 0) == ([0, 1, 2], 4)
+    assert _turn([16, 4, 1, 4], 0) == ([2], 1)
+    assert _turn([16, 4, 1, 4], 3) == ([1, 2, 3], 4)  # 3 more tokens for the third
+    assert _turn([16, 4, 1, 4], 36) == ([0, 1, 2, 3], 16)
+
+
+@pytest.mark.parametrize("spare", [5, 1000])
+def test_who_is_iterated_together_changes_nothing(spare):
+    a, rule = [0.0, 0.3, 0.9, -0.8], Rule(tol=1e-4)
+    apart, f = solve_causal(Linear(a, 80), rule, 8, adapt=True), Linear(a, 80)
+    f.spare = spare
+    together = solve_causal(f, rule, 8, adapt=True)
+    assert torch.equal(together.stats.token_iters, apart.stats.token_iters)
+    torch.testing.assert_close(together.y, apart.y, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("at", [0, 7])

@@ -73,6 +73,24 @@ def test_nan_is_an_error_that_names_iteration_and_sequence():
         solve_paper(f, torch.zeros(3, 2, 2), Rule())
 
 
+def test_flags_read_late_change_nothing():
+    """As on an accelerator: at the end one more iteration runs than counts."""
+    a = torch.tensor([0.5, -1.3, 0.9])[:, None, None]
+    for rule in (Rule(tol=1e-4), Rule(tol=1e-4, quantile=0.5), Rule(tol=1e-4, max_iters=7)):
+        found, calls = [], []
+        for late in (0, 1):
+
+            def f(y):
+                calls.append(late)  # noqa: B023
+                return a * y + 1
+
+            found.append(solve_paper(f, torch.zeros(3, 4, 2), rule, delay=late))
+        now, then = found
+        assert torch.equal(then.y, now.y) and calls.count(1) == calls.count(0) + 1
+        for name, value in now.stats._asdict().items():
+            assert torch.equal(getattr(then.stats, name), value), name
+
+
 def test_no_gradient_is_recorded():
     w = torch.tensor(0.5, requires_grad=True)
     y = solve_paper(lambda y: w * y + 1, torch.zeros(1, 1, 1), Rule()).y
