@@ -138,6 +138,7 @@ class Model(Section):
     gradient: str = Field("one_step", pattern=r"^(one_step|implicit|phantom:[1-9][0-9]*)$")
     n_backwards: int = Field(1, gt=0)
     jacobian_reg: float = Field(0.0, ge=0)
+    agreement_reg: float = Field(0.0, ge=0)
     gradient_checkpointing: bool = False
     # Of the baselines alone (lm.baselines.FIELDS).
     n_heads: PositiveInt | Literal["auto"] = "auto"  # auto: as many of headdim as fit

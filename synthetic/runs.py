@@ -18,7 +18,8 @@ from synthetic.config import Config
 
 # What a baseline has no use for.
 SOLVER = {"schedule", "stopping", "tol", "max_iters", "eval_max_iters", "quantile", "stepsize",
-          "stepsize_decay", "patience", "gradient", "n_backwards", "jacobian_reg"}  # fmt: skip
+          "stepsize_decay", "patience", "gradient", "n_backwards", "jacobian_reg",
+          "agreement_reg"}  # fmt: skip
 
 
 def is_finished(cfg: Config) -> bool:

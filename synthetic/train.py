@@ -174,7 +174,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 ) / count.clamp_min(1)  # a segment of a stream may hold no answer
                 if solved[0] is not None:
                     stats += solved
-                    loss = loss + cfg.model.jacobian_reg * solved[0].jacobian.mean()
+                    loss = loss + solved[0].penalty.mean()
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 clip = o.grad_clip or float("inf")

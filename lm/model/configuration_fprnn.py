@@ -89,7 +89,8 @@ class FPRNNConfig(PretrainedConfig):
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
         gradient: "one_step" (n_backwards undamped steps from y*, App. B.2), "phantom:K" (K damped
         steps) or "implicit" (the true gradient of the fixed point, Eq. 16).
-        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
+        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off. agreement_reg: of
+        ‖f(y*) − f(y')‖² / (l d), y' solved at another width of `mixed`.
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
     Raises:
@@ -150,6 +151,7 @@ class FPRNNConfig(PretrainedConfig):
         gradient="one_step",
         n_backwards=1,
         jacobian_reg=0.0,
+        agreement_reg=0.0,
         max_position_embeddings=2048,
         pad_token_id=None,
         bos_token_id=None,
@@ -219,6 +221,7 @@ class FPRNNConfig(PretrainedConfig):
         self.gradient = gradient
         self.n_backwards = n_backwards
         self.jacobian_reg = jacobian_reg
+        self.agreement_reg = agreement_reg
         _ = self.gradient_kind  # a bad name is an error now
         self.max_position_embeddings = max_position_embeddings
         super().__init__(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .configuration_fprnn import parse_schedule
 from .mixers import MixerWeights, build_mixer
 from .scan import causal_conv
 from .solver import (
@@ -196,8 +197,7 @@ class FixedPointBlock(nn.Module):
     def _gradient_steps(self, s, y_star):
         """From the detached y* to the output, with the gradient that `config.gradient` names.
 
-        Returns the output, f(y*), an estimate of ‖∂f/∂y‖_F² / (l d) per sequence (zero unless
-        `jacobian_reg` asks for it; Bai et al. 2021, by a finite difference), and `_end`.
+        Returns the output, f(y*), the `_penalty`, and `_end`.
         """
         cfg, (kind, k) = self.config, self.config.gradient_kind
         first, h = self.step(s, y_star, True)
@@ -213,12 +213,26 @@ class FixedPointBlock(nn.Module):
         else:
             for _ in range(cfg.n_backwards - 1):
                 y, h = self.step(s, y, True)
-        jacobian = y_star.new_zeros(y_star.shape[0])
-        if cfg.jacobian_reg and self.training and torch.is_grad_enabled():
+        return self.finish(s, y), first, self._penalty(s, y_star, first), self._end(s, y_star, y, h)
+
+    def _penalty(self, s, y_star, first):
+        """What the regularisers add to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y* by a
+        finite difference (Bai et al. 2021), and the distance to what another width finds."""
+        cfg, penalty = self.config, y_star.new_zeros(y_star.shape[0])
+        if not (self.training and torch.is_grad_enabled()):
+            return penalty
+        if cfg.jacobian_reg:
             sigma = 1e-2
             moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
             jacobian = ((moved - first) / sigma).square().mean((1, 2))
-        return self.finish(s, y), first, jacobian, self._end(s, y_star, y, h)
+            penalty = penalty + cfg.jacobian_reg * jacobian
+        if cfg.agreement_reg:
+            widths = parse_schedule("mixed").of(y_star.shape[1])
+            width = widths[torch.randint(len(widths), ())]
+            other = solve_causal(Windows(self, s), self.rule(), width).y
+            distance = (self.step(s, other) - first).square().mean((1, 2))
+            penalty = penalty + cfg.agreement_reg * distance
+        return penalty
 
     def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
         checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
@@ -231,14 +245,14 @@ class FixedPointBlock(nn.Module):
             return (out, stats, end) if seqs.return_state else (out, stats)
         if checkpointed:  # the backward computes these steps again, never the solve
             del s
-            out, first, jacobian, end = self._gradient_checkpointing_func(
+            out, first, penalty, end = self._gradient_checkpointing_func(
                 lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
             )
         else:
-            out, first, jacobian, end = self._gradient_steps(s, y_star)
+            out, first, penalty, end = self._gradient_steps(s, y_star)
         with torch.no_grad():  # the residual of what the solve returned, for free
             residual = relative_residual(y_star, first)
-        stats = stats._replace(residual=residual, jacobian=jacobian)
+        stats = stats._replace(residual=residual, penalty=penalty)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008

@@ -334,8 +334,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             if shift_labels is not None:
                 targets = shift_labels[:, keep]
                 loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
-        if loss is not None and self.training and self.config.jacobian_reg:
-            loss = loss + self.config.jacobian_reg * outputs.fixed_point.jacobian.mean()
+        if loss is not None and self.training:
+            loss = loss + outputs.fixed_point.penalty.mean()
         output = FPRNNCausalLMOutput(
             loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
             outputs.past_key_values,

@@ -38,7 +38,7 @@ class FixedPointStats(NamedTuple):
     converged: torch.Tensor  # bool: its residual (causal: that of each token) was below tol
     hit_max: torch.Tensor  # bool: ℓmax (or the smallest step) was reached without that
     residual: torch.Tensor  # relative residual of what the solve returned
-    jacobian: torch.Tensor  # estimate of ‖∂f/∂y‖_F² / (l d) at y*; zero unless jacobian_reg is on
+    penalty: torch.Tensor  # to be added to the loss; zero unless a regulariser is on
     work: torch.Tensor  # evaluations of f per token, all that were computed
     unconverged: torch.Tensor  # share of the tokens that did not converge
     token_iters: torch.Tensor  # int: evaluations of f before the token was frozen

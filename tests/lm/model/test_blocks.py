@@ -304,22 +304,36 @@ def test_contraction_estimates_equal_the_matrices():
         assert lipschitz[b].item() == pytest.approx(exact, rel=0.02)
 
 
+def test_agreement_is_the_distance_to_another_widths_solution():
+    """Zero, to the tolerance, where all widths find one fixed point; not where they stop early."""
+    u = u_of(2, 12, 8)
+    tight = block(agreement_reg=1.0, tol=1e-9, max_iters=500, contractive=0.5, out_norm_epsilon=0.1)
+    loose = block(agreement_reg=2.0, tol=0.5, contractive=0.5, out_norm_epsilon=0.1)
+    assert tight.train()(u)[1].penalty.max() < 1e-12
+    penalty = torch.stack([loose.train()(u)[1].penalty for _ in range(8)])
+    assert penalty.max() > 1e-6 and penalty.shape == (8, len(u))
+    penalty.sum().backward()
+    assert any((p.grad != 0).any() for p in loose.mixer.parameters())
+    assert (loose.eval()(u)[1].penalty == 0).all()
+
+
 def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient():
     model = block(jacobian_reg=1.0).train()
     model.config.tol, model.config.max_iters = 1e-10, 500
     u = u_of(1, 5, 8)
     torch.manual_seed(1)
-    estimates = [model(u)[1].jacobian for _ in range(200)]
-    with torch.no_grad():
-        s = model.prepare(u)
-        y = model._solve(s).y
+    s = model.prepare(u)
+    y = model._solve(s).y
+    first = model.step(s, y)
+    estimates = [model._penalty(s, y, first) for _ in range(200)]
+    assert model(u)[1].penalty > 0
     J = torch.autograd.functional.jacobian(lambda v: model.step(s, v), y).reshape(80, 80)
     assert torch.stack(estimates).mean().item() == pytest.approx(
         J.square().sum().item() / 80, rel=0.2
     )
     estimates[0].sum().backward()
     assert model.mixer.u_proj.weight.grad.abs().max() > 0
-    assert (model.eval()(u)[1].jacobian == 0).all()
+    assert (model.eval()(u)[1].penalty == 0).all()
 
 
 MIXER_SETTINGS = {

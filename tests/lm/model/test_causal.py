@@ -343,7 +343,7 @@ def test_the_statistics_bound_each_other(name, schedule):
         assert (stats.work >= stats.num_iters.double() / length).all()
     if schedule == "parallel":
         assert torch.equal(stats.num_iters, iters.amax(-1))
-    assert (stats.jacobian == 0).all()
+    assert (stats.penalty == 0).all()
 
 
 @every_schedule
