@@ -33,7 +33,7 @@ def environment(ranks) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": available(),
+        "kernels": available("cuda" if gpu else "cpu"),
     }
 
 

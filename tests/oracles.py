@@ -90,3 +90,21 @@ def exact_fp_rnn_state(block, u):
         before = right + w * gain
         h.append(before)
     return torch.stack(h, 1)
+
+
+def scan_inputs(b, length, d, n, dtype=torch.float64):
+    """{"x", "dt", "A", "B", "C", "h0"} of a selective scan, the same at every call."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = {
+        "x": r(b, length, d),
+        "dt": torch.nn.functional.softplus(r(b, length, d)),
+        "A": -torch.exp(r(d, n)),
+        "B": r(b, length, n),
+        "C": r(b, length, n),
+        "h0": r(b, d, n),
+    }
+    return {k: v.to(dtype) for k, v in tensors.items()}

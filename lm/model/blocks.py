@@ -8,18 +8,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fixed_point import FixedPointBlock, Static
-from .mixers import WNLinear, nrm, unknown
+from .mixers import WNLinear, added, unknown
 from .scan import (
     SSD_CHUNK,
+    backend,
     chunk_decays,
-    compiled,
     linear_scan,
     selective_scan,
     ssd_decays,
     ssd_scan,
 )
-from .solver import Solution, direct_stats
+from .solver import Solution, direct_stats, token_residual
 from .state import BlockState, Sequences, shift
+from .step import finish, finish_residual, normalise
 
 
 class FPMamba(FixedPointBlock):
@@ -40,6 +41,7 @@ class FPMamba(FixedPointBlock):
         """Static, from u's projections; delta: the step size before its bias and softplus."""
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
         A = -torch.exp(self.A_log.to(acc))
+        A = A.t().contiguous().t() if A.dim() == 2 else A  # as the CPU's scan reads it
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
         dt = decays = None  # every step makes its own where they read sh(y)
         if not cfg.dt_h_dep:
@@ -56,15 +58,33 @@ class FPMamba(FixedPointBlock):
         *raw, weights = self._projections(x, **parts)
         weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, keep, decays)
-        return Static(x.to(acc), z, *raw, weight_z, weights, seqs, time, tail)
+        return Static(x.to(acc).contiguous(), z, *raw, weight_z, weights, seqs, time, tail)
 
     def cut_time(self, time, take, mask):
         dt, A, keep, _ = time
-        keep = None if keep is None else take(keep).masked_fill(~mask, 1)
+        keep = None if keep is None else take(keep)
+        if mask is not None:
+            keep = None if keep is None else keep.masked_fill(~mask, 1)
         if dt is None:  # each step makes it, and masks it
             return None, A, keep, None
-        dt = take(dt) * mask.unsqueeze(-1)
+        dt = take(dt) if mask is None else take(dt) * mask.unsqueeze(-1)
         return dt, A, keep, self._decays(dt, A, keep)
+
+    def _dt_of(self, s, delta):
+        """The step size: that of `prepare`, or made of delta, which reads sh(y)."""
+        return s.time[0] if delta is None else self._dt(added(*delta), s.seqs)
+
+    def _normalised(self, *parts):
+        """B and C, of (x part, y part or None) each: nrm'ed per group, unless bc_norm is off."""
+        cfg = self.config
+        if not cfg.bc_norm:
+            return [added(*part) for part in parts]
+        return [normalise(*part, self.groups, cfg.eps) for part in parts]
+
+    def _finish(self, o, x, D, z, bias, kind, y):
+        norm = self.out_norm
+        end = o, x, D, z, norm.weight, bias, norm.eps, kind
+        return finish(*end) if y is None else finish_residual(*end, y)
 
 
 class FPMamba1(FPMamba):
@@ -93,8 +113,10 @@ class FPMamba1(FPMamba):
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         return self._static(x, z, bc_x, delta, seqs, tail)
 
+    groups = 1
+
     def _decays(self, dt, A, keep):
-        if compiled(dt.device.type):  # it is faster without
+        if backend("selective_scan", dt) is not None:  # it is faster without
             return None
         with torch.no_grad():  # the scan's backward makes its own
             return chunk_decays(dt, A, keep)
@@ -105,20 +127,18 @@ class FPMamba1(FPMamba):
         wide = F.linear(delta, self.dt_proj.weight.to(delta.dtype)).to(acc)
         return seqs.masked(F.softplus(wide + self.dt_proj.bias.to(acc)))
 
-    def mix_time(self, s, x, B, C, delta=None):
-        """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t + D x̃_t, gate, LayerNorm.
-        delta: (b,l,dt_rank) where Δ reads sh(y); else Δ is that of `prepare`."""
-        cfg, (dt, A, keep, decays) = self.config, s.time
-        dt = dt if delta is None else self._dt(delta, s.seqs)
-        if cfg.bc_norm:
-            B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
-        o, h = selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
-        o = o + self.D.to(o.dtype) * x
-        if cfg.glu_in_loop:
-            o = o * F.silu(s.z.to(o.dtype))
-        norm = self.out_norm
-        weight, bias = norm.weight.to(o.dtype), norm.bias.to(o.dtype)
-        return F.layer_norm(o, norm.normalized_shape, weight, bias, norm.eps), h
+    def scan_time(self, s, x, B, C, delta=None):
+        """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t. delta: (b,l,dt_rank) where Δ
+        reads sh(y)."""
+        _, A, keep, decays = s.time
+        B, C = self._normalised(B, C)
+        dt = self._dt_of(s, delta)
+        return selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
+
+    def norm_time(self, s, o, x, y=None):
+        """LayerNorm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
+        z = s.z if self.config.glu_in_loop else None
+        return self._finish(o, x, self.D, z, self.out_norm.bias, "layer", y)
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two).
@@ -140,7 +160,7 @@ class FPMamba2(FPMamba):
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         if d % config.headdim:
             raise ValueError(f"headdim {config.headdim} does not divide d_inner = {d}")
-        self.heads, self.gate_in_loop = d // config.headdim, True
+        self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
         if self.heads % config.ngroups:
             raise ValueError(f"ngroups {config.ngroups} does not divide {self.heads} heads")
         self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
@@ -164,6 +184,8 @@ class FPMamba2(FPMamba):
         return self._static(x, z, bc_x, delta, seqs, tail)
 
     def _decays(self, dt, A, keep):
+        if backend("ssd_scan", dt) is not None:
+            return None
         return ssd_decays(dt, A, keep, min(SSD_CHUNK, dt.shape[1]))
 
     def _dt(self, delta, seqs):
@@ -171,18 +193,19 @@ class FPMamba2(FPMamba):
         acc = torch.promote_types(delta.dtype, torch.float32)
         return seqs.masked(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
 
-    def mix_time(self, s, x, B, C, delta=None):
-        """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t + D x̃_t; the gate
-        silu(z) and RMSNorm. delta: (b,l,h) where Δ reads sh(y); else Δ is that of `prepare`."""
-        cfg, (dt, A, keep, decays) = self.config, s.time
-        dt = dt if delta is None else self._dt(delta, s.seqs)
-        B, C = (m.unflatten(-1, (cfg.ngroups, cfg.d_state)) for m in (B, C))
-        if cfg.bc_norm:
-            B, C = nrm(B, cfg.eps), nrm(C, cfg.eps)
-        heads = x.unflatten(-1, (self.heads, cfg.headdim))
+    def scan_time(self, s, x, B, C, delta=None):
+        """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t. delta: (b,l,h) where Δ
+        reads sh(y)."""
+        cfg, (_, A, keep, decays) = self.config, s.time
+        B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in self._normalised(B, C))
+        dt, heads = self._dt_of(s, delta), x.unflatten(-1, (self.heads, cfg.headdim))
         o, h = ssd_scan(heads, dt, A, B, C, s.seqs.before("h"), keep, decays)
-        o = (o + self.D.to(o.dtype).unsqueeze(-1) * heads).flatten(-2)
-        return self.out_norm.wide(o * F.silu(s.z.to(o.dtype))), h
+        return o.flatten(-2), h
+
+    def norm_time(self, s, o, x, y=None):
+        """RMSNorm((o + D x̃) ⊙ silu(z)), one D per head."""
+        D = self.D.repeat_interleave(self.config.headdim)
+        return self._finish(o, x, D, s.z, None, "rms", y)
 
     def flops_per_token(self):
         """See FPMamba1.flops_per_token."""
@@ -235,15 +258,20 @@ class FPRNN(FixedPointBlock):
         return Static(b * x.to(acc), z, *raw, None, weights, seqs, time, tail)
 
     def cut_time(self, time, take, mask):
-        decay, fresh, _ = time
-        mask = mask.unsqueeze(-1)
-        return take(decay).masked_fill(~mask, 1.0), take(fresh) * mask, None
+        decay, fresh = map(take, time[:2])
+        if mask is not None:
+            mask = mask.unsqueeze(-1)
+            decay, fresh = decay.masked_fill(~mask, 1.0), fresh * mask
+        return decay, fresh, None
 
-    def mix_time(self, s, x):
+    def scan_time(self, s, x):
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
         decay, fresh, _ = s.time
         h = linear_scan(decay, fresh * x, s.seqs.before("h"))
         return h, h[:, -1]
+
+    def norm_time(self, s, o, x, y=None):
+        return o if y is None else (o, token_residual(y, o))
 
     @torch.no_grad()
     def solve_exact(self, s):
@@ -256,11 +284,10 @@ class FPRNN(FixedPointBlock):
         y = torch.zeros_like(s.x)
         before, h = (s.seqs.before(name) for name in ("y", "h"))
         before, h = (torch.zeros_like(y[:, 0]) if v is None else v.to(y.dtype) for v in (before, h))
-        mask = torch.ones_like(y[:, :1, 0], dtype=torch.bool)
         for t in range(y.shape[1]):
             state = BlockState(before, before, h, ())
-            now = self.cut(s, lambda v: v[:, t : t + 1], mask, state)  # noqa: B023
-            raw = self._parts(now, y[:, :1])["mixer"][:, 0]
+            now = self.cut(s, lambda v: v[:, t : t + 1], None, state)  # noqa: B023
+            raw = added(*self._parts(now, y[:, :1])["mixer"])[:, 0]
             with torch.autocast(y.device.type, enabled=False):
                 a, u = self.mixer.vectors(raw, s.mixer)
                 u = u[:, 0]
@@ -307,17 +334,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(d))
         self.eps = eps
 
-    def _unit(self, x):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-    def wide(self, x):
-        """The same, in the wide dtype it is computed in."""
-        x = self._unit(x)
-        return x * self.weight.to(x.dtype)
-
     def forward(self, x):
-        return self._unit(x).to(self.weight.dtype) * self.weight
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return unit.to(self.weight.dtype) * self.weight
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

@@ -4,6 +4,7 @@ Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r sequences 
 window.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_fprnn import parse_schedule
-from .mixers import MixerWeights, build_mixer
+from .mixers import MixerWeights, added, build_mixer
 from .scan import causal_conv
 from .solver import (
     AUTO_START,
@@ -21,7 +22,6 @@ from .solver import (
     solve_causal,
     solve_paper,
     spectral_norm,
-    token_residual,
 )
 from .state import BlockState, Sequences, last, shift
 
@@ -49,10 +49,12 @@ class Static(NamedTuple):
 class FixedPointBlock(nn.Module):
     """What the blocks share: mixing, solving, gradients, gate and projection.
 
-    A subclass defines `prepare(u, seqs) → Static`; `mix_time(s, x, **parts) → (y, h)`: its
-    recurrence and norm, from the mixed x (b,l,d) and the parts (b,l,·) that it gave `_projections`,
-    to the iterate and the recurrence's final state; and `cut_time(time, take, mask)`: Static.time
-    of other tokens, each (b,l,·) in it through `take`, a step where mask is False the identity.
+    A subclass defines `prepare(u, seqs) → Static`; `scan_time(s, x, **parts) → (o, h)`: its
+    recurrence, from the mixed x (b,l,d) and the parts that it gave `_projections`, each as (its x
+    part, its y part or None), to the output and the final state; `norm_time(s, o, x)`: from there
+    to the iterate, and given y as well, its `token_residual`; and `cut_time(time, take, mask)`:
+    Static.time of other tokens, each (b,l,·) in it through `take`, where mask is False a step is
+    the identity (None: nowhere).
 
     forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
     the BlockState after the last token.
@@ -122,40 +124,49 @@ class FixedPointBlock(nn.Module):
         return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
 
     def _parts(self, s, y):
-        """The projections of x and sh(y), by name: {"mixer": (b,l,m), …}."""
-        raw, k = s.raw, s.weight_y.shape[0]
+        """The projections of x and of sh(y) (or None), by name: {"mixer": two (b,l,m), …}."""
+        widths, k = list(s.widths.values()), s.weight_y.shape[0]
+        from_x = s.raw.split(widths, -1)
+        from_y = [None] * len(widths)
         if k:
-            from_y = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
-            rest = raw.shape[-1] - k
-            raw = raw + (F.pad(from_y, (0, rest)) if rest else from_y)
-        return dict(zip(s.widths, raw.split(list(s.widths.values()), -1)))
+            read = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+            those = list(itertools.takewhile(lambda end: end <= k, itertools.accumulate(widths)))
+            from_y[: len(those)] = read.split(widths[: len(those)], -1)
+        return dict(zip(s.widths, zip(from_x, from_y)))
 
     def _mix(self, s, y):
-        """x̃ = Q x + (I − Q) y (b,l,d), and the parts for `mix_time`."""
+        """x̃ = Q x + (I − Q) y (b,l,d), and the parts for `scan_time`."""
         parts = self._parts(s, y)
         with torch.autocast(y.device.type, enabled=False):
-            return self.mixer(parts.pop("mixer"), s.x - y, s.mixer) + y, parts
-
-    def _mix_time(self, s, x, parts):
-        with torch.autocast(x.device.type, enabled=False):
-            y, h = self.mix_time(s, x, **parts)
-            return s.seqs.masked(y), h
+            return self.mixer.mix(*parts.pop("mixer"), s.x, y, s.mixer), parts
 
     def step(self, s, y, with_state=False):
         """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
         `with_state` the recurrence's final state."""
-        y, h = self._mix_time(s, *self._mix(s, y))
-        return (y, h) if with_state else y
+        x, parts = self._mix(s, y)
+        with torch.autocast(x.device.type, enabled=False):
+            o, h = self.scan_time(s, x, **parts)
+            g = s.seqs.masked(self.norm_time(s, o, x))
+        return (g, h) if with_state else g
+
+    def step_residual(self, s, y):
+        """f(y), its `token_residual` (b,l), and what `_mix` gave; no gradient."""
+        x, parts = self._mix(s, y)
+        with torch.autocast(x.device.type, enabled=False):
+            o, _ = self.scan_time(s, x, **parts)
+            g, residual = self.norm_time(s, o, x, y)
+        return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1), (x, parts)
 
     def cut(self, s, take, mask, state):
         """Static of other tokens: each (b,l,·) in it through `take`; where mask is False a step is
-        the identity. state: the BlockState before the first of them."""
-        seqs = s.seqs
-        seqs = Sequences(
-            mask if seqs.mask is None else mask & take(seqs.mask),
-            None if seqs.starts is None else mask & take(seqs.starts),
-            state,
-        )
+        the identity (None: nowhere). state: the BlockState before the first of them."""
+
+        def cut(flags, missing=None):
+            if flags is None:
+                return missing
+            return take(flags) if mask is None else mask & take(flags)
+
+        seqs = Sequences(cut(s.seqs.mask, mask), cut(s.seqs.starts), state)
         return s._replace(
             x=take(s.x), z=take(s.z) if self.gate_in_loop else None, raw=take(s.raw), seqs=seqs,
             time=self.cut_time(s.time, take, mask), tail=None,
@@ -264,7 +275,7 @@ class FixedPointBlock(nn.Module):
         with torch.no_grad():
             s = self.prepare(u, seqs)
             y = self._solve(s).y
-            raw = self._parts(s, y)["mixer"]
+            raw = added(*self._parts(s, y)["mixer"])
 
         def off_identity(v):
             return v - self.mixer(raw, v, s.mixer)
@@ -311,17 +322,15 @@ class Windows:
         def take(t):
             return t.flatten(0, 1).index_select(0, at).unflatten(0, position.shape)
 
-        return self.block.cut(self.s, take, valid, BlockState(y_before, None, h, ()))
+        # What lies beyond a sequence's end comes after all of it, and is not looked at.
+        return self.block.cut(self.s, take, None, BlockState(y_before, None, h, ()))
 
     def step(self, window, y):
-        carry = self.block._mix(window, y)
-        g = self.block._mix_time(window, *carry)[0]
-        return g, token_residual(y, g), carry
+        return self.block.step_residual(window, y)
 
     def advance(self, window, carry, counts):
-        n = max(1, int(counts.max()))
-        mask = torch.arange(n, device=counts.device) < counts[:, None]
+        mask = torch.arange(carry[0].shape[1], device=counts.device) < counts[:, None]
         x, parts = carry
-        part = self.block.cut(window, lambda t: t[:, :n], mask, window.seqs.state)
-        parts = {name: t[:, :n] for name, t in parts.items()}
-        return self.block._mix_time(part, x[:, :n], parts)[1]
+        part = self.block.cut(window, lambda t: t, mask, window.seqs.state)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.block.scan_time(part, x, **parts)[1]

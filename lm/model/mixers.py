@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .scan import backend
+
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
@@ -61,6 +63,11 @@ def largest_eigenvalue(S, steps):
         before, x = x, S @ x
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-12)
     return before.transpose(-1, -2) @ (S @ x)
+
+
+def added(v_x, v_y):
+    """v_x + v_y, of which v_y may be None."""
+    return v_x if v_y is None else v_x + v_y
 
 
 class WNLinear(nn.Module):
@@ -115,6 +122,11 @@ class Mixer(nn.Module):
 
     out_features = 0
 
+    def mix(self, raw_x, raw_y, x, y, weights):
+        """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
+        may be None. x, y: (…,d)."""
+        return self(added(raw_x, raw_y), x - y, weights) + y
+
     def matrix(self, P):
         """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
         weights = self.weights()
@@ -138,7 +150,7 @@ class Reflections(Mixer):
     def __init__(self, d_inner, d_arg, rank, proj_rank, act, eps, scale, sequential):
         super().__init__()
         self.d_inner, self.rank, self.eps, self.sequential = d_inner, rank, eps, sequential
-        self.act, self.scale = ACTIVATIONS[act], scale
+        self.act_name, self.act, self.scale = act, ACTIVATIONS[act], scale
         if proj_rank is None:
             self.u_down, self.u_proj = None, WNLinear(d_arg, rank * d_inner)
         else:
@@ -160,6 +172,18 @@ class Reflections(Mixer):
             u = F.linear(u, weights.extra[0].to(u.dtype))
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
+
+    def mix(self, raw_x, raw_y, x, y, weights):
+        fast, r = backend("step", x), self.rank
+        if fast is None:
+            return super().mix(raw_x, raw_y, x, y, weights)
+        gates = raw_x[..., :r], None if raw_y is None else raw_y[..., :r]
+        vectors = raw_x[..., r:], None if raw_y is None else raw_y[..., r:]
+        if weights.extra:
+            second, u = weights.extra[0], added(*vectors)
+            vectors = F.linear(u.to(second.dtype), second).to(u.dtype), None
+        options = r, self.scale, self.eps, self.act_name, self.sequential
+        return fast.mix(*gates, *vectors, x, y, *options)
 
     def forward(self, raw, v, weights):
         a, u = self.vectors(raw, weights)

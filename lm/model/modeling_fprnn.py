@@ -22,9 +22,10 @@ from .mixers import Orthogonal, WNLinear
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
+from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (FPRNN, selective_scan)
+_TRAVELS = (FPRNN, selective_scan, finish)
 
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 

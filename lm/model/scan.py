@@ -26,15 +26,19 @@ MAX_TEMPORARY = 512 * 2**20
 
 
 @cache
-def compiled(device_type):
-    """The module of lm.kernels that scans on this kind of device, None without one."""
-    if device_type != "cpu":
-        return None
-    try:  # an exported model runs without the package
-        kernels = importlib.import_module("lm.kernels.cpu")
+def _kernels():
+    """lm.kernels; None in an exported model, which runs without the package."""
+    try:
+        return importlib.import_module("lm.kernels")
     except ImportError:
         return None
-    return kernels if kernels.usable()[0] else None
+
+
+def backend(operation, like):
+    """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
+    device and in its dtype, None where the plain version does."""
+    kernels = _kernels()
+    return None if kernels is None else kernels.find(operation, like)
 
 
 def _chunk_size(length):
@@ -189,8 +193,8 @@ def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
 
 
 def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
-    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; compiled where
-    `compiled` finds a kernel and no decays are given.
+    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; by a `backend`
+    where there is one and no decays are given.
 
     Args:
         x: (b,l,d) input (already mixed), dt: (b,l,d) step sizes, A: (d,n) negative rates,
@@ -201,11 +205,11 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
     Returns:
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
-    kernels = compiled(x.device.type) if decays is None else None
-    if kernels is None:
-        return selective_scan_plain(x, dt, A, B, C, h0, keep, decays)
-    x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
-    return kernels.selective_scan(x, dt, A, B, C, h0, keep)
+    inputs = _same_dtype(x, dt, A, B, C, h0, keep)
+    fast = backend("selective_scan", inputs[0]) if decays is None else None
+    if fast is None:
+        return selective_scan_plain(*inputs, decays)
+    return fast.selective_scan(*inputs)
 
 
 def _same_dtype(*tensors):
@@ -310,11 +314,11 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
     Returns:
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
-    dtype = torch.float32
-    for t in (x, dt, A, B, C):
-        dtype = torch.promote_types(dtype, t.dtype)
+    x, dt, A, B, C, h0 = _same_dtype(x, dt, A, B, C, h0)
+    fast = backend("ssd_scan", x) if decays is None else None
+    if fast is not None:
+        return fast.ssd_scan(x, dt, A, B, C, h0, keep)
     with torch.autocast(x.device.type, enabled=False):
-        x, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
         length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
         between, to_end, from_start = decays or ssd_decays(dt, A, keep, chunk)
         chunk = between.shape[-1]
@@ -329,7 +333,7 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
         B_h = B_c.repeat_interleave(per_group, 3)
         local = torch.einsum("bichp,bichn->bihpn", u * to_end.unsqueeze(-1), B_h)
         over = from_start[:, :, -1, :, None, None]  # (b,i,h,1,1)
-        state = local.new_zeros(local[:, 0].shape) if h0 is None else h0.to(dtype)
+        state = local.new_zeros(local[:, 0].shape) if h0 is None else h0
         entering = []
         for i in range(local.shape[1]):
             entering.append(state)

@@ -1,6 +1,8 @@
 """The compiled CPU scan against the plain one and a loop: values, states, each gradient by name."""
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,42 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.kernels import cpu
+from lm.kernels import cpu, cpu_build, cpu_step
+from lm.kernels.cpu_build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
-from tests.oracles import sequential_scan
+from tests.kernels import assert_close, poisoned_memory
+from tests.oracles import scan_inputs, sequential_scan
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty returns is full of NaN throughout this file."""
     works, reason = cpu.usable()
+    assert "something else" not in reason, reason
     if not works:
         pytest.skip(reason)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield
 
 
 def test_fresh_memory_is_poisoned():
     assert torch.ones(1).new_empty(3, 4).isnan().all()
+    assert torch.ones(1).new_empty_strided((3, 4), (1, 3)).isnan().all()
 
 
-def inputs(b, length, d, n, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-
-    def r(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = {
-        "x": r(b, length, d),
-        "dt": torch.nn.functional.softplus(r(b, length, d)),
-        "A": -torch.exp(r(d, n)),
-        "B": r(b, length, n),
-        "C": r(b, length, n),
-        "h0": r(b, d, n),
-        "D": r(d),
-    }
-    return {k: v.to(dtype) for k, v in tensors.items()}
+def inputs(b, length, d, n, dtype=torch.float64):
+    D = torch.randn(d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {**scan_inputs(b, length, d, n, dtype), "D": D.to(dtype)}
 
 
 def resets(b, length):
@@ -70,24 +61,15 @@ def results(scan, tensors, keep):
     return {"y": y.detach(), "final state": h.detach(), **named}
 
 
-def close(ours, theirs, tol):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert ours[name].shape == theirs[name].shape, name
-        scale = theirs[name].double().abs().max().clamp_min(1e-3)
-        error = ((ours[name].double() - theirs[name].double()).abs().max() / scale).item()
-        assert error < tol, f"{name}: relative error {error:.1e}"
-
-
 @pytest.mark.parametrize("n", [1, 8, 16, 64])
 @pytest.mark.parametrize("d", [1, 5, 64, 100])
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 257])
 def test_equals_a_loop_in_value_state_and_every_gradient(length, d, n):
     keep, tensors = resets(2, length), inputs(2, length, d, n)
     expected = results(with_D(sequential_scan), tensors, keep)
-    close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
+    assert_close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
     single = {k: v.float() for k, v in tensors.items()}
-    close(results(cpu.selective_scan, single, keep), expected, 2e-5)
+    assert_close(results(cpu.selective_scan, single, keep), expected, 2e-5)
 
 
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
@@ -98,7 +80,7 @@ def test_equals_the_plain_scan_whatever_is_left_out(given, with_keep):
         tensors = {k: v for k, v in tensors.items() if k not in ("h0", "D") or k in given}
         keep = resets(3, 37) if with_keep else None
         expected = results(with_D(plain_scan), tensors, keep)
-        close(results(cpu.selective_scan, tensors, keep), expected, tol)
+        assert_close(results(cpu.selective_scan, tensors, keep), expected, tol)
 
 
 def test_gradcheck():
@@ -141,7 +123,7 @@ def test_any_strides():
 
     t, keep = inputs(2, 12, 20, 16), resets(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
-    close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
+    assert_close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
 
 
 def test_a_state_goes_back_in_without_a_copy_and_two_halves_make_a_whole():
@@ -208,62 +190,14 @@ def test_a_reset_forgets_and_dt_zero_keeps():
     assert torch.equal(cpu.selective_scan(**t, keep=keep[:, :4])[1], h)
 
 
-ROWS, STARTS = [3, 0, 0, 2, 1, 3], [0, 5, 11, 8, 10, 20]  # of l = 12; w = 4: some run beyond
-
-
-def window_inputs(dtype, d=37, n=16, length=12, w=4):
-    full, own = inputs(4, length, d, n, dtype), inputs(len(ROWS), w, d, n, dtype, seed=2)
-    index = {"rows": torch.tensor(ROWS), "starts": torch.tensor(STARTS)}
-    parts = {"dt": full["dt"], "keep": resets(4, length).to(dtype), "A": full["A"]}
-    return {**{k: own[k] for k in ("x", "B", "C", "h0", "D")}, **parts, **index}
-
-
-def window_oracle(t, i, steps):
-    """y and final state of the first `steps` steps of window i, as far as the sequence goes."""
-    row, start = ROWS[i], STARTS[i]
-    steps = max(0, min(steps, t["dt"].shape[1] - start))
-    at = slice(start, start + steps)
-    y, h = with_D(sequential_scan)(
-        t["x"][i : i + 1, :steps], t["dt"][row, at][None], t["A"], t["B"][i : i + 1, :steps],
-        t["C"][i : i + 1, :steps], t["h0"][i : i + 1], t["keep"][row, at][None], t["D"],
-    ) if steps else (t["x"][i : i + 1, :0], t["h0"][i : i + 1])  # fmt: skip
-    return torch.cat([y, torch.zeros_like(t["x"][i : i + 1, steps:])], 1)[0], h[0]
-
-
-@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_windows_at_their_own_offsets(dtype, tol):
-    t = window_inputs(dtype)
-    y = cpu.window_scan(**t)
-    for i in range(len(ROWS)):
-        torch.testing.assert_close(y[i], window_oracle(t, i, 4)[0], rtol=tol, atol=tol)
-
-
-@pytest.mark.parametrize("counts", [[0] * 6, [4] * 6, [0, 1, 2, 3, 4, 1]], ids=str)
-def test_advancing_windows_by_their_own_counts(counts):
-    t = window_inputs(torch.float64)
-    advance = {k: v for k, v in t.items() if k not in ("C", "D")}
-    h = cpu.window_advance(**advance, counts=torch.tensor(counts))
-    assert h.transpose(1, 2).is_contiguous()
-    for i, count in enumerate(counts):
-        torch.testing.assert_close(h[i], window_oracle(t, i, count)[1], rtol=1e-12, atol=1e-12)
-
-
-def test_windows_in_turn_are_the_scan():
-    t = inputs(3, 14, 20, 8, torch.float32)
-    y, h = cpu.selective_scan(**t)
-    C, D, state, ys = t["C"], t["D"], t["h0"], []
-    rows, shared = torch.arange(3), {"dt": t["dt"], "A": t["A"]}
-    for start in range(0, 14, 4):  # the last window is half empty: nothing of it may be read
-        at, starts = slice(start, start + 4), torch.full((3,), start)
-        own = {
-            k: torch.nn.functional.pad(t[k][:, at], (0, 0, 0, max(0, start - 10)), value=torch.nan)
-            for k in ("x", "B")
-        }
-        C_own = torch.nn.functional.pad(C[:, at], (0, 0, 0, max(0, start - 10)), value=torch.nan)
-        where = {"h0": state, "rows": rows, "starts": starts}
-        ys.append(cpu.window_scan(**own, C=C_own, D=D, **shared, **where))
-        state = cpu.window_advance(**own, **shared, **where, counts=torch.full((3,), 4))
-    assert torch.equal(torch.cat(ys, 1)[:, :14], y) and torch.equal(state, h)
+def test_B_and_C_may_be_slices_of_one_tensor():
+    t = inputs(3, 20, 37, 8, torch.float32)
+    both = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
+    slices = dict(zip("BC", both.split(8, -1)))
+    assert all(token_step(v)[0] is v for v in slices.values())
+    found, expected = (results(cpu.selective_scan, {**t, **s}, None) for s in (slices, {}))
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
 
 
 def test_the_number_of_threads_changes_nothing():
@@ -297,38 +231,55 @@ def test_what_does_not_fit_is_refused():
         cpu.selective_scan(**{k: v.bfloat16() for k, v in t.items()})
     with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
         cpu.selective_scan(**{**t, "C": t["C"][:, 1:]})
-    w = window_inputs(torch.float64)
-    for name, bad in (("rows", 4), ("rows", -1), ("starts", -1)):
-        with pytest.raises(IndexError, match=name):
-            cpu.window_scan(**{**w, name: torch.full((6,), bad)})
-    advance = {k: v for k, v in w.items() if k not in ("C", "D")}
-    with pytest.raises(IndexError, match="counts must lie in 0 … 4"):
-        cpu.window_advance(**advance, counts=torch.full((6,), 5))
+    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
+        cpu.selective_scan(**t, keep=torch.ones(2, 3))
 
 
 def test_why_not(monkeypatch, tmp_path):
-    probe, library = cpu._probe.__wrapped__, cpu._build()
+    """What a fresh process would say."""
+    library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
+    probe = functools.partial(cpu_build._what_is_wrong.__wrapped__, cpu._self_check)
+    for module in (cpu, cpu_build, cpu_step):
+        monkeypatch.setattr(module, "functions", functions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as m:
         m.setenv("PATH", "")
-        assert probe() == (None, "the CPU kernels cannot be built: there is no g++ on PATH")
+        assert probe() == "the CPU kernels cannot be built: there is no g++ on PATH"
     with monkeypatch.context() as m:
-        m.setattr(cpu, "FLAGS", ("--no-such-flag",))
-        assert "no-such-flag" in probe()[1]
+        m.setattr(cpu_build, "FLAGS", ("--no-such-flag",))
+        assert "no-such-flag" in probe()
     with monkeypatch.context() as m:
         (tmp_path / "file").touch()
         m.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert "cannot be built" in probe()[1] and str(tmp_path) in probe()[1]
+        assert "cannot be built" in probe() and str(tmp_path) in probe()
     with monkeypatch.context() as m:
-        m.setattr(cpu, "_build", lambda: library)
+        m.setattr(cpu_build, "build", lambda: library)
         with torch.inference_mode(), torch.device("meta"):
-            assert probe()[1] == ""
-        m.setattr(cpu, "_self_check", lambda library: float("nan"))
-        assert "something else than a loop" in probe()[1]
-    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
-    assert cpu.usable() == (False, "FPRNN_NO_KERNELS is set")
-    with pytest.raises(RuntimeError, match="FPRNN_NO_KERNELS is set"):
-        cpu.selective_scan(**inputs(1, 1, 1, 1))
+            assert probe() == ""
+            assert cpu_build._what_is_wrong.__wrapped__(cpu_step._self_check) == ""
+        assert cpu_build.usable(lambda: float("nan")) == (
+            False,
+            "the CPU kernels compute something else than plain PyTorch: off by nan",
+        )
+
+
+def test_a_change_of_any_source_builds_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in (*cpu_build.SOURCES, *cpu_build.HEADERS):
+        shutil.copy(cpu_build.HERE / name, tmp_path)
+    monkeypatch.setattr(cpu_build, "HERE", tmp_path)
+    compiler = tmp_path / "g++"  # quick: its result is not loaded
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; [ $# -gt 0 ] || exit 0; done; touch "$2"'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    built = {cpu_build.build()}
+    assert cpu_build.build() in built
+    for name in (*cpu_build.SOURCES, *cpu_build.HEADERS):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + "//")
+        built.add(cpu_build.build())
+    assert len(built) == 4 and all(path.exists() for path in built)
 
 
 def test_two_processes_build_at_once(tmp_path):

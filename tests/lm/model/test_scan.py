@@ -12,26 +12,13 @@ from lm.model.scan import (
     ssd_scan,
 )
 from lm.model.scan import selective_scan_plain as selective_scan
-from tests.oracles import sequential_scan, sequential_ssd
+from tests.oracles import scan_inputs, sequential_scan, sequential_ssd
 
 NAMES = ["x", "dt", "A", "B", "C", "h0"]
 
 
-def inputs(b, length, d, n, dtype=torch.float64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-
-    def r(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = {
-        "x": r(b, length, d),
-        "dt": torch.nn.functional.softplus(r(b, length, d)),
-        "A": -torch.exp(r(d, n)),
-        "B": r(b, length, n),
-        "C": r(b, length, n),
-        "h0": r(b, d, n),
-    }
-    return {k: v.to(dtype).requires_grad_() for k, v in tensors.items()}
+def inputs(*size_and_dtype):
+    return {k: v.requires_grad_() for k, v in scan_inputs(*size_and_dtype).items()}
 
 
 def close(name, ours, theirs, tol):

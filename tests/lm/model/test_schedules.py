@@ -176,10 +176,10 @@ def test_auto_narrows_where_each_token_waits_for_the_one_before():
 def test_auto_follows_each_sequence_and_not_the_batch():
     """Widths are the row's own: its iterations are what they are alone."""
     a, rule = [0.0, 0.3, 0.9, -0.8], Rule(tol=1e-4)
-    together = solve_causal(Linear(a, 80), rule, 8, adapt=True)
+    together = solve_causal(Linear(a, 40), rule, 8, adapt=True)
     for i in range(4):
-        one = Linear(a, 80)
-        one.a, one.c, one.shape = one.a[i : i + 1], one.c[i : i + 1], (1, 80, 3)
+        one = Linear(a, 40)
+        one.a, one.c, one.shape = one.a[i : i + 1], one.c[i : i + 1], (1, 40, 3)
         one.y_before = one.y_before[:1]
         alone = solve_causal(one, rule, 8, adapt=True)
         assert torch.equal(alone.stats.token_iters[0], together.stats.token_iters[i])
@@ -203,11 +203,10 @@ def test_which_sequences_are_iterated_together():
     assert _turn([16, 4, 1, 4], 36) == ([0, 1, 2, 3], 16)
 
 
-@pytest.mark.parametrize("spare", [5, 1000])
-def test_who_is_iterated_together_changes_nothing(spare):
+def test_who_is_iterated_together_changes_nothing():
     a, rule = [0.0, 0.3, 0.9, -0.8], Rule(tol=1e-4)
-    apart, f = solve_causal(Linear(a, 80), rule, 8, adapt=True), Linear(a, 80)
-    f.spare = spare
+    apart, f = solve_causal(Linear(a, 40), rule, 8, adapt=True), Linear(a, 40)
+    f.spare = 36
     together = solve_causal(f, rule, 8, adapt=True)
     assert torch.equal(together.stats.token_iters, apart.stats.token_iters)
     torch.testing.assert_close(together.y, apart.y, rtol=1e-12, atol=1e-13)

@@ -1,0 +1,152 @@
+"""The CPU kernels' library: built by g++ at first use, kept in the user's cache, called by ctypes.
+
+A function of the library takes one `struct` of sizes, addresses and numbers, all of eight bytes.
+It is passed as packed bytes: ctypes takes microseconds to convert as many arguments one by one.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+SOURCES = ("cpu_scan.cpp", "cpu_step.cpp")
+HEADERS = ("cpu_vector.h",)
+# Not -ffast-math; cpu_vector.h says why.
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",
+    "-fno-trapping-math",
+)  # fmt: skip
+FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish")
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+
+
+def usable(self_check) -> tuple[bool, str]:
+    """Whether kernels run here, and if not, why not, in a sentence.
+
+    Args:
+        self_check: makes a small problem, and says how far the kernels are from plain PyTorch on
+        it. Called once, whatever mode the first caller is in.
+    """
+    wrong = _what_is_wrong(self_check)
+    return not wrong, wrong
+
+
+@functools.cache
+def _what_is_wrong(self_check) -> str:
+    try:
+        functions()
+    except RuntimeError as wrong:
+        return str(wrong)
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        error = self_check()
+    if not error < 1e-4:
+        return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
+    return ""
+
+
+@functools.cache
+def functions() -> dict:
+    """{name: {dtype: function of one packed struct}}, built if need be.
+
+    Raises:
+        RuntimeError: they cannot be built or loaded here.
+    """
+    try:
+        library = ctypes.CDLL(str(build()))
+        found = {}
+        for name in FUNCTIONS:
+            found[name] = {d: getattr(library, f"{name}_{kind}") for d, kind in DTYPES.items()}
+            for function in found[name].values():
+                function.argtypes, function.restype = [ctypes.c_char_p], None
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as wrong:
+        raise RuntimeError(f"the CPU kernels cannot be built: {wrong}") from wrong
+    return found
+
+
+def build() -> Path:
+    """The shared library for these sources, compiler and CPU, compiled if it is not in the cache.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed. OSError: there is no place for the result.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise RuntimeError("there is no g++ on PATH")
+    asked = [compiler, "--version"]
+    version = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    texts = [(HERE / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
+    key = hashlib.sha256()
+    for part in (*texts, *FLAGS, version, _cpu()):
+        key.update(part.encode() + b"\0")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "fprnn" / "kernels"
+    library = folder / f"cpu-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Other processes may build the same: each in a folder of its own, then moved in one step.
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        made = Path(own) / library.name
+        command = [compiler, *FLAGS, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        made.replace(library)
+    return library
+
+
+def _cpu() -> str:
+    """What -march=native depends on. A home directory may be shared between unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def check(dtype, *arguments):
+    """Refuse what a kernel for this dtype cannot read.
+
+    Args:
+        arguments: (name, tensor or None, the shape that it should have).
+    Raises:
+        TypeError: dtypes differ or are not float32 or float64. ValueError: shapes do not fit.
+    """
+    for name, t, shape in arguments:
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
+        if t.dtype is not dtype or dtype not in DTYPES or not t.is_cpu:
+            raise TypeError(
+                f"{name} is {t.dtype} on {t.device}, the first input {dtype}: all must be float32,"
+                " or all float64, on the CPU"
+            )
+
+
+def address(t) -> int:
+    """Where a tensor lies; 0, a null pointer, for None."""
+    return 0 if t is None else t.data_ptr()
+
+
+def token_step(t):
+    """A tensor (b,l,k) and what lies between two of its tokens, in entries; a slice of a wider one
+    is used as it is, a copy made only where tokens are not evenly spaced or not contiguous."""
+    if not t.is_contiguous():
+        (b, length, k), (over_b, over_l, over_k) = t.shape, t.stride()
+        if over_k == 1 or k == 1:
+            if b == 1 or over_b == length * over_l:
+                return t, over_l
+            if length == 1:
+                return t, over_b
+        t = t.contiguous()
+    return t, t.shape[2]

@@ -1,0 +1,479 @@
+"""The memory-bound parts of a fixed-point iteration in Triton, each one pass over memory.
+
+Shape suffixes: b batch, l length, d channels (d_inner), r rank, n entries of a group.
+
+What each computes is written with lm.model in its docstring, which is also its oracle. A program
+holds whole tokens: their channels, padded to a power of two, are one row of its block, so that sums
+over channels stay inside it. All is computed in fp32 whatever is read. Gradients that sum over
+tokens are written as one row per program and summed by torch: deterministic, no atomics.
+
+Inputs are read in place, with a stride per token: slices of wider projections are not copied.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lm.kernels.triton_conv import (
+    activate,
+    activate_grad,
+    as_rows,
+    block_for,
+    check,
+    constexpr,
+    jit,
+    launch,
+    load,
+    needs_grad,
+    store,
+    tile,
+    tl,
+    triton,
+    usable,
+)
+
+__all__ = ["damp", "finish", "finish_residual", "mix", "normalise", "usable"]
+
+ACTIVATIONS = ("silu", "relu", "identity")
+KINDS = ("layer", "rms")
+# Most rows of partial sums, each made by one program over many tokens: enough programs to fill a
+# GPU, few enough that the rows weigh little beside the tokens.
+MOST_PARTIALS = 512
+
+
+def _of_sum(grad, *terms):
+    """The gradient of a sum for each of its terms."""
+    return [None if t is None else grad.to(t.dtype) for t in terms]
+
+
+def _widest(*tensors):
+    first, *rest = (t.dtype for t in tensors if t is not None)
+    for dtype in rest:
+        first = torch.promote_types(first, dtype)
+    return first
+
+
+@jit
+def _load_sum(first, first_stride, second, second_stride, row, col, mask):
+    """The sum of two such tensors, of which the second may be None."""
+    both = load(first, row, first_stride, col, mask)
+    if second is not None:
+        both += load(second, row, second_stride, col, mask)
+    return both
+
+
+@jit
+def _unit(w, eps):
+    """w / max(‖w‖, eps) of every row, 1 / max(‖w‖, eps), and where eps was larger."""
+    norm = tl.sqrt(tl.sum(w * w, 1))
+    small = norm < eps
+    inverse = 1.0 / tl.where(small, eps, norm)  # tl.maximum would drop a NaN
+    return w * inverse[:, None], inverse, small
+
+
+@jit
+def _mix_kernel(
+    gates_x, gates_y, vectors_x, vectors_y, x, y, out, dots,
+    tokens, d, gx_row, gy_row, vx_row, vy_row, x_row, y_row, scale, eps,
+    RANK: constexpr, ACT: constexpr, SEQUENTIAL: constexpr,
+    TOKENS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
+    one, first = live[:, None], tl.arange(0, 1)  # a column of its own, for what is one a token
+    y_d = load(y, row, y_row, col, mask)
+    v = load(x, row, x_row, col, mask) - y_d
+    mixed = v
+    for i in tl.static_range(RANK):
+        a = scale * tl.sigmoid(_load_sum(gates_x, gx_row, gates_y, gy_row, row, first + i, one))
+        p = _load_sum(vectors_x, vx_row, vectors_y, vy_row, row, i * d + col, mask)
+        u, _, _ = _unit(activate(p, ACT), eps)
+        if SEQUENTIAL:
+            v = mixed
+        dot = tl.sum(u * v, 1)[:, None]
+        if dots is not None:
+            store(dots, row, RANK, first + i, one, dot)
+        mixed -= a * dot * u
+    store(out, row, d, col, mask, mixed + y_d)
+
+
+@jit
+def _mix_grad_kernel(
+    gates_x, gates_y, vectors_x, vectors_y, kept, y, dots, grad, dgates, dvectors, dx, dy,
+    tokens, d, gx_row, gy_row, vx_row, vy_row, kept_row, y_row, grad_row, scale, eps,
+    RANK: constexpr, ACT: constexpr, SEQUENTIAL: constexpr,
+    TOKENS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """With v before a reflection and g the gradient after it, s = u·v, t = u·g:
+    da = −s t, du = −a (s g + t v), hence u·du = −2 a s t; and the gradient before it is g − a t u.
+    A product is undone from its end: v + a s u."""
+    row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
+    one, first = live[:, None], tl.arange(0, 1)
+    v = load(kept, row, kept_row, col, mask) - load(y, row, y_row, col, mask)
+    after = load(grad, row, grad_row, col, mask)
+    g, before = after, after
+    for step in tl.static_range(RANK):
+        i = RANK - 1 - step
+        gate = tl.sigmoid(_load_sum(gates_x, gx_row, gates_y, gy_row, row, first + i, one))
+        a = scale * gate
+        p = _load_sum(vectors_x, vx_row, vectors_y, vy_row, row, i * d + col, mask)
+        u, inverse, small = _unit(activate(p, ACT), eps)
+        s = load(dots, row, RANK, first + i, one)
+        if SEQUENTIAL:
+            g = before
+            v += a * s * u
+        t = tl.sum(u * g, 1)[:, None]
+        along = tl.where(small[:, None], 0.0, 2.0 * s * t)  # eps is no function of the vector
+        dp = -a * inverse[:, None] * (s * g + t * v - along * u) * activate_grad(p, ACT)
+        store(dvectors, row, RANK * d, i * d + col, mask, dp)
+        store(dgates, row, RANK, first + i, one, -s * t * a * (1.0 - gate))
+        before -= a * t * u
+    if dx is not None:
+        store(dx, row, d, col, mask, before)
+    if dy is not None:
+        store(dy, row, d, col, mask, after - before)
+
+
+def _mix(gates_x, gates_y, vectors_x, vectors_y, x, y, options, with_dots=False):
+    rank, scale, eps, act, sequential = options
+    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    dots = out.new_empty(*x.shape[:-1], rank) if with_dots else None
+    pairs = [as_rows(t) for t in (gates_x, gates_y, vectors_x, vectors_y, x, y)]
+    rows, strides = zip(*pairs)
+    tokens, d = rows[4].shape
+    block = block_for(d)
+    launch(
+        _mix_kernel, (triton.cdiv(tokens, block["TOKENS"]),), *rows, out, dots,
+        tokens, d, *strides, scale, eps, RANK=rank, ACT=act, SEQUENTIAL=sequential, **block,
+    )  # fmt: skip
+    return out, dots
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates_x, gates_y, vectors_x, vectors_y, x, y, options):
+        inputs = gates_x, gates_y, vectors_x, vectors_y
+        out, dots = _mix(*inputs, x, y, options, with_dots=True)
+        ctx.options, ctx.x_dtype = options, x.dtype
+        # A product is undone from its end, which is there already: the scan after it keeps it.
+        ctx.save_for_backward(*inputs, out if options[-1] else x, y, dots)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        *inputs, y, dots = ctx.saved_tensors
+        rank, scale, eps, act, sequential = ctx.options
+        gates, vectors, shape = inputs[:2], inputs[2:4], y.shape
+        dgates = y.new_empty(gates[0].shape, dtype=_widest(*gates))
+        dvectors = y.new_empty(vectors[0].shape, dtype=_widest(*vectors))
+        dx = y.new_empty(shape, dtype=ctx.x_dtype) if ctx.needs_input_grad[4] else None
+        dy = y.new_empty(shape) if ctx.needs_input_grad[5] else None
+        (*rows, grad), strides = zip(*map(as_rows, (*inputs, y, grad)))
+        tokens, d = grad.shape
+        block = block_for(d)
+        launch(
+            _mix_grad_kernel, (triton.cdiv(tokens, block["TOKENS"]),), *rows, dots, grad,
+            dgates, dvectors, dx, dy, tokens, d, *strides, scale, eps,
+            RANK=rank, ACT=act, SEQUENTIAL=sequential, **block,
+        )  # fmt: skip
+        return *_of_sum(dgates, *gates), *_of_sum(dvectors, *vectors), dx, dy, None
+
+
+def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+    """x̃ = M(x − y) + y, M a product or a sum of reflections (lm.model.mixers.Reflections), with
+    a = scale σ(gates_x + gates_y) and u_i = nrm(act(vectors_x + vectors_y)). Differentiable once.
+
+    Args:
+        gates_x, gates_y: (…,r). vectors_x, vectors_y: (…,r·d), u_1 first. Those of y may be None.
+        x, y: (…,d). act: one of ACTIVATIONS. sequential: householder; else dplr.
+    Returns:
+        (…,d) fp32
+    Raises:
+        TypeError, ValueError: dtypes, shapes, or a name that is not known.
+    """
+    *lead, d = x.shape
+    check(
+        x=(x, x.shape), y=(y, x.shape), gates_x=(gates_x, (*lead, rank)),
+        gates_y=(gates_y, (*lead, rank)), vectors_x=(vectors_x, (*lead, rank * d)),
+        vectors_y=(vectors_y, (*lead, rank * d)),
+    )  # fmt: skip
+    if act not in ACTIVATIONS:
+        raise ValueError(f"unknown act `{act}`: one of {', '.join(ACTIVATIONS)}")
+    inputs = gates_x, gates_y, vectors_x, vectors_y, x, y
+    options = rank, float(scale), float(eps), act, bool(sequential)
+    if needs_grad(*inputs):
+        return _Mix.apply(*inputs, options)
+    return _mix(*inputs, options)[0]
+
+
+@jit
+def _normalise_kernel(
+    v_x, v_y, grad, out, rows, n, groups, x_row, y_row, eps,
+    TOKENS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """A row is a group of a token. With grad, out is the gradient of v rather than nrm(v)."""
+    row, col, _, mask = tile(rows, n, TOKENS, COLUMNS)
+    token, start = row // groups, (row % groups * n)[:, None]
+    if v_y is not None:
+        v_y += start
+    v = _load_sum(v_x + start, x_row, v_y, y_row, token, col, mask)
+    u, inverse, small = _unit(v, eps)
+    if grad is not None:
+        g = load(grad, row, n, col, mask)
+        along = tl.where(small, 0.0, tl.sum(u * g, 1))[:, None]  # eps is no function of v
+        u = (g - along * u) * inverse[:, None]
+    store(out, row, n, col, mask, u)
+
+
+def _normalise(v_x, v_y, groups, eps, out, grad=None):
+    n = v_x.shape[-1] // groups
+    (x, x_row), (y, y_row) = as_rows(v_x), as_rows(v_y)
+    rows, block = x.shape[0] * groups, block_for(n)
+    grad = None if grad is None else grad.contiguous()
+    launch(
+        _normalise_kernel, (triton.cdiv(rows, block["TOKENS"]),), x, y, grad, out,
+        rows, n, groups, x_row, y_row, eps, **block,
+    )  # fmt: skip
+    return out
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v_x, v_y, groups, eps):
+        ctx.save_for_backward(v_x, v_y)
+        ctx.options = groups, eps
+        return _normalise(v_x, v_y, groups, eps, v_x.new_empty(v_x.shape, dtype=torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        v_x, v_y = ctx.saved_tensors
+        dv = grad.new_empty(v_x.shape, dtype=_widest(v_x, v_y))
+        return *_of_sum(_normalise(v_x, v_y, *ctx.options, dv, grad), v_x, v_y), None, None
+
+
+def normalise(v_x, v_y, groups, eps):
+    """nrm(v_x + v_y) of each group of n entries (lm.model.mixers.nrm). Differentiable once.
+
+    Args:
+        v_x, v_y: (…,groups·n); v_y may be None.
+    Returns:
+        (…,groups·n) fp32
+    Raises:
+        TypeError, ValueError: dtypes or shapes.
+    """
+    check(v_x=(v_x, v_x.shape), v_y=(v_y, v_x.shape))
+    if v_x.shape[-1] % groups:
+        raise ValueError(f"{v_x.shape[-1]} entries cannot be {groups} groups of equal size")
+    # Without a gradient autograd keeps nothing, and the kernel is the same.
+    return _Normalise.apply(v_x, v_y, groups, float(eps))
+
+
+@jit
+def _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row):
+    """x, D, o + D x, and what the gate multiplies that with."""
+    x_d = load(x, row, x_row, col, mask)
+    D_d = tl.load(D + col, mask=col < d, other=0.0).to(tl.float32)[None, :]
+    ungated = load(o, row, o_row, col, mask) + D_d * x_d
+    gate = 1.0
+    if z is not None:
+        gate = activate(load(z, row, z_row, col, mask), "silu")
+    return x_d, D_d, ungated, gate
+
+
+@jit
+def _standardise(w, mask, d, eps, KIND: constexpr):
+    """(w − mean) / deviation (layer) or w / root mean square (rms) of every row, and the factor."""
+    if KIND == "layer":
+        w = tl.where(mask, w - tl.sum(w, 1)[:, None] / d, 0.0)
+    factor = tl.rsqrt(tl.sum(w * w, 1) / d + eps)[:, None]
+    return tl.where(mask, w * factor, 0.0), factor
+
+
+@jit
+def _largest(v):
+    """max |v| of every row, NaN if there is one (tl.max may drop it): read as integers, the bits of
+    numbers without a sign are in the order of the numbers, and those of NaN come last."""
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+
+
+@jit
+def _finish_kernel(
+    o, x, D, z, weight, bias, y, out, residual, tokens, d, o_row, x_row, z_row, y_row, eps,
+    KIND: constexpr, TOKENS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
+    inside = col < d
+    _, _, w, gate = _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row)
+    g, _ = _standardise(w * gate, mask, d, eps, KIND)
+    g *= tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        g += tl.load(bias + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+    store(out, row, d, col, mask, g)
+    if residual is not None:
+        change = _largest(load(y, row, y_row, col, mask) - g)
+        tl.store(residual + row, change / (_largest(g) + 1e-8), mask=live)
+
+
+@jit
+def _finish_grad_kernel(
+    o, x, D, z, weight, bias, grad, do, dx, dz, partials,
+    tokens, d, o_row, x_row, z_row, grad_row, eps,
+    KIND: constexpr, TOKENS: constexpr, COLUMNS: constexpr,
+):  # fmt: skip
+    """partials: (programs,2 or 3,d), what each adds to dD, dweight and, if there is one, dbias."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    col = tl.arange(0, COLUMNS)
+    inside = col < d
+    scale = tl.load(weight + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+    dD = tl.zeros([COLUMNS], tl.float32)
+    dweight, dbias = dD, dD
+    first = program * TOKENS
+    while first < tokens:  # not a range: Triton 3.6 cannot interpret one with numpy 2.4
+        row = (first + tl.arange(0, TOKENS)).to(tl.int64)
+        live = row < tokens
+        mask = live[:, None] & inside[None, :]
+        x_d, D_d, w, gate = _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row)
+        unit, factor = _standardise(w * gate, mask, d, eps, KIND)
+        g = load(grad, row, grad_row, col, mask)
+        dweight += tl.sum(g * unit, 0)
+        dbias += tl.sum(g, 0)
+        g *= scale
+        dw = g - unit * (tl.sum(g * unit, 1) / d)[:, None]
+        if KIND == "layer":
+            dw -= (tl.sum(g, 1) / d)[:, None]
+        dw *= factor
+        if z is not None:
+            dgate = activate_grad(load(z, row, z_row, col, mask), "silu")
+            store(dz, row, d, col, mask, dw * w * dgate)
+            dw *= gate
+        store(do, row, d, col, mask, dw)
+        store(dx, row, d, col, mask, dw * D_d)
+        dD += tl.sum(tl.where(mask, dw * x_d, 0.0), 0)
+        first += programs * TOKENS
+    count = 2
+    if bias is not None:
+        count = 3
+    own = partials + program * count * d + col
+    tl.store(own, dD, mask=inside)
+    tl.store(own + d, dweight, mask=inside)
+    if bias is not None:
+        tl.store(own + 2 * d, dbias, mask=inside)
+
+
+def _finish(o, x, D, z, weight, bias, eps, kind, y=None):
+    out = o.new_empty(o.shape, dtype=torch.float32)
+    residual = None if y is None else out.new_empty(o.shape[:-1])
+    (o, x, z, y), (o_row, x_row, z_row, y_row) = zip(*map(as_rows, (o, x, z, y)))
+    tokens, d = o.shape
+    block = block_for(d)
+    launch(
+        _finish_kernel, (triton.cdiv(tokens, block["TOKENS"]),),
+        o, x, D, z, weight, bias, y, out, residual,
+        tokens, d, o_row, x_row, z_row, y_row, eps, KIND=kind, **block,
+    )  # fmt: skip
+    return out, residual
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o, x, D, z, weight, bias, eps, kind):
+        ctx.save_for_backward(o, x, D, z, weight, bias)
+        ctx.options = eps, kind
+        return _finish(o, x, D, z, weight, bias, eps, kind)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        o, x, D, z, weight, bias = ctx.saved_tensors
+        eps, kind = ctx.options
+        do, dx, dz = (None if t is None else t.new_empty(t.shape) for t in (o, x, z))
+        (o, x, z, grad), strides = zip(*map(as_rows, (o, x, z, grad)))
+        tokens, d = o.shape
+        block = block_for(d, per_warp=256)
+        programs = min(MOST_PARTIALS, triton.cdiv(tokens, block["TOKENS"]))
+        partials = D.new_empty(programs, 2 if bias is None else 3, d, dtype=torch.float32)
+        launch(
+            _finish_grad_kernel, (programs,), o, x, D, z, weight, bias, grad,
+            do, dx, dz, partials, tokens, d, *strides, eps, KIND=kind, **block,
+        )  # fmt: skip
+        dD, dweight, *dbias = partials.sum(0)
+        dbias = dbias[0].to(bias.dtype) if dbias else None
+        return do, dx, dD.to(D.dtype), dz, dweight.to(weight.dtype), dbias, None, None
+
+
+def _finish_inputs(o, x, D, z, weight, bias, eps, kind, y=None):
+    full, d = o.shape, o.shape[-1]
+    check(
+        o=(o, full), x=(x, full), D=(D, (d,)), z=(z, full), weight=(weight, (d,)),
+        bias=(bias, (d,)), y=(y, full),
+    )  # fmt: skip
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind `{kind}`: one of {', '.join(KINDS)}")
+    D, weight, bias = (None if t is None else t.contiguous() for t in (D, weight, bias))
+    return o, x, D, z, weight, bias, float(eps), kind
+
+
+def finish(o, x, D, z, weight, bias, eps, kind):
+    """The end of an iteration (lm.model.step.finish): w = (o + D ⊙ x) ⊙ silu(z), and its LayerNorm
+    (kind "layer") or RMSNorm ("rms") over d. Differentiable once.
+
+    Args:
+        o, x: (…,d) what the scan returned, and what it was given. D, weight, bias: (d,). z: (…,d).
+        No gate where z is None, nothing added where bias is.
+    Returns:
+        (…,d) fp32
+    Raises:
+        TypeError, ValueError: dtypes, shapes, or a name that is not known.
+    """
+    return _Finish.apply(*_finish_inputs(o, x, D, z, weight, bias, eps, kind))
+
+
+@torch.no_grad()
+def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
+    """`finish` and, in the same pass, how far y was from it; no gradient.
+
+    Args and errors: as in `finish`; y: (…,d) the iterate that the tokens came from.
+    Returns:
+        g (…,d) fp32, and ‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token (…) fp32
+        (lm.model.solver.token_residual), NaN where y or g has one.
+    """
+    return _finish(*_finish_inputs(o, x, D, z, weight, bias, eps, kind, y), y)
+
+
+@jit
+def _damp_kernel(
+    y, g, step, moves, tokens, length, d, y_row, g_row, TOKENS: constexpr, COLUMNS: constexpr
+):
+    row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
+    mask = mask & (tl.load(moves + row, mask=live, other=0) != 0)[:, None]
+    s = tl.load(step + row // length, mask=live, other=0.0).to(tl.float32)[:, None]
+    g_d, y_d = load(g, row, g_row, col, mask), load(y, row, y_row, col, mask)
+    store(y, row, y_row, col, mask, s * g_d + (1.0 - s) * y_d)
+
+
+@torch.no_grad()
+def damp(y, g, step, moves):
+    """y ← step g + (1 − step) y where a token moves, in place; the others are not even read. No
+    gradient.
+
+    Args:
+        y, g: (b,l,d). step: (b,). moves: (b,l) bool.
+    Returns:
+        y
+    Raises:
+        TypeError, ValueError: dtypes, shapes, or a y that is not contiguous.
+    """
+    b, length, d = y.shape
+    check(y=(y, y.shape), g=(g, y.shape), step=(step, (b,)))
+    if moves.dtype != torch.bool or moves.shape != (b, length):
+        raise ValueError(f"moves is {moves.dtype} {tuple(moves.shape)}, not bool {b, length}")
+    if not y.is_contiguous():
+        raise ValueError("y is changed in place and must be contiguous")
+    block, (g, g_row) = block_for(d), as_rows(g)
+    launch(
+        _damp_kernel, (triton.cdiv(b * length, block["TOKENS"]),), y, g, step.contiguous(),
+        moves.contiguous().view(torch.uint8), b * length, length, d, d, g_row, **block,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(y)
+    return y

@@ -1,0 +1,353 @@
+"""The Triton scan against the plain one: values, states, gradients by name; and that it compiles.
+
+Without a GPU Triton interprets the kernels, step by step: hence the small sizes.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import KernelInterface
+
+from lm.kernels import triton_scan
+from lm.model.scan import selective_scan_plain
+from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+
+LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
+DEVICE = "cpu" if triton_scan.INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What torch.empty returns is full of NaN throughout this file."""
+    works, reason = triton_scan.usable()
+    if not works:
+        pytest.skip(reason)
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture
+def chunks_of(monkeypatch):
+    """A function (steps) that fixes the length of the chunks."""
+
+    def fix(steps):
+        monkeypatch.setattr(triton_scan, "_chunk_length", lambda b, length, d, n: steps or length)
+
+    return fix
+
+
+def inputs(b, length, d, n, dtype=torch.float32, device=DEVICE):
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    tensors = {
+        "x": r(b, length, d),
+        "dt": torch.nn.functional.softplus(r(b, length, d)),
+        "A": -torch.exp(r(d, n)),
+        "B": r(b, length, n),
+        "C": r(b, length, n),
+        "h0": r(b, d, n),
+    }
+    return {k: v.to(device, dtype) for k, v in tensors.items()}
+
+
+def resets(b, length):
+    """1, but 0 at the first token of row 0, and at every fifth and sixth."""
+    keep = torch.ones(b, length, dtype=torch.bool, device=DEVICE)
+    keep[0, 0] = False
+    keep[:, 4::5] = keep[:, 5::5] = False
+    return keep
+
+
+def results(scan, tensors, keep=None):
+    """{"y", "final state", "grad x", …} of a scan."""
+    tensors = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
+    y, h = scan(**tensors, keep=keep)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
+    grads = torch.autograd.grad((y * weights).sum() + (h * h).sum() / 2, list(tensors.values()))
+    named = {f"grad {name}": g for name, g in zip(tensors, grads)}
+    return {"y": y.detach(), "final state": h.detach(), **named}
+
+
+def oracle(tensors, keep=None):
+    keep = None if keep is None else keep.double()
+    return results(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
+
+
+def test_fresh_memory_is_poisoned():
+    assert torch.ones(1).new_empty(3, 4).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "b, length, d, n, chunk",
+    [
+        (2, 1, 5, 16, None),
+        (1, 16, 1, 1, None),
+        (1, 19, 20, 8, None),
+        (2, 17, 70, 1, None),
+        (1, 9, 3, 16, None),
+        (1, 9, 3, 64, None),
+        (2, 35, 6, 1, 16),
+        (1, 34, 3, 16, 32),
+        (1, 50, 2, 2, 16),
+    ],
+)
+def test_equals_the_plain_scan_in_value_state_and_every_gradient(
+    b, length, d, n, chunk, chunks_of
+):  # fmt: skip
+    chunks_of(chunk)
+    tensors, keep = inputs(b, length, d, n), resets(b, length)
+    ours = results(triton_scan.selective_scan, tensors, keep)
+    assert_close(ours, oracle(tensors, keep), 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 16], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
+@pytest.mark.parametrize("with_h0", [False, True], ids=["", "h0"])
+def test_whatever_is_left_out(with_h0, with_keep, chunk, chunks_of):
+    chunks_of(chunk)
+    tensors, keep = inputs(1, 21, 5, 2), resets(1, 21) if with_keep else None
+    if not with_h0:
+        del tensors["h0"]
+    ours = results(triton_scan.selective_scan, tensors, keep)
+    assert_close(ours, oracle(tensors, keep), 1e-5)
+
+
+def test_chunks_change_nothing_but_rounding_and_runs_nothing_at_all(chunks_of):
+    tensors, keep = inputs(1, 34, 5, 2), resets(1, 34)
+    runs = []
+    for chunk in (None, 16, 16, 32):
+        chunks_of(chunk)
+        runs.append(results(triton_scan.selective_scan, tensors, keep))
+    whole, first, again, other = runs
+    for name in first:
+        assert torch.equal(first[name], again[name]), name
+    assert_close(first, whole, 2e-6)
+    assert_close(other, whole, 2e-6)
+
+
+def test_chunks_are_whole_tiles_and_only_where_they_pay():
+    chunk = triton_scan._chunk_length
+    assert triton_scan.MIN_CHUNK % triton_scan.TILE == 0
+    assert chunk(16, 2048, 1536, 16) == 512
+    assert chunk(1, 2048, 1536, 16) == 64
+    assert chunk(64, 2048, 1536, 16) == 2048  # the GPU is full as it is
+    assert [chunk(1, length, 64, 16) for length in (0, 1, 16, 127)] == [0, 1, 16, 127]
+    for b, length, d, n in [(1, 130, 64, 16), (3, 1000, 100, 64), (2, 777, 1, 1), (0, 99, 4, 4)]:
+        steps = chunk(b, length, d, n)
+        assert steps == length or (steps % triton_scan.MIN_CHUNK == 0 and steps < length)
+
+
+def test_every_dtype_on_its_own():
+    own = dict(x="bfloat16", dt="float16", A="float32", B="bfloat16", C="float16", h0="bfloat16")
+    tensors = {k: v.to(getattr(torch, own[k])) for k, v in inputs(2, 18, 5, 3).items()}
+    ours, expected = results(triton_scan.selective_scan, tensors), oracle(tensors)
+    for name, value in ours.items():
+        given = tensors.get(name.removeprefix("grad "))
+        assert value.dtype == (torch.float32 if given is None else given.dtype), name
+        exact = value.dtype == torch.float32
+        assert_close({name: value}, {name: expected[name]}, 1e-5 if exact else LOW)
+
+
+def test_bf16():
+    tensors = inputs(1, 20, 5, 4, torch.bfloat16)
+    assert_close(results(triton_scan.selective_scan, tensors), oracle(tensors), LOW)
+
+
+def test_views_whose_last_dimension_is_contiguous_are_not_copied(chunks_of):
+    chunks_of(16)
+    t, keep = inputs(2, 20, 6, 3), resets(2, 20)
+
+    def scan(keep, A, h0, x, dt, B, C):
+        x, rest = torch.cat([x, dt, x], -1).split([6, 12], -1)
+        _, B, C, _ = torch.cat([dt, B, C, dt], -1).split([6, 3, 3, 6], -1)
+        dt, A = rest[..., :6], torch.stack([A, torch.full_like(A, torch.nan)], -1)[..., 0]
+        views = x, dt, B, C
+        assert all(triton_scan._rows(v) is v and not v.is_contiguous() for v in views)
+        h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
+        keep = keep.t().contiguous().t()
+        return triton_scan.selective_scan(x, dt, A, B, C, h0, keep)
+
+    views, plain = results(scan, t, keep), results(triton_scan.selective_scan, t, keep)
+    for name in plain:
+        assert torch.equal(views[name], plain[name]), name
+    by_time = {k: v.transpose(0, 1).contiguous().transpose(0, 1) for k, v in t.items()}
+    spread = {k: torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0] for k, v in t.items()}
+    for other in (by_time, spread):
+        with torch.no_grad():
+            y, h = triton_scan.selective_scan(**other, keep=keep)
+        assert torch.equal(y, plain["y"]) and torch.equal(h, plain["final state"])
+
+
+def test_gradients_of_stride_0_and_only_some_of_them():
+    t = inputs(2, 18, 5, 3)
+    for name, output in (("x", 0), ("dt", 1), ("h0", 0)):
+        ours = t | {name: t[name].clone().requires_grad_()}
+        theirs = {k: v.double() for k, v in t.items()}
+        theirs[name].requires_grad_()
+        triton_scan.selective_scan(**ours)[output].sum().backward()
+        selective_scan_plain(**theirs)[output].sum().backward()
+        assert_close({name: ours[name].grad}, {name: theirs[name].grad}, 1e-5)
+
+
+def test_without_gradient_it_computes_the_same_and_a_state_goes_back_in():
+    t = inputs(1, 20, 5, 3)
+    y, h = triton_scan.selective_scan(**t)
+    with_grad = triton_scan.selective_scan(**t | {"x": t["x"].clone().requires_grad_()})
+    assert not y.requires_grad and with_grad[0].requires_grad
+    assert torch.equal(y, with_grad[0]) and torch.equal(h, with_grad[1])
+    halves, state = [], t["h0"]
+    for part in (slice(0, 13), slice(13, 20)):
+        own = {k: t[k][:, part] for k in ("x", "dt", "B", "C")}
+        half, state = triton_scan.selective_scan(**own, A=t["A"], h0=state)
+        halves.append(half)
+    assert state.transpose(1, 2).is_contiguous()
+    assert torch.equal(torch.cat(halves, 1), y) and torch.equal(state, h)
+
+
+@pytest.mark.parametrize("name", ["x", "dt"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad, chunks_of):
+    chunks_of(16)
+    t = inputs(2, 36, 5, 3)
+    clean, clean_h = triton_scan.selective_scan(**t)
+    t[name][1, 7, 2] = bad
+    y, h = triton_scan.selective_scan(**t)
+    reached = torch.zeros_like(y, dtype=torch.bool)
+    reached[1, 7:, 2] = True
+    assert torch.equal(~y.isfinite(), reached)
+    assert torch.equal(y[~reached], clean[~reached])
+    assert not h[1, 2].isfinite().any() and torch.equal(h[0], clean_h[0])
+
+
+def test_a_reset_forgets_and_dt_zero_keeps(chunks_of):
+    chunks_of(16)
+    t, keep = inputs(1, 40, 5, 4), torch.ones(1, 40, device=DEVICE)
+    keep[0, 20] = 0
+    t["dt"][:, 33:] = 0
+    y, h = triton_scan.selective_scan(**t, keep=keep)
+    t["h0"] = t["h0"] + 1
+    other, other_h = triton_scan.selective_scan(**t, keep=keep)
+    assert torch.equal(y[:, 20:], other[:, 20:]) and torch.equal(h, other_h)
+    assert not torch.equal(y[:, :20], other[:, :20])
+    t = {k: v[:, :33] if k in ("x", "dt", "B", "C") else v for k, v in t.items()}
+    assert torch.equal(triton_scan.selective_scan(**t, keep=keep[:, :33])[1], h)
+
+
+@pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
+def test_nothing_to_do(b, length):
+    t = inputs(b, length, 5, 3)
+    found = results(triton_scan.selective_scan, t)
+    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
+    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
+    assert torch.equal(found["grad A"], torch.zeros(5, 3, device=DEVICE))
+
+
+def test_what_does_not_fit_is_refused():
+    t = inputs(2, 4, 5, 3)
+    with pytest.raises(TypeError, match=r"^dt is torch.float64: .*float16"):
+        triton_scan.selective_scan(**{**t, "dt": t["dt"].double()})
+    with pytest.raises(TypeError, match=r"^B is on meta"):
+        triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
+    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
+        triton_scan.selective_scan(**{**t, "C": t["C"][:, 1:]})
+
+
+def test_why_not(monkeypatch):
+    probe = triton_scan._probe.__wrapped__
+    with torch.inference_mode(), torch.device("meta"):
+        assert probe() == ""
+    with monkeypatch.context() as m:
+        m.setattr(triton_scan, "_self_check", lambda device: float("nan"))
+        assert "something else than a loop" in probe()
+        m.setattr(triton_scan, "_self_check", lambda device: 1 / 0)
+        assert probe() == "the Triton kernels do not run: ZeroDivisionError: division by zero"
+    with monkeypatch.context() as m:
+        m.setattr(triton_scan, "INTERPRETED", False)
+        m.setattr(torch.cuda, "is_available", lambda: False)
+        assert "need a CUDA device" in probe()
+        m.setattr(torch.cuda, "is_available", lambda: True)
+        m.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+        assert "this device has 7.5" in probe()
+    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
+    assert triton_scan.usable() == (False, "FPRNN_NO_KERNELS is set")
+
+
+# Arguments of each kernel that are None in one of its uses.
+WITHOUT = {
+    "_scan_kernel": {
+        "forward": ("chunk_states", "chunk_decays", "tiles", "keep"),
+        "forward from zero, resets": ("entering", "chunk_states", "chunk_decays", "tiles"),
+        "chunks": ("C", "entering", "y", "tiles", "leaving"),
+        "tiles": ("C", "chunk_states", "chunk_decays", "y", "leaving"),
+        "REVERSE chunks": ("C", "entering", "y", "tiles", "leaving"),
+        "REVERSE tiles": ("C", "chunk_states", "chunk_decays", "y", "keep"),
+    },
+    "_carry_kernel": {"forward": (), "REVERSE": (), "from zero": ("first",)},
+    "_grad_kernel": {"resets": (), "plain": ("keep",)},
+}
+OF_INPUT_DTYPE = ("value", "vector", "x", "dt", "dx", "ddt")  # and B, C; but not those of a tile
+BLOCKS = {  # constexprs and num_warps for d = 1536, n = 16
+    "_scan_kernel": (dict(TILE=16, BLOCK_D=64, BLOCK_N=16), 2),
+    "_carry_kernel": (dict(BLOCK=256), 2),
+    "_grad_kernel": (dict(TILE=16, BLOCK_D=32), 1),
+}
+INTEGERS = ("length", "chunk", "chunks", "size", "d", "n", "rows", "zero")
+
+
+def compile_case(name, use, dtype, ones):
+    """One case for `compile_for_gpus`; ones: d = n = 1, which Triton compiles into the code."""
+    constexprs, num_warps = BLOCKS[name]
+    constexprs, signature = dict(constexprs), {}
+    for argument in inspect.signature(getattr(triton_scan, name).fn).parameters:
+        if argument in WITHOUT[name][use]:
+            constexprs[argument] = None
+        elif argument == "REVERSE":
+            constexprs[argument] = use.startswith("REVERSE")
+        elif ones and (argument in ("d", "n", "size") or argument.endswith("_time")):
+            constexprs[argument] = 1
+        elif argument in INTEGERS or argument.endswith(("_row", "_time")):
+            signature[argument] = "i32"
+        elif argument == "keep":
+            signature[argument] = "*u8"
+        elif argument in OF_INPUT_DTYPE or (argument == "C" and name == "_scan_kernel"):
+            signature[argument] = f"*{dtype}"
+        else:
+            signature[argument] = "*fp32"
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    options = dict(num_warps=num_warps)
+    return dict(kernel=name, signature=signature, constexprs=constexprs, options=options)
+
+
+def test_every_kernel_compiles_for_the_gpus():
+    kernels = inspect.getmembers(triton_scan, lambda v: isinstance(v, KernelInterface))
+    assert {name for name, _ in kernels} == set(WITHOUT)
+    cases = [compile_case("_scan_kernel", "forward", "fp32", ones=True)]
+    for name, uses in WITHOUT.items():
+        for i, use in enumerate(uses):  # each in one dtype, each kernel in both: it takes seconds
+            cases.append(compile_case(name, use, ("bf16", "fp32")[i % 2], ones=False))
+    cases.append(compile_case("_scan_kernel", "forward", "fp32", ones=False))
+    assert compile_for_gpus("lm.kernels.triton_scan", cases) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("chunk", [None, 512], ids=["its own chunks", "chunks of 512"])
+def test_a_real_shape(dtype, tol, chunk, chunks_of):
+    if chunk:
+        chunks_of(chunk)
+    tensors = inputs(2, 2048, 1536, 16, dtype)
+    tensors["dt"] = tensors["dt"] / 8
+    keep = torch.rand(2, 2048, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.01
+    ours = results(triton_scan.selective_scan, tensors, keep)
+    expected = oracle(tensors, keep)
+    assert_close(ours, expected, tol)
+    assert_close({"y": ours["y"]}, {"y": expected["y"]}, 1e-4)
+    for name, value in results(triton_scan.selective_scan, tensors, keep).items():
+        assert torch.equal(value, ours[name]), name

@@ -1,0 +1,560 @@
+"""The Triton kernels of an iteration and of the short convolution, against lm.model in fp64: values
+and each gradient by name. Interpreted where there is no GPU."""
+
+import ast
+import importlib.util
+import inspect
+import math
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+pytest.importorskip("triton")
+
+from lm.kernels import triton_conv, triton_step
+from lm.kernels.triton_conv import short_conv
+from lm.kernels.triton_step import damp, finish, finish_residual, mix, normalise
+from lm.model.blocks import RMSNorm
+from lm.model.mixers import MixerWeights, Reflections, nrm
+from lm.model.scan import causal_conv
+from lm.model.solver import token_residual
+from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOL = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """What torch.empty returns is full of NaN throughout this file."""
+    works, reason = triton_step.usable()
+    if not works:
+        pytest.skip(reason)
+    with poisoned_memory():
+        yield
+
+
+class Random:
+    """Tensors on the test's device, and slices of wider ones."""
+
+    def __init__(self, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape, dtype=torch.float32):
+        t = torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return t.to(DEVICE, dtype)
+
+    def slice(self, *shape, dtype=torch.float32, before=3, after=5):
+        """As a projection is: some columns of a tensor whose rest is NaN."""
+        width = before + shape[-1] + after
+        wide = torch.full((*shape[:-1], width), torch.nan, dtype=dtype, device=DEVICE)
+        inner = wide[..., before : before + shape[-1]]
+        return inner.copy_(self(*shape))
+
+
+def compare(ours, plain, inputs, tol, spread=False, zero=()):
+    """Outputs and gradients of `ours` on inputs {name: tensor or None} against `plain` on the same
+    numbers in fp64. spread: the gradient that arrives is one number, with stride 0. zero: inputs
+    whose gradient is zero but for rounding."""
+    results = []
+    for f, widen in ((ours, False), (plain, True)):
+        leaves = {
+            k: None if t is None else (t.double() if widen else t).detach().requires_grad_()
+            for k, t in inputs.items()
+        }
+        out = f(**leaves)
+        if spread:
+            out.sum().backward()
+        else:
+            out.backward(Random(99)(*out.shape).to(out.dtype))
+        tensors = {f"d{k}": t.grad for k, t in leaves.items() if t is not None}
+        results.append({"out": out.detach(), **tensors})
+    for k, t in inputs.items():
+        assert t is None or results[0][f"d{k}"].dtype == t.dtype
+    assert all(t.isfinite().all() for t in results[0].values())
+    for k in zero:
+        assert all(r.pop(f"d{k}").abs().max() < 1e-3 for r in results)
+    assert_close(*results, tol)
+
+
+# mix
+
+
+def plain_mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+    mixer = Reflections(x.shape[-1], 1, rank, None, act, eps, scale, sequential)
+    gates = gates_x if gates_y is None else gates_x + gates_y
+    vectors = vectors_x if vectors_y is None else vectors_x + vectors_y
+    return mixer(torch.cat([gates, vectors], -1), x - y, MixerWeights(None, None)) + y
+
+
+def mix_inputs(b, length, d, rank, both=True, dtype=torch.float32, seed=0):
+    r = Random(seed)
+    names = {"gates_x": rank, "gates_y": rank, "vectors_x": rank * d, "vectors_y": rank * d}
+    inputs = {
+        k: r.slice(b, length, width, dtype=dtype) if both or k.endswith("x") else None
+        for k, width in names.items()
+    }
+    return inputs | {"x": r(b, length, d), "y": r.slice(b, length, d)}
+
+
+def check_mix(inputs, tol=1e-5, spread=False, zero=(), **options):
+    options = {"scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True, **options}
+    options["rank"] = inputs["gates_x"].shape[-1]
+    compare(
+        lambda **t: mix(**t, **options), lambda **t: plain_mix(**t, **options), inputs, tol, spread,
+        zero,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("length, d", [(1, 5), (7, 1), (7, 48), (7, 100)])
+def test_mix(sequential, rank, length, d):
+    zero = ("vectors_x", "vectors_y") if d == 1 else ()  # u is ±1
+    check_mix(mix_inputs(2, length, d, rank), zero=zero, sequential=sequential)
+
+
+@pytest.mark.parametrize("act", ["silu", "relu", "identity"])
+def test_mix_activations_and_terms_left_out(act):
+    check_mix(mix_inputs(2, 3, 48, 2, both=False), act=act, scale=1.0)
+
+
+@pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
+def test_mix_eight_reflections_of_many_channels(sequential):
+    check_mix(mix_inputs(1, 2, 1500, 8), sequential=sequential, spread=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mix_of_narrow_projections(dtype):
+    inputs = mix_inputs(2, 3, 100, 2, dtype=dtype)
+    check_mix(inputs, TOL[dtype])
+    inputs["vectors_x"], inputs["gates_x"] = inputs["vectors_x"].float(), inputs["gates_x"].float()
+    check_mix(inputs, TOL[dtype])  # the sum of the two is fp32
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-9], ids=["zero", "below eps"])
+@pytest.mark.parametrize("act", ["silu", "identity"])
+def test_mix_of_vectors_that_are_not_normalised(factor, act):
+    inputs = mix_inputs(2, 3, 48, 2)
+    for name in ("vectors_x", "vectors_y"):
+        inputs[name][:, :, :48] *= factor  # the first of two
+    check_mix(inputs, act=act)
+
+
+@pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
+def test_mix_of_vectors_around_eps(sequential):
+    inputs = mix_inputs(2, 7, 48, 2)
+    norms = (inputs["vectors_x"] + inputs["vectors_y"]).unflatten(-1, (2, 48)).norm(dim=-1)
+    eps = norms.median().item()
+    assert (norms < eps).any() and (norms > eps).any()
+    check_mix(inputs, eps=eps, act="identity", sequential=sequential)
+
+
+def test_mix_keeps_a_nan():
+    inputs = mix_inputs(1, 3, 48, 2)
+    inputs["vectors_x"][0, 1, 5] = torch.nan
+    for act in ("silu", "relu", "identity"):
+        out = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act=act, sequential=True)
+        assert out.isnan().any(-1).tolist() == [[False, True, False]]
+
+
+def test_mix_makes_only_the_gradients_that_are_needed():
+    inputs = mix_inputs(1, 3, 5, 2)
+    inputs["x"].requires_grad_()
+    mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True).sum().backward()
+    assert inputs["x"].grad.isfinite().all() and inputs["y"].grad is None
+
+
+def test_mix_without_a_gradient_is_the_same():
+    inputs = mix_inputs(1, 3, 48, 2)
+    options = {"rank": 2, "scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True}
+    without = mix(**inputs, **options)
+    inputs["x"].requires_grad_()
+    assert torch.equal(without, mix(**inputs, **options).detach())
+
+
+# normalise
+
+
+def plain_normalise(v_x, v_y, groups, eps):
+    v = v_x if v_y is None else v_x + v_y
+    return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
+
+
+def check_normalise(v_x, v_y, groups, tol=1e-5, eps=1e-5, spread=False, zero=()):
+    compare(
+        lambda **t: normalise(**t, groups=groups, eps=eps),
+        lambda **t: plain_normalise(**t, groups=groups, eps=eps),
+        {"v_x": v_x, "v_y": v_y}, tol, spread, zero,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 5, 8, 16, 64, 128])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_normalise(n, groups):
+    r = Random()
+    zero = ("v_x", "v_y") if n == 1 else ()  # the result is ±1
+    check_normalise(r.slice(2, 7, groups * n), r.slice(2, 7, groups * n), groups, zero=zero)
+
+
+def test_normalise_of_narrow_projections_and_of_one_term():
+    r = Random()
+    check_normalise(r.slice(2, 3, 16, dtype=BF16), r(2, 3, 16), 1, TOL[BF16])
+    check_normalise(r.slice(2, 3, 16, dtype=BF16), None, 2, TOL[BF16])
+    check_normalise(r.slice(1, 1, 16), None, 1, spread=True)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-9], ids=["zero", "below eps"])
+def test_normalise_of_vectors_below_eps(factor):
+    v = Random()(2, 3, 16)
+    v[:, 1] *= factor
+    check_normalise(v, None, 1)
+
+
+def test_normalise_of_vectors_around_eps():
+    v = Random()(2, 7, 16)
+    check_normalise(v, None, 1, eps=v.norm(dim=-1).median().item() * 1.01)
+
+
+def test_normalise_keeps_a_nan():
+    v = Random()(2, 3, 16)
+    v[0, 1, 2] = torch.nan
+    assert normalise(v, None, 1, 1e-5).isnan().sum(-1).tolist() == [[0, 16, 0], [0, 0, 0]]
+
+
+# finish
+
+
+def plain_finish(o, x, D, z, weight, bias, eps, kind):
+    w = o + D * x
+    w = w if z is None else w * F.silu(z)
+    if kind == "layer":
+        g = F.layer_norm(w, w.shape[-1:], weight, bias, eps)
+    else:
+        g = functional_call(RMSNorm(w.shape[-1], eps), {"weight": weight}, w)
+    return g
+
+
+def finish_inputs(b, length, d, kind="layer", gate=True, dtype=torch.float32, params=torch.float32):
+    r = Random()
+    return {
+        "o": r(b, length, d),
+        "x": r.slice(b, length, d),
+        "D": r(d, dtype=params),
+        "z": r.slice(b, length, d, dtype=dtype) if gate else None,
+        "weight": r(d, dtype=params),
+        "bias": r(d, dtype=params) if kind == "layer" else None,
+    }
+
+
+def check_finish(inputs, kind, tol=1e-5, eps=1e-5, spread=False):
+    compare(
+        lambda **t: finish(**t, eps=eps, kind=kind),
+        lambda **t: plain_finish(**t, eps=eps, kind=kind),
+        inputs, tol, spread,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("length, d", [(1, 5), (7, 48), (7, 100), (2, 1500)])
+def test_finish(kind, gate, length, d):
+    check_finish(finish_inputs(2, length, d, kind, gate), kind)
+
+
+def test_finish_of_one_channel():
+    check_finish(finish_inputs(2, 7, 1, "rms"), "rms", 1e-4)  # of x / |x| the gradient is ~0
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_finish_of_narrow_inputs_and_a_spread_gradient(kind):
+    check_finish(finish_inputs(2, 7, 100, kind, dtype=BF16, params=BF16), kind, TOL[BF16])
+    check_finish(finish_inputs(2, 3, 100, kind), kind, 1e-4, spread=True)
+
+
+def test_finish_sums_over_more_tokens_than_programs(monkeypatch):
+    monkeypatch.setattr(triton_step, "MOST_PARTIALS", 3)
+    check_finish(finish_inputs(3, 37, 100), "layer")
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_finish_of_zeros(kind):
+    inputs = finish_inputs(1, 3, 5, kind)
+    check_finish(inputs | {k: inputs[k] * 0 for k in ("o", "x", "z")}, kind)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("d", [1, 5, 100])
+def test_finish_residual(kind, d):
+    inputs, y = finish_inputs(2, 7, d, kind), Random(1).slice(2, 7, d)
+    g, residual = finish_residual(**inputs, eps=1e-5, kind=kind, y=y)
+    wide = {k: None if t is None else t.double() for k, t in inputs.items()}
+    expected = plain_finish(**wide, eps=1e-5, kind=kind)
+    theirs = {"g": expected, "residual": token_residual(y.double(), expected)}
+    assert_close({"g": g, "residual": residual}, theirs, 1e-5)
+    assert torch.equal(g, finish(**inputs, eps=1e-5, kind=kind))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", ["y", "o", "x", "z", "weight"])
+@pytest.mark.parametrize("where", [0, 47])
+def test_a_nan_reaches_the_residual(name, where, sign):
+    inputs = finish_inputs(2, 3, 48) | {"y": Random(1)(2, 3, 48)}
+    bad = inputs[name] if name == "weight" else inputs[name][1, 1]
+    bad[where] = math.copysign(math.nan, sign)
+    _, residual = finish_residual(**inputs, eps=1e-5, kind="layer")
+    expected = torch.zeros(2, 3, dtype=torch.bool)
+    expected[1, 1] = True
+    assert torch.equal(residual.isnan().cpu(), expected | (name == "weight"))
+
+
+def test_an_infinite_iterate_has_an_infinite_residual():
+    inputs, y = finish_inputs(1, 2, 48), Random(1)(1, 2, 48)
+    y[0, 1, 3] = -torch.inf
+    _, residual = finish_residual(**inputs, eps=1e-5, kind="layer", y=y)
+    assert residual.isinf().tolist() == [[False, True]] and not residual.isnan().any()
+
+
+# damp
+
+
+@pytest.mark.parametrize("length, d", [(1, 5), (7, 1), (7, 48), (3, 1500)])
+def test_damp(length, d):
+    r = Random()
+    y, g, step = r(2, length, d), r.slice(2, length, d), torch.tensor([1.0, 0.9], device=DEVICE)
+    moves = torch.rand(2, length, generator=torch.Generator().manual_seed(3)).to(DEVICE) > 0.5
+    y[0, 0, 0] = torch.nan
+    moves[0, 0], g[1, -1] = False, torch.nan  # what does not move is not touched, NaN or not
+    moves[1, -1] = False
+    s = step[:, None, None]
+    expected = torch.where(moves.unsqueeze(-1), s * g + (1 - s) * y, y)
+    version = y._version
+    assert damp(y, g, step, moves) is y
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    assert y._version > version  # autograd notices the change
+
+
+# short_conv
+
+
+def plain_conv(x, weight, bias, segments, before):
+    if segments is None:
+        return F.silu(causal_conv(x, weight, bias, None, before))
+    return F.silu(causal_conv(x, weight, bias, segments, before))
+
+
+def conv_inputs(b, length, d, k=4, bias=True, before=False, dtype=torch.float32):
+    r = Random()
+    return {
+        "x": r.slice(b, length, d, dtype=dtype),
+        "weight": r(d, 1, k, dtype=dtype),
+        "bias": r(d, dtype=dtype) if bias else None,
+        "before": r.slice(b, k - 1, d, dtype=dtype) if before else None,
+    }
+
+
+def check_conv(inputs, segments=None, tol=1e-5, spread=False):
+    compare(
+        lambda **t: short_conv(**t, segments=segments),
+        lambda **t: plain_conv(**t, segments=segments),
+        inputs, tol, spread,
+    )  # fmt: skip
+
+
+def documents(b, length):
+    starts = torch.rand(b, length, generator=torch.Generator().manual_seed(3)) > 0.6
+    return starts.cumsum(1).to(DEVICE)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["fresh", "before"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("b, length, d", [(2, 1, 5), (2, 7, 1), (2, 7, 48), (1, 70, 65)])
+def test_short_conv(before, split, b, length, d):
+    segments = documents(b, length) if split else None
+    check_conv(conv_inputs(b, length, d, before=before), segments)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_short_conv_of_other_widths(k):
+    check_conv(conv_inputs(2, 7, 5, k, bias=False), documents(2, 7))
+    if k > 1:
+        check_conv(conv_inputs(2, 7, 5, k, before=True), spread=True)
+
+
+def test_short_conv_of_narrow_inputs():
+    check_conv(conv_inputs(2, 7, 48, before=True, dtype=BF16), documents(2, 7), TOL[BF16])
+    x = conv_inputs(2, 7, 48, dtype=BF16)
+    assert short_conv(x["x"], x["weight"].float(), None).dtype == BF16
+
+
+# what all share
+
+
+def test_float64_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match=r"x is torch.float64.*float32"):
+        finish(**finish_inputs(1, 2, 5) | {"x": Random()(1, 2, 5).double()}, eps=1e-5, kind="rms")
+    with pytest.raises(TypeError, match=r"v_x is torch.float64"):
+        normalise(Random()(1, 2, 5).double(), None, 1, 1e-5)
+
+
+def test_wrong_shapes_and_names_are_refused():
+    inputs = mix_inputs(1, 2, 5, 2)
+    options = {"rank": 2, "scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True}
+    with pytest.raises(ValueError, match="unknown act `gelu`"):
+        mix(**inputs, **options | {"act": "gelu"})
+    with pytest.raises(ValueError, match=r"vectors_x is \(1, 2, 10\) where \(1, 2, 15\)"):
+        mix(**inputs | {"gates_x": None, "gates_y": None}, **options | {"rank": 3})
+    with pytest.raises(ValueError, match="unknown kind `batch`"):
+        finish(**finish_inputs(1, 2, 5), eps=1e-5, kind="batch")
+    with pytest.raises(ValueError, match="must be contiguous"):
+        y = Random().slice(1, 2, 5)
+        damp(y, y, torch.ones(1, device=DEVICE), y[..., 0] > 0)
+
+
+def test_no_tokens():
+    inputs = mix_inputs(2, 0, 5, 2)
+    inputs["x"].requires_grad_()
+    mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True).sum().backward()
+    assert inputs["x"].grad.shape == (2, 0, 5)
+    tensors = finish_inputs(2, 0, 5)
+    tensors["weight"].requires_grad_()
+    finish(**tensors, eps=1e-5, kind="layer").sum().backward()
+    assert not tensors["weight"].grad.any()
+
+
+def test_in_inference_mode():
+    with torch.inference_mode():
+        inputs = mix_inputs(1, 3, 5, 2)
+        y = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True)
+        g, residual = finish_residual(**finish_inputs(1, 3, 5), eps=1e-5, kind="layer", y=y)
+        y = damp(y, g, torch.ones(1, device=DEVICE), residual > 0)
+        assert torch.equal(y, g) and normalise(y, None, 1, 1e-5).isfinite().all()
+        assert short_conv(y, torch.ones(5, 1, 4, device=DEVICE), None).isfinite().all()
+
+
+def test_usable_says_no_when_told_to(monkeypatch):
+    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
+    assert triton_step.usable() == (False, "FPRNN_NO_KERNELS is set")
+
+
+def test_without_triton_the_files_say_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # cannot be imported
+    for module in (triton_conv, triton_step):
+        spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+        fresh = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module.__name__, fresh)
+        spec.loader.exec_module(fresh)
+        assert fresh.usable() == (False, "triton is not installed")
+
+
+def everything(b, length, d, rank, n, dtype):
+    """Every function once or more, with gradients, at a real shape: yields (ours, plain, inputs,
+    tolerance)."""
+    options = {"rank": rank, "scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True}
+    for sequential in (True, False):
+        o = options | {"sequential": sequential}
+        yield (
+            lambda **t: mix(**t, **o), lambda **t: plain_mix(**t, **o),  # noqa: B023
+            mix_inputs(b, length, d, rank, dtype=dtype), TOL[dtype],
+        )  # fmt: skip
+    r = Random()
+    v = {f"v_{k}": r.slice(b, length, n, dtype=dtype) for k in "xy"}
+    yield (
+        lambda **t: normalise(**t, groups=1, eps=1e-5),
+        lambda **t: plain_normalise(**t, groups=1, eps=1e-5), v, TOL[dtype],
+    )  # fmt: skip
+    for kind in ("layer", "rms"):
+        o = {"eps": 1e-5, "kind": kind}
+        yield (
+            lambda **t: finish(**t, **o), lambda **t: plain_finish(**t, **o),  # noqa: B023
+            finish_inputs(b, length, d, kind, dtype=dtype), TOL[dtype],
+        )  # fmt: skip
+    for before, segments in ((False, None), (True, documents(b, length))):
+        yield (
+            lambda **t: short_conv(**t, segments=segments),  # noqa: B023
+            lambda **t: plain_conv(**t, segments=segments),  # noqa: B023
+            conv_inputs(b, length, d, before=before, dtype=dtype), TOL[dtype],
+        )  # fmt: skip
+
+
+def launches(monkeypatch):
+    """What `launch` is called with from now on, instead of running it: cases of
+    `compile_for_gpus`, by module."""
+    types = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
+    cases = {}
+
+    def record(kernel, programs, *args, num_warps, **constants):
+        names = inspect.getfullargspec(kernel.fn).args
+        signature, constexprs = dict.fromkeys(constants, "constexpr"), dict(constants)
+        for name, value in zip(names, args):
+            if value is None:
+                signature[name], constexprs[name] = "constexpr", None
+            elif torch.is_tensor(value):
+                signature[name] = types[value.dtype]
+            else:
+                signature[name] = {int: "i32", float: "fp32"}[type(value)]
+        signature = {name: signature[name] for name in names}
+        case = dict(kernel=kernel.fn.__name__, signature=signature, constexprs=constexprs)
+        case["options"] = {"num_warps": num_warps}
+        of_module = cases.setdefault(kernel.fn.__module__, [])
+        if case not in of_module:
+            of_module.append(case)
+
+    for module in (triton_step, triton_conv):
+        monkeypatch.setattr(module, "launch", record)
+    return cases
+
+
+def kernels(*modules):
+    """The jitted functions of modules that no other calls (those come with their callers)."""
+    nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
+    functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("jit")]
+    calls = [n for f in jitted for n in ast.walk(f) if isinstance(n, ast.Call)]
+    return {f.name for f in jitted} - {ast.unparse(call.func) for call in calls}
+
+
+def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
+    cases = launches(monkeypatch)
+
+    def with_gradients(f, inputs):
+        f(
+            **{k: None if t is None else t.requires_grad_() for k, t in inputs.items()}
+        ).sum().backward()
+
+    for ours, _, inputs, _ in everything(1, 65, 1536, 2, 16, BF16):
+        with_gradients(ours, inputs)
+    # What may be left out, left out; and the widest.
+    options = {"scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": True}
+    mix(**mix_inputs(1, 3, 4096, 8, both=False), **options, rank=8)
+    inputs, options["rank"] = mix_inputs(1, 3, 48, 1, both=False), 1
+    with_gradients(lambda x, **t: mix(x=x, **inputs, **options), {"x": inputs.pop("x")})
+    with_gradients(lambda v_x: normalise(v_x, None, 3, 1e-5), {"v_x": Random()(1, 3, 15)})
+    o = {"eps": 1e-5, "kind": "layer"}
+    inputs = finish_inputs(1, 3, 4096, gate=False)
+    with_gradients(lambda **t: finish(**t, **o), inputs)
+    inputs = {k: None if t is None else t.detach() for k, t in inputs.items()}
+    y = inputs["o"].clone()
+    finish_residual(**inputs, **o, y=y)
+    damp(y, inputs["o"], y[:, 0, 0].contiguous(), y[..., 0] > 0)
+
+    launched = {case["kernel"] for of_module in cases.values() for case in of_module}
+    assert launched == kernels(triton_step, triton_conv)
+    for module, of_module in cases.items():
+        assert compile_for_gpus(module, of_module) == {}
+
+
+@pytest.mark.gpu
+def test_at_a_real_shape():
+    for ours, plain, inputs, tol in everything(4, 2048, 1536, 2, 16, BF16):
+        compare(ours, plain, inputs, tol)
+    inputs, y = finish_inputs(4, 2048, 1536, dtype=BF16), Random(1)(4, 2048, 1536)
+    g, residual = finish_residual(**inputs, eps=1e-5, kind="layer", y=y)
+    moves = residual > residual.median()
+    expected = torch.where(moves.unsqueeze(-1), 0.9 * g + 0.1 * y, y)
+    torch.testing.assert_close(residual, token_residual(y, g))
+    torch.testing.assert_close(damp(y, g, torch.full((4,), 0.9, device=DEVICE), moves), expected)
