@@ -80,8 +80,8 @@ def exact_fp_rnn_state(block, u):
     h, before = [], torch.zeros_like(s.x[:, 0])
     for t in range(s.x.shape[1]):
         raw = s.raw[:, t] + before @ s.weight_y.T
-        a = mixer.scale * torch.sigmoid(raw[:, :1])
-        v = nrm(mixer.act(raw[:, 1 : 1 + d]), mixer.eps)
+        a = mixer.scale * torch.sigmoid(raw[:, d : d + 1])
+        v = nrm(mixer.act(raw[:, :d]), mixer.eps)
         lam, new, bx = decay[:, t], fresh[:, t], s.x[:, t]
         right = lam * before + new * (bx - a * (v * bx).sum(-1, keepdim=True) * v)
         # (I − w vᵀ) h = right with w = (1 − λ) a v

@@ -45,7 +45,8 @@ def mix(
     Returns:
         x̃ (b,l,d)
     Raises:
-        RuntimeError: a gradient would be needed. TypeError, ValueError: dtypes, shapes, names.
+        RuntimeError: a gradient would be needed. TypeError, ValueError: devices, shapes, names.
+        Unsupported: dtypes.
     """
     b, length, d = x.shape
     gates, vectors, inputs = (b, length, rank), (b, length, rank * d), (b, length, d)
@@ -140,6 +141,11 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y, mask=None):
         )
     )  # fmt: skip
     return g, residual
+
+
+def finish(o, x, D, z, weight, bias, eps, kind):
+    """`finish_residual` without a residual: g (b,l,d)."""
+    return finish_residual(o, x, D, z, weight, bias, eps, kind, None)[0]
 
 
 def _optional(t):

@@ -13,7 +13,7 @@ from torch import nn
 
 from .configuration_fprnn import parse_schedule
 from .mixers import MixerWeights, added, build_mixer
-from .scan import causal_conv
+from .scan import causal_conv, faster
 from .solver import (
     AUTO_START,
     Rule,
@@ -77,7 +77,9 @@ class FixedPointBlock(nn.Module):
             return x
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         tail = seqs.before("conv", index)
-        return F.silu(causal_conv(x, conv.weight, conv.bias, segments, tail))
+        args = x, conv.weight, conv.bias, segments, tail
+        found = faster("short_conv", "short_conv", x, *args)
+        return F.silu(causal_conv(*args)) if found is None else found
 
     def _tail(self, x, seqs, index=0):
         """The last inputs of the convolution over x, None unless they will be needed."""
@@ -116,7 +118,10 @@ class FixedPointBlock(nn.Module):
         if cfg.mixer_h_dep:
             first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         parts = {"mixer": (F.linear(x, weights.first[:, :d], weights.bias), first_y), **parts}
-        # Those that read sh(y) first: one product and one addition serve them all.
+        uneven = -sum(len(weight) for _, weight in parts.values() if weight is not None) % 16
+        if uneven and not x.is_cpu:  # a GPU reads rows that begin at multiples of 16 faster
+            parts["pad"] = x.new_zeros(*x.shape[:2], uneven), weights.first.new_zeros(uneven, d)
+        # Those that read sh(y) first: one product serves them all.
         parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
         raw = torch.cat([part.to(acc) for part, _ in parts.values()], -1)
         widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
@@ -129,7 +134,8 @@ class FixedPointBlock(nn.Module):
         from_x = s.raw.split(widths, -1)
         from_y = [None] * len(widths)
         if k:
-            read = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y).to(y.dtype)
+            read = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y)
+            read = read.to(y.dtype) if read.is_cpu else read  # a GPU's kernels read what is there
             those = list(itertools.takewhile(lambda end: end <= k, itertools.accumulate(widths)))
             from_y[: len(those)] = read.split(widths[: len(those)], -1)
         return dict(zip(s.widths, zip(from_x, from_y)))
@@ -137,6 +143,7 @@ class FixedPointBlock(nn.Module):
     def _mix(self, s, y):
         """x̃ = Q x + (I − Q) y (b,l,d), and the parts for `scan_time`."""
         parts = self._parts(s, y)
+        parts.pop("pad", None)
         with torch.autocast(y.device.type, enabled=False):
             return self.mixer.mix(*parts.pop("mixer"), s.x, y, s.mixer), parts
 
@@ -194,7 +201,8 @@ class FixedPointBlock(nn.Module):
         """The Solution, by the schedule and the stopping rule of the config."""
         c, rule = self.config, self.rule()
         if c.stopping == "paper":
-            return solve_paper(lambda y: self.step(s, y), torch.zeros_like(s.x), rule)
+            f = Windows(self, s)
+            return solve_paper(lambda y: f.step(s, y)[:2], torch.zeros_like(s.x), rule)
         schedule = c.schedule_kind
         if schedule.kind == "exact":
             return self.solve_exact(s)

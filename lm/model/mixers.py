@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .scan import backend
+from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
@@ -110,10 +110,10 @@ class MixerWeights(NamedTuple):
     extra: tuple = ()  # what else the mixer needs that does not depend on the token
 
 
-def _with_gates(gate, *projections):
-    """(first, bias) of a gate with bias followed by projections without."""
-    first = torch.cat([gate.matrix(), *(p.matrix() for p in projections)])
-    return first, F.pad(gate.bias, (0, first.shape[0] - gate.bias.shape[0]))
+def _with_gates(projection, gate):
+    """(first, bias) of a projection without bias followed by a gate with one."""
+    first = torch.cat([projection.matrix(), gate.matrix()])
+    return first, F.pad(gate.bias, (first.shape[0] - gate.bias.shape[0], 0))
 
 
 class Mixer(nn.Module):
@@ -161,29 +161,30 @@ class Reflections(Mixer):
 
     def weights(self):
         if self.u_down is None:
-            return MixerWeights(*_with_gates(self.alpha_proj, self.u_proj))
-        first, bias = _with_gates(self.alpha_proj, self.u_down)
+            return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj))
+        first, bias = _with_gates(self.u_down, self.alpha_proj)
         return MixerWeights(first, bias, (self.u_proj.matrix(),))
 
     def vectors(self, raw, weights):
         """k a (…,r) and u (…,r,d)."""
-        a, u = raw[..., : self.rank], raw[..., self.rank :]
+        u, a = raw[..., : -self.rank], raw[..., -self.rank :]
         if weights.extra:
             u = F.linear(u, weights.extra[0].to(u.dtype))
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
 
     def mix(self, raw_x, raw_y, x, y, weights):
-        fast, r = backend("step", x), self.rank
-        if fast is None:
+        if backend("step", x) is None:
             return super().mix(raw_x, raw_y, x, y, weights)
-        gates = raw_x[..., :r], None if raw_y is None else raw_y[..., :r]
-        vectors = raw_x[..., r:], None if raw_y is None else raw_y[..., r:]
+        r = self.rank
+        gates = raw_x[..., -r:], None if raw_y is None else raw_y[..., -r:]
+        vectors = raw_x[..., :-r], None if raw_y is None else raw_y[..., :-r]
         if weights.extra:
             second, u = weights.extra[0], added(*vectors)
             vectors = F.linear(u.to(second.dtype), second).to(u.dtype), None
         options = r, self.scale, self.eps, self.act_name, self.sequential
-        return fast.mix(*gates, *vectors, x, y, *options)
+        mixed = faster("step", "mix", x, *gates, *vectors, x, y, *options)
+        return super().mix(raw_x, raw_y, x, y, weights) if mixed is None else mixed
 
     def forward(self, raw, v, weights):
         a, u = self.vectors(raw, weights)
@@ -220,7 +221,7 @@ class Kronecker(Mixer):
         self.out_features = sum(self.triangles) + self.m1 + self.m2
 
     def weights(self):
-        return MixerWeights(*_with_gates(self.gate_proj, self.uv_proj))
+        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj))
 
     def _factor(self, gate, triangle, m):
         """K. gate: (…,m), triangle: (…,m(m+1)/2) → (…,m,m)."""
@@ -230,7 +231,7 @@ class Kronecker(Mixer):
         return gate.unsqueeze(-1) * S
 
     def forward(self, raw, v, weights):
-        g1, g2, t1, t2 = raw.split([self.m1, self.m2, *self.triangles], dim=-1)
+        t1, t2, g1, g2 = raw.split([*self.triangles, self.m1, self.m2], dim=-1)
         K1 = self._factor(torch.sigmoid(g1), self.act(t1), self.m1)
         K2 = self._factor(torch.sigmoid(g2), self.act(t2), self.m2)
         X = v.unflatten(-1, (self.m1, self.m2))
@@ -262,10 +263,10 @@ class Monarch(Mixer):
         self.out_features = self.blocks * (self.triangle + 1)
 
     def weights(self):
-        return MixerWeights(*_with_gates(self.gate_proj, self.uv_proj))
+        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj))
 
     def forward(self, raw, v, weights):
-        gate, triangles = raw[..., : self.blocks], raw[..., self.blocks :]
+        triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
         triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
         S = gram_of_triangle(triangles, self.size)
         largest = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
@@ -370,7 +371,7 @@ class Contractive(Mixer):
     def _shrink(self, raw, weights, dtype):
         if isinstance(self.mixer, Reflections):
             # dplr: a sum of r terms of norm k a_i; householder: each partial product has norm ≤ 1.
-            bound = self.mixer.scale * torch.sigmoid(raw[..., : self.mixer.rank]).sum(-1, True)
+            bound = self.mixer.scale * torch.sigmoid(raw[..., -self.mixer.rank :]).sum(-1, True)
         else:
             eye = torch.eye(self.d_inner, dtype=dtype, device=raw.device)
             rows = self.mixer(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)

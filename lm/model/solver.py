@@ -106,7 +106,8 @@ def solve_paper(f, y, rule, trace=None, delay=None):
     Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
 
     Args:
-        f: maps (b,l,d) → (b,l,d). y: the start. rule: see `Rule`. delay: see `_Flags`.
+        f: maps y (b,l,d) → f(y) (b,l,d), or to that and its `token_residual` (b,l).
+        y: the start. rule: see `Rule`. delay: see `_Flags`.
         trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
         Solution, whose residual is that of the last iterate evaluated.
@@ -119,10 +120,10 @@ def solve_paper(f, y, rule, trace=None, delay=None):
     waited, num_iters = torch.zeros(2, batch, dtype=torch.long, device=y.device)
     while True:
         g = f(y)
-        residual = relative_residual(y, g)
+        g, residual = g if isinstance(g, tuple) else (g, token_residual(y, g))
+        residual = residual.amax(1)
         num_iters = num_iters + (lowest >= rule.tol)  # this one, for those not yet converged
-        s = step[:, None, None]
-        y = s * g + (1 - s) * y
+        y = torch.lerp(y, g, step[:, None, None])
         improved = residual < lowest
         lowest = torch.minimum(lowest, residual)
         waited = torch.where(improved, 0, waited + 1)

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from .mixers import added, nrm
-from .scan import backend
+from .scan import faster
 from .solver import token_residual
 
 
 def normalise(v_x, v_y, groups, eps):
     """nrm(v_x + v_y) of each of the groups that the last dimension is cut into; v_y may be None."""
-    fast = backend("step", v_x)
-    if fast is not None:
-        return fast.normalise(v_x, v_y, groups, eps)
+    unit = faster("step", "normalise", v_x, v_x, v_y, groups, eps)
+    if unit is not None:
+        return unit
     v = added(v_x, v_y)
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
@@ -29,9 +29,10 @@ def finish(o, x, D, z, weight, bias, eps, kind):
     Returns:
         (b,l,d), in o's dtype.
     """
-    fast = backend("step", o)
-    if fast is not None and hasattr(fast, "finish"):
-        return fast.finish(o, x, D, z, weight, bias, eps, kind)
+    ends = _of_one_dtype(o, D, z, weight, bias)
+    g = faster("step", "finish", o, o, x, *ends, eps, kind)
+    if g is not None:
+        return g
     w = o + D.to(o.dtype) * x
     if z is not None:
         w = w * F.silu(z.to(o.dtype))
@@ -43,11 +44,14 @@ def finish(o, x, D, z, weight, bias, eps, kind):
 
 def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
     """`finish` and the solver's `token_residual` (b,l) of y (b,l,d) and it; no gradient."""
-    fast = backend("step", o)
-    if fast is not None:
-        ends = D, z, weight, bias
-        if o.is_cpu:  # compiled for one dtype
-            ends = (None if t is None else t.to(o.dtype) for t in ends)
-        return fast.finish_residual(o, x, *ends, eps, kind, y)
+    ends = _of_one_dtype(o, D, z, weight, bias)
+    found = faster("step", "finish_residual", o, o, x, *ends, eps, kind, y)
+    if found is not None:
+        return found
     g = finish(o, x, D, z, weight, bias, eps, kind)
     return g, token_residual(y, g)
+
+
+def _of_one_dtype(o, *tensors):
+    """The tensors in o's dtype on a CPU, whose kernels are compiled for one; else as they are."""
+    return [t if t is None or not o.is_cpu else t.to(o.dtype) for t in tensors]

@@ -151,7 +151,7 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
 @pytest.mark.parametrize("stopping", ["paper", "causal"])
 def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
     model = block(torch.float32, schedule="parallel", stopping=stopping)
-    model.config.tol, model.config.eval_max_iters = 1e-12, 25
+    model.config.tol, model.config.eval_max_iters = 1e-12, 10
     calls = {"prepare": 0, "_mix": 0, "cut": 0, "weights": 0}
     for owner, name in [(model, "prepare"), (model, "_mix"), (model, "cut"),
                         (model.mixer, "weights")]:  # fmt: skip
@@ -164,9 +164,9 @@ def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
         monkeypatch.setattr(owner, name, counting)
     with torch.no_grad():
         _, stats = model.eval()(u_of(1, 6, 8).float())
-    assert (stats.work == 25).all() and (stats.token_iters == 25).all()
+    assert (stats.work == 10).all() and (stats.token_iters == 10).all()
     # The output's own step: the paper's solver does not return f(y), the windows' does.
-    assert calls == {"prepare": 1, "_mix": 25 + (stopping == "paper"), "cut": 0, "weights": 1}
+    assert calls == {"prepare": 1, "_mix": 10 + (stopping == "paper"), "cut": 0, "weights": 1}
 
 
 def test_gradient_checkpointing_gives_the_same_gradients_and_solves_once(monkeypatch):
