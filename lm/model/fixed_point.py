@@ -25,7 +25,7 @@ from .solver import (
 )
 from .state import BlockState, Sequences, last, shift
 
-EVAL_TOL = 0.01  # at which every schedule finds the same tokens (docs/fixed-point.md)
+EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
 
 # Tokens that are evaluated in the time that starting an iteration takes (`Iteration.spare`).
 SPARE = {"cpu": 256, "cuda": 8192}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -158,9 +159,9 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    began = time.perf_counter()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **offline)
-    seconds = time.perf_counter() - began
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began  # of the processor
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():
