@@ -123,7 +123,7 @@ class FixedPointBlock(nn.Module):
             parts["pad"] = x.new_zeros(*x.shape[:2], uneven), weights.first.new_zeros(uneven, d)
         # Those that read sh(y) first: one product serves them all.
         parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
-        raw = torch.cat([part.to(acc) for part, _ in parts.values()], -1)
+        raw = torch.cat([part.to(acc) if x.is_cpu else part for part, _ in parts.values()], -1)
         widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
         maps = [weight for _, weight in parts.values() if weight is not None]
         return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
@@ -134,8 +134,8 @@ class FixedPointBlock(nn.Module):
         from_x = s.raw.split(widths, -1)
         from_y = [None] * len(widths)
         if k:
-            read = F.linear(shift(y, s.seqs).to(s.weight_y.dtype), s.weight_y)
-            read = read.to(y.dtype) if read.is_cpu else read  # a GPU's kernels read what is there
+            read = F.linear(shift(y.to(s.weight_y.dtype), s.seqs), s.weight_y)
+            read = read.to(y.dtype) if read.is_cpu else read  # its kernels are of one dtype
             those = list(itertools.takewhile(lambda end: end <= k, itertools.accumulate(widths)))
             from_y[: len(those)] = read.split(widths[: len(those)], -1)
         return dict(zip(s.widths, zip(from_x, from_y)))

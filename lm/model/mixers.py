@@ -66,7 +66,8 @@ def largest_eigenvalue(S, steps):
 
 
 def added(v_x, v_y):
-    """v_x + v_y, of which v_y may be None."""
+    """v_x + v_y in fp32 or wider; v_y may be None."""
+    v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
     return v_x if v_y is None else v_x + v_y
 
 

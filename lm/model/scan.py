@@ -41,6 +41,13 @@ def backend(operation, like):
     return None if kernels is None else kernels.find(operation, like)
 
 
+def faster(operation, function, like, *args):
+    """What a function of the `backend` returns, None where the plain version is to be computed:
+    there is no backend, or none for such arguments."""
+    kernels = _kernels()
+    return None if kernels is None else kernels.compute(operation, function, like, *args)
+
+
 def _chunk_size(length):
     """Steps per chunk: the power of two at or above √length."""
     return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
@@ -205,11 +212,10 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
     Returns:
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
-    inputs = _same_dtype(x, dt, A, B, C, h0, keep)
-    fast = backend("selective_scan", inputs[0]) if decays is None else None
-    if fast is None:
-        return selective_scan_plain(*inputs, decays)
-    return fast.selective_scan(*inputs)
+    inputs, found = _same_dtype(x, dt, A, B, C, h0, keep), None
+    if decays is None:
+        found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
+    return selective_scan_plain(*inputs, decays) if found is None else found
 
 
 def _same_dtype(*tensors):
@@ -315,9 +321,10 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
     x, dt, A, B, C, h0 = _same_dtype(x, dt, A, B, C, h0)
-    fast = backend("ssd_scan", x) if decays is None else None
-    if fast is not None:
-        return fast.ssd_scan(x, dt, A, B, C, h0, keep)
+    if decays is None:
+        found = faster("ssd_scan", "ssd_scan", x, x, dt, A, B, C, h0, keep)
+        if found is not None:
+            return found
     with torch.autocast(x.device.type, enabled=False):
         length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
         between, to_end, from_start = decays or ssd_decays(dt, A, keep, chunk)
