@@ -330,6 +330,8 @@ class Windows:
         def take(t):
             return t.flatten(0, 1).index_select(0, at).unflatten(0, position.shape)
 
+        if h is not None and h.is_cpu and h.dim() == 3:  # as the CPU's scan reads it
+            h = h.transpose(1, 2).contiguous().transpose(1, 2)
         # What lies beyond a sequence's end comes after all of it, and is not looked at.
         return self.block.cut(self.s, take, None, BlockState(y_before, None, h, ()))
 
@@ -337,8 +339,14 @@ class Windows:
         return self.block.step_residual(window, y)
 
     def advance(self, window, carry, counts):
-        mask = torch.arange(carry[0].shape[1], device=counts.device) < counts[:, None]
         x, parts = carry
-        part = self.block.cut(window, lambda t: t, mask, window.seqs.state)
+        # On an accelerator the number would have to be waited for.
+        n = max(1, int(counts.max())) if x.is_cpu else x.shape[1]
+        mask = torch.arange(n, device=counts.device) < counts[:, None]
+        part = self.block.cut(window, lambda t: t[:, :n], mask, window.seqs.state)
+        parts = {
+            name: tuple(None if t is None else t[:, :n] for t in pair)
+            for name, pair in parts.items()
+        }
         with torch.autocast(x.device.type, enabled=False):
-            return self.block.scan_time(part, x, **parts)[1]
+            return self.block.scan_time(part, x[:, :n], **parts)[1]

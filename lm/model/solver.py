@@ -300,7 +300,7 @@ def solve_causal(f, rule, width, adapt=False, delay=None):
             rest = sorted(set(range(len(widths))) - set(turn))
             waiting, rows = (rows.take(torch.tensor(part, **ints)) for part in (rest, turn))
         # A few tokens to spare, so that the window need not be placed anew at every iteration.
-        span = widest + max(widest // 4, f.spare // len(turn))
+        span = widest + max(widest // 4, min(f.spare // len(turn), 4 * widest))
         span = min(span, length - min(bases[i] for i in turn))
         position = rows.base[:, None] + torch.arange(span, **ints)
         valid = position < length
