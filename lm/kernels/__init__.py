@@ -1,13 +1,14 @@
 """The faster backends and the choice among them.
 
-Each is imported only where it may be used, and compared with a loop before it is.
-`FPRNN_KERNELS` names one: `auto` (the default), `plain` (none), or a backend of MODULES, which is
-an error where it cannot run.
+Each is imported only where it may be used, and compared with plain PyTorch before it is.
+`FPRNN_KERNELS` names one: `auto` (the default), `plain` (none), or a backend of MODULES: it then
+comes first on the device that it is for, and it is an error where it cannot run at all.
 """
 
 import functools
 import importlib
 import os
+import warnings
 
 import torch
 
@@ -18,7 +19,7 @@ MODULES = {
         "selective_scan": "triton_scan", "ssd_scan": "triton_ssd", "step": "triton_step",
         "short_conv": "triton_conv",
     },
-    "mamba_ssm": {"selective_scan": "mamba_ssm", "ssd_scan": "mamba_ssm"},
+    "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
 }  # fmt: skip
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv")
 NO_GRADIENT = {("cpu", "step")}
@@ -27,6 +28,10 @@ NO_DOUBLE = ("triton", "mamba_ssm")
 
 class BackendError(ValueError):
     """A backend that is not known or cannot be used, and why."""
+
+
+class Unsupported(ValueError):
+    """Arguments that are right, but more than a kernel can compute; raised before it runs."""
 
 
 def asked() -> str:
@@ -54,10 +59,26 @@ def _load(name, operation):
     """The module of a backend for an operation and "", or None and why not."""
     try:
         module = importlib.import_module(f"lm.kernels.{MODULES[name][operation]}")
-    except ImportError as missing:
+    except ModuleNotFoundError as missing:
         return None, f"{missing.name or missing} is not installed"
+    except Exception as wrong:  # compiled for another torch, say
+        return None, f"it cannot be imported: {type(wrong).__name__}: {wrong}"
     works, why = module.usable()
     return (module, "") if works else (None, why)
+
+
+def _backends(operation, device_type, name):
+    """The backends that may compute an operation on such a device, the one asked for first."""
+    may = [
+        backend
+        for backend, modules in MODULES.items()
+        if operation in modules
+        and name != "plain"
+        and _device_of(backend) == device_type
+        # Interpreted, Triton is for tests: only when asked for.
+        and (backend == name or (device_type == "cpu") == (backend == "cpu"))
+    ]
+    return sorted(may, key=lambda backend: backend != name)
 
 
 @functools.cache
@@ -67,25 +88,19 @@ def _candidates(operation, device_type, name):
     Raises:
         BackendError: the one asked for by name cannot.
     """
-    if name == "plain":
-        return []
-    found = []
-    for backend in MODULES:
-        # Interpreted, Triton is for tests: only when asked for.
-        if backend != name and (device_type == "cpu") != (backend == "cpu"):
-            continue
-        if operation not in MODULES[backend] or _device_of(backend) != device_type:
-            continue
-        module, why = _load(backend, operation)
-        if backend == name and module is None:
-            raise BackendError(f"FPRNN_KERNELS is `{name}`, which cannot be used here: {why}")
-        if module is not None:
-            found.append((backend, module))
-    return sorted(found, key=lambda pair: pair[0] != name)
+    if operation in MODULES.get(name, ()):
+        module, why = _load(name, operation)
+        if module is None:
+            raise BackendError(
+                f"FPRNN_KERNELS is `{name}`, which cannot compute {operation} here: {why}"
+            )
+    found = [(b, _load(b, operation)[0]) for b in _backends(operation, device_type, name)]
+    return [(backend, module) for backend, module in found if module is not None]
 
 
 @functools.cache
 def _find(operation, device_type, dtype, grad, name):
+    """The modules that can compute an operation, the one to be used first."""
     found = [
         (backend, module)
         for backend, module in _candidates(operation, device_type, name)
@@ -96,7 +111,7 @@ def _find(operation, device_type, dtype, grad, name):
         from lm.kernels import fastest
 
         found = fastest.first(operation, found)
-    return found[0][1] if found else None
+    return tuple(module for _, module in found)
 
 
 def find(operation, like):
@@ -107,25 +122,66 @@ def find(operation, like):
     Raises:
         BackendError: FPRNN_KERNELS names what is not there.
     """
-    return _find(operation, like.device.type, like.dtype, torch.is_grad_enabled(), asked())
+    found = _find(operation, like.device.type, like.dtype, torch.is_grad_enabled(), asked())
+    return found[0] if found else None
+
+
+def compute(operation, function, like, *args):
+    """What a function of the first backend that can compute it returns, None where plain PyTorch
+    must. Where that is because of the arguments, a warning says so once.
+
+    Args:
+        operation, like: as in `find`. function: a name in its module. args: what it is called with.
+    Raises:
+        BackendError: FPRNN_KERNELS names what is not there.
+    """
+    reasons = []
+    grad = torch.is_grad_enabled()
+    for module in _find(operation, like.device.type, like.dtype, grad, asked()):
+        try:
+            return getattr(module, function)(*args)
+        except Unsupported as unsupported:
+            reasons.append(str(unsupported))
+    if reasons:
+        _warn(function, "; ".join(reasons))
+    return None
+
+
+@functools.cache
+def _warn(function, reasons):
+    warnings.warn(
+        f"{function} is computed in plain PyTorch, which is slower: {reasons}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def available(device_type="cpu") -> str:
     """What computes what on such a device, and what cannot be used and why, in words.
 
     Raises:
-        BackendError: FPRNN_KERNELS names what is not there.
+        BackendError: FPRNN_KERNELS names what can compute nothing here.
     """
     name, parts, missing = asked(), [], {}
-    for operation in OPERATIONS:
-        found = _candidates(operation, device_type, name)
-        if found:
-            parts.append(f"{operation} {' or '.join(backend for backend, _ in found)}")
-        for backend in MODULES if name == "auto" else ():
-            if operation in MODULES[backend] and _device_of(backend) == device_type:
-                why = _load(backend, operation)[1]
-                missing |= {backend: why} if why else {}
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
-    reasons = "; ".join(f"{backend}: {why}" for backend, why in missing.items())
-    return (", ".join(parts) or "plain PyTorch") + (f" ({reasons})" if reasons else "")
+    for operation in OPERATIONS:
+        may = _backends(operation, device_type, name)
+        tried = dict.fromkeys([*may, name] if operation in MODULES.get(name, ()) else may)
+        whys = {backend: _load(backend, operation)[1] for backend in tried}
+        works = [backend for backend in may if not whys[backend]]
+        parts += [f"{operation} {' or '.join(works)}"] if works else []
+        for backend, why in whys.items():
+            if why:
+                missing.setdefault(backend, {}).setdefault(why, []).append(operation)
+    sentences = []
+    for backend, whys in missing.items():
+        only = len(whys) == 1 and len(*whys.values()) == len(MODULES[backend])
+        sentences += [
+            f"{backend}: {why}" if only else f"{backend} for {' and '.join(operations)}: {why}"
+            for why, operations in whys.items()
+        ]
+        if backend == name and sum(map(len, whys.values())) == len(MODULES[name]):
+            raise BackendError(f"FPRNN_KERNELS names what cannot be used: {'; '.join(sentences)}")
+    words = ", ".join(parts) or "plain PyTorch"
+    return f"{words} ({'; '.join(sentences)})" if sentences else words

@@ -131,7 +131,7 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, D=None):
     Returns:
         y (b,l,d) and the final state (b,d,n).
     Raises:
-        RuntimeError: the kernels cannot be built. TypeError, ValueError: dtypes or shapes.
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes.
     """
     if torch.is_grad_enabled():
         inputs = (x, dt, A, B, C, h0, D)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from lm.kernels import Unsupported
+
 HERE = Path(__file__).parent
 SOURCES = ("cpu_scan.cpp", "cpu_step.cpp")
 HEADERS = ("cpu_vector.h",)
@@ -86,8 +88,7 @@ def build() -> Path:
     key = hashlib.sha256()
     for part in (*texts, *FLAGS, version, _cpu()):
         key.update(part.encode() + b"\0")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "fprnn" / "kernels"
+    folder = cache_folder()
     library = folder / f"cpu-{key.hexdigest()[:24]}.so"
     if library.exists():
         return library
@@ -101,6 +102,16 @@ def build() -> Path:
             raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
         made.replace(library)
     return library
+
+
+def cache_folder() -> Path:
+    """Where what kernels need from one run to the next is kept.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fprnn" / "kernels"
 
 
 def _cpu() -> str:
@@ -119,17 +130,19 @@ def check(dtype, *arguments):
     Args:
         arguments: (name, tensor or None, the shape that it should have).
     Raises:
-        TypeError: dtypes differ or are not float32 or float64. ValueError: shapes do not fit.
+        ValueError: shapes do not fit. TypeError: not on the CPU. Unsupported: dtypes differ, or are
+        not float32 or float64.
     """
     for name, t, shape in arguments:
         if t is None:
             continue
         if t.shape != shape:
             raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
-        if t.dtype is not dtype or dtype not in DTYPES or not t.is_cpu:
-            raise TypeError(
-                f"{name} is {t.dtype} on {t.device}, the first input {dtype}: all must be float32,"
-                " or all float64, on the CPU"
+        if not t.is_cpu:
+            raise TypeError(f"{name} is on {t.device}: all must be on the CPU")
+        if t.dtype is not dtype or dtype not in DTYPES:
+            raise Unsupported(
+                f"{name} is {t.dtype}, the first input {dtype}: all must be float32 or all float64"
             )
 
 

@@ -1,166 +1,34 @@
-"""The short convolution in Triton, and what the Triton kernels of lm.kernels share.
+"""The short convolution and its silu in Triton, one pass over memory, with gradients.
 
 Shape suffixes: b batch, l length, d channels, k taps.
-
-Other files take from here: `usable`, how blocks are chosen and how rows are read. All is computed
-in fp32 whatever is read.
 """
 
-import os
-from functools import cache
-
 import torch
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # the file can be read nonetheless: `usable` says what is missing
-    triton = tl = None
-
-jit = triton.jit if triton else lambda kernel: kernel
-constexpr = tl.constexpr if triton else None
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from lm.kernels import triton_build
+from lm.kernels.triton_build import activate, activate_grad, check, dense, launch, load, store
 
 
 def usable() -> tuple[bool, str]:
-    """Whether the kernels run here, and if not, why not, in a sentence. The first call compiles one
-    and checks it. They run on CUDA tensors; on CPU tensors, slowly, where TRITON_INTERPRET=1 was
-    set when this file was imported."""
-    if os.environ.get("FPRNN_NO_KERNELS", "0") not in ("", "0"):
-        return False, "FPRNN_NO_KERNELS is set"
-    return _probe()
+    """Whether the convolution runs here, and if not, why not; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
 
 
-@cache
-def _probe():
-    if triton is None:
-        return False, "triton is not installed"
-    device = "cpu"
-    if isinstance(_conv_kernel, triton.runtime.jit.JITFunction):  # not interpreted
-        device = "cuda"
-        if not torch.cuda.is_available():
-            return False, "there is no CUDA device"
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            found = ".".join(map(str, capability))
-            return False, f"the GPU has compute capability {found}, the kernels need 8.0"
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            x = torch.linspace(-2, 2, 15, device=device).view(1, 5, 3)
-            taps = torch.linspace(1, -1, 6, device=device).view(3, 1, 2)
-            ours = short_conv(x, taps, None)
-            before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
-            theirs = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * before)
-            error = (ours - theirs).abs().max().item()
-    except Exception as wrong:  # whatever a compiler or a driver raises: there is the plain version
-        return False, f"a Triton kernel fails: {type(wrong).__name__}: {str(wrong)[-300:]}"
-    if not error < 1e-4:
-        return False, f"a Triton kernel computes something else than PyTorch: off by {error:.1e}"
-    return True, ""
+def _self_check(device) -> float:
+    """The `deviation` on a small problem, gradients included."""
+    x = torch.linspace(-2, 2, 15).view(1, 5, 3).requires_grad_()
+    taps = torch.linspace(1, -1, 6).view(3, 1, 2).requires_grad_()
+    before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+    theirs = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * before)
+    results = [(y, *torch.autograd.grad(y.sum(), (x, taps))) for y in (short_conv(x, taps), theirs)]
+    return triton_build.deviation(*results, 1e-4)
 
 
-def check(**tensors):
-    """Check name=(tensor, shape); tensors that are None are left out.
-
-    Raises:
-        TypeError: a dtype is not among DTYPES. ValueError: a shape is wrong, or the devices differ.
-    """
-    device = None
-    for name, (t, shape) in tensors.items():
-        if t is None:
-            continue
-        device = device or t.device
-        if t.dtype not in DTYPES:
-            raise TypeError(
-                f"{name} is {t.dtype}: the Triton kernels compute in float32, from float32,"
-                " bfloat16 or float16; anything else is for the plain version"
-            )
-        if t.shape != tuple(shape):
-            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
-        if t.device != device:
-            raise ValueError(f"{name} is on {t.device} and the tensors before it on {device}")
-
-
-def launch(kernel, programs, *args, **constants):
-    """Run a kernel on the device of its tensors, unless there is nothing to do."""
-    if 0 not in programs:
-        with torch.cuda.device_of(next(t for t in args if torch.is_tensor(t))):
-            kernel[programs](*args, **constants)
-
-
-def needs_grad(*tensors):
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def block_for(width, per_warp=512):
-    """The block of a program for tokens of `width` entries, and its warps.
-
-    A block has 1024 entries or more, so that narrow tokens share one. A warp has per_warp of them
-    (512 are 16 a thread), as long as 16 warps suffice; less where a kernel keeps much of each.
-    """
-    columns = triton.next_power_of_2(width)
-    tokens = max(1, 1024 // columns)
-    warps = max(1, min(16, tokens * columns // per_warp))
-    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps}
-
-
-def as_rows(t):
-    """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
-    reach them all. None stays None."""
-    if t is None:
-        return None, 0
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
-        t = t.contiguous()
-    t = t.flatten(0, -2)
-    return t, t.stride(0)
-
-
-@jit
-def tile(tokens, width, TOKENS: constexpr, COLUMNS: constexpr):
-    """The tokens and columns of this program's block, which tokens there are, and which entries."""
-    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    col = tl.arange(0, COLUMNS)
-    live = row < tokens
-    return row, col, live, live[:, None] & (col < width)[None, :]
-
-
-@jit
-def load(pointer, row, stride, col, mask):
-    """Rows of a (tokens,k) tensor, in fp32; zero outside the mask. bf16 is widened right here: the
-    interpreter cannot compute with it."""
-    at = pointer + row[:, None] * stride + col[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def store(pointer, row, stride, col, mask, value):
-    tl.store(pointer + row[:, None] * stride + col[None, :], value, mask=mask)
-
-
-@jit
-def activate(p, ACT: constexpr):
-    if ACT == "silu":
-        p *= tl.sigmoid(p)
-    elif ACT == "relu":
-        p = tl.where(p < 0, 0.0, p)  # tl.maximum would drop a NaN
-    return p
-
-
-@jit
-def activate_grad(p, ACT: constexpr):
-    slope = tl.full(p.shape, 1.0, tl.float32)
-    if ACT == "silu":
-        gate = tl.sigmoid(p)
-        slope = gate * (1.0 + p * (1.0 - gate))
-    elif ACT == "relu":
-        slope = tl.where(p > 0, 1.0, 0.0)
-    return slope
-
-
-@jit
-def _inputs(x, before, batch, at, col, inside, length, d, x_batch, x_time, K: constexpr):
+@triton.jit
+def _inputs(x, before, batch, at, col, inside, length, d, x_batch, x_time, K: tl.constexpr):
     """The inputs at times `at` ≥ 1 − K of a row, in fp32; zero where there is none."""
     there = (at >= 0) & (at < length)
     value = load(x + batch * x_batch, at, x_time, col, there[:, None] & inside[None, :])
@@ -171,7 +39,7 @@ def _inputs(x, before, batch, at, col, inside, length, d, x_batch, x_time, K: co
     return value
 
 
-@jit
+@triton.jit
 def _same(segments, batch, later, earlier, length):
     """Whether two times are of one document; what is before the row is of document 0."""
     own = segments + batch * length
@@ -180,15 +48,15 @@ def _same(segments, batch, later, earlier, length):
     return (first == second)[:, None]
 
 
-@jit
-def _tap(weight, col, inside, lag, K: constexpr):
+@triton.jit
+def _tap(weight, col, inside, lag, K: tl.constexpr):
     return tl.load(weight + col * K + K - 1 - lag, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
-@jit
+@triton.jit
 def _convolved(
     x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
-    K: constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
     """The convolution at times `at`, before silu."""
     total = tl.zeros([1, 1], tl.float32)
@@ -202,10 +70,10 @@ def _convolved(
     return total
 
 
-@jit
+@triton.jit
 def _conv_kernel(
     x, weight, bias, segments, before, out, length, d, blocks, x_batch, x_time,
-    K: constexpr, TIMES: constexpr, COLUMNS: constexpr,
+    K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * TIMES + tl.arange(0, TIMES)
@@ -218,10 +86,10 @@ def _conv_kernel(
     store(out + batch * length * d, at, d, col, mask, activate(value, "silu"))
 
 
-@jit
+@triton.jit
 def _grad_before_silu(
     grad, x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
-    K: constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `_convolved` at times `at`, zero where there is no such time."""
     value = _convolved(
@@ -232,10 +100,10 @@ def _grad_before_silu(
     return g * activate_grad(value, "silu")
 
 
-@jit
+@triton.jit
 def _conv_grad_kernel(
     x, weight, bias, segments, before, grad, dx, dbefore, partials,
-    length, d, blocks, x_batch, x_time, K: constexpr, TIMES: constexpr, COLUMNS: constexpr,
+    length, d, blocks, x_batch, x_time, K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials: (programs over time,K+1,d), what each adds to dweight and, in the last row, dbias.
 
@@ -282,12 +150,6 @@ def _conv_block(times, d):
     return dict(zip(("TIMES", "COLUMNS"), sides), num_warps=16)
 
 
-def _dense(x):
-    """x (b,l,d), a view where channels lie next to each other, and its two strides."""
-    x = x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
-    return x, x.stride(0), x.stride(1)
-
-
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, segments, before):
@@ -296,10 +158,11 @@ class _ShortConv(torch.autograd.Function):
         out = x.new_empty(x.shape)
         block = _conv_block(length, d)
         blocks = triton.cdiv(length, block["TIMES"])
-        x, *strides = _dense(x)
+        x = dense(x)
         launch(
             _conv_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
-            x, weight, bias, segments, before, out, length, d, blocks, *strides, K=k, **block,
+            x, weight, bias, segments, before, out, length, d, blocks, *x.stride()[:2],
+            K=k, **block,
         )  # fmt: skip
         return out
 
@@ -314,18 +177,18 @@ class _ShortConv(torch.autograd.Function):
         block = _conv_block(times, d)
         blocks = triton.cdiv(times, block["TIMES"])
         partials = x.new_empty(b * blocks, k + 1, d, dtype=torch.float32)
-        x, *strides = _dense(x)
+        x = dense(x)
         launch(
             _conv_grad_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
             x, weight, bias, segments, before, grad.contiguous(), dx, dbefore, partials,
-            length, d, blocks, *strides, K=k, **block,
+            length, d, blocks, *x.stride()[:2], K=k, **block,
         )  # fmt: skip
         *dweight, dbias = partials.sum(0)
         dweight = torch.stack(dweight, -1).unsqueeze(1).to(weight.dtype)
         return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dbefore
 
 
-def short_conv(x, weight, bias, segments=None, before=None):
+def short_conv(x, weight, bias=None, segments=None, before=None):
     """silu(lm.model.scan.causal_conv(x, weight, bias, segments, before)), differentiable once.
 
     Args:
@@ -334,7 +197,7 @@ def short_conv(x, weight, bias, segments=None, before=None):
     Returns:
         (b,l,d) in the dtype of x
     Raises:
-        TypeError, ValueError: dtypes or shapes.
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes.
     """
     (b, length, d), k = x.shape, weight.shape[-1]
     check(

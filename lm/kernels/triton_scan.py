@@ -20,15 +20,14 @@ the borders of tiles; within a tile everything follows at once, one state n at a
 results are the same from run to run. Nothing of size (b,l,d,n) is stored.
 """
 
-import functools
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from lm.kernels import Unsupported, triton_build
+from lm.kernels.triton_build import MOST_PROGRAMS, check, check_keep, dense, launch, needs_grad
+
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
 # would not pay, since all chunks but the last are walked twice.
@@ -82,17 +81,19 @@ def _scan_kernel(
     more = tl.where(steps > 0, d, 0)
     next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
     next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
-    for i in range(steps):
+    i = 0
+    while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
+        i += 1
         if tiles is not None:
             if REVERSE:
-                border = (t % TILE == TILE - 1) | (i == 0)
+                border = (t % TILE == TILE - 1) | (i == 1)
             else:
                 border = t % TILE == 0
             if border:
                 tile = row * tl.cdiv(length, TILE) + t // TILE
                 tl.store(tiles + tile * n * d + at_nd, h, mask=nd_in)
         v, r = next_value.to(tl.float32), next_dt.to(tl.float32)
-        more = tl.where(i + 1 < steps, d, 0)
+        more = tl.where(i < steps, d, 0)
         value += value_time
         dt += dt_time
         next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
@@ -141,12 +142,14 @@ def _carry_kernel(
     state = tl.zeros([BLOCK], tl.float32)
     if first is not None:
         state = tl.load(first + row * size + at, mask=mask, other=0.0)
-    for i in range(chunks):
+    i = 0
+    while i < chunks:
         k = i
         if REVERSE:
             k = chunks - 1 - i
+        i += 1
         where = (row * chunks + k) * size + at
-        more = at < tl.where(i + 1 < chunks, size, 0)  # what leaves the last was not computed
+        more = at < tl.where(i < chunks, size, 0)  # what leaves the last was not computed
         added = tl.load(states + where, mask=more, other=0.0)
         decay = tl.load(decays + where, mask=more, other=0.0)
         tl.store(states + where, state, mask=mask)
@@ -187,7 +190,8 @@ def _grad_kernel(
         dus += (tl.zeros([BLOCK_D], tl.float32),)
         ddts += (tl.zeros([BLOCK_D], tl.float32),)
 
-    for s in range(n):
+    s = 0
+    while s < n:
         at_state = ((row * tiles + tile) * n + s) * d + at_d
         at_B = ((row * n + s) * tiles + tile) * TILE
         at_part = (((block * rows + row) * n + s) * tiles + tile) * TILE
@@ -216,6 +220,7 @@ def _grad_kernel(
             d_rate += d_log * rs[j]
         dus, ddts = new_dus, new_ddts
         tl.store(h_tiles + at_state, d_rate, mask=d_in)
+        s += 1
 
     for j in tl.static_range(TILE):
         inside = at_d < tl.where(start + j < length, d, 0)
@@ -225,57 +230,33 @@ def _grad_kernel(
         tl.store(ddt + at_out + j * d, d_dt.to(ddt.dtype.element_ty), mask=inside)
 
 
-INTERPRETED = not isinstance(_scan_kernel, triton.JITFunction)
-
-
 def usable() -> tuple[bool, str]:
-    """Whether the kernels run here, and if not, why not, in a sentence. The first call compiles
-    them for a tiny problem (seconds; then they come from Triton's cache) and checks the result
-    against a loop."""
-    if os.environ.get("FPRNN_NO_KERNELS", "0") not in ("", "0"):
-        return False, "FPRNN_NO_KERNELS is set"
-    reason = _probe()
-    return not reason, reason
-
-
-@functools.cache
-def _probe():
-    """What is wrong, "" if nothing."""
-    if not INTERPRETED:
-        if not torch.cuda.is_available():
-            return "the Triton kernels need a CUDA device, and there is none"
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            found = ".".join(map(str, capability))
-            return f"the Triton kernels need compute capability 8.0, and this device has {found}"
-    try:
-        error = _self_check("cpu" if INTERPRETED else "cuda")
-    except Exception as wrong:  # whatever Triton, its compiler or the driver raise
-        return f"the Triton kernels do not run: {type(wrong).__name__}: {str(wrong)[-500:]}"
-    if not error < 1e-4:
-        return f"the Triton kernels compute something else than a loop: off by {error:.1e}"
-    return ""
+    """Whether the scan runs here, and if not, why not, in a sentence; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
 
 
 def _self_check(device) -> float:
-    """The largest difference between the kernels and a loop over time, gradients included, on a
-    small problem; NaN if there is one."""
-    # In whatever mode the first caller is.
-    with torch.inference_mode(False), torch.enable_grad(), torch.device(device):
-        x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
-        A = -torch.linspace(0.1, 9, 19 * 3).reshape(19, 3)
-        B, C = torch.linspace(-1, 1, 2 * 5 * 3).reshape(2, 1, 5, 3)
-        x, dt, A, B, C = inputs = [t.clone().requires_grad_() for t in (x, dt, A, B, C)]
-        ours = _SelectiveScan.apply(*inputs, None, None)
-        h, ys = x.new_zeros(1, 19, 3), []
-        for t in range(5):
-            u = (dt[:, t] * x[:, t]).unsqueeze(-1)
-            h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
-            ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
-        theirs = torch.stack(ys, 1), h
-        grads = [torch.autograd.grad(y.sum() + h.sum(), inputs) for y, h in (ours, theirs)]
-        pairs = [*zip(ours, theirs), *zip(*grads)]
-        return torch.stack([(a - b).detach().abs().max() for a, b in pairs]).max().item()
+    return self_check(selective_scan)
+
+
+def self_check(scan, with_state=True) -> float:
+    """How far a scan is from a loop over time, gradients included, on a small problem: the
+    `deviation`. with_state: there is a state before it, and a gradient of the one after it."""
+    x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
+    A = -torch.linspace(0.1, 9, 19 * 3).reshape(19, 3)
+    B, C = torch.linspace(-1, 1, 2 * 5 * 3).reshape(2, 1, 5, 3)
+    given = (x, dt, A, B, C, A[None]) if with_state else (x, dt, A, B, C)
+    x, dt, A, B, C, *h0 = inputs = [t.clone().requires_grad_() for t in given]
+    h, ys = h0[0] if h0 else x.new_zeros(1, 19, 3), []
+    for t in range(5):
+        u = (dt[:, t] * x[:, t]).unsqueeze(-1)
+        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
+        ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
+    results = []
+    for y, state in (scan(*inputs), (torch.stack(ys, 1), h)):
+        loss = y.sum() + state.sum() if with_state else y.sum()
+        results.append((y, state, *torch.autograd.grad(loss, inputs)))
+    return triton_build.deviation(*results, 1e-4)
 
 
 def _blocks(d, n):
@@ -303,36 +284,23 @@ def _prepare(x, dt, A, B, C, h0, keep):
     (n,d), h0 as (b,n,d) in fp32.
 
     Raises:
-        TypeError: a dtype or device is wrong. ValueError: shapes do not fit.
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
     """
     (b, length, d), n = x.shape, A.shape[-1]
-    shapes = {
-        "x": (x, (b, length, d)), "dt": (dt, (b, length, d)), "A": (A, (d, n)),
-        "B": (B, (b, length, n)), "C": (C, (b, length, n)), "h0": (h0, (b, d, n)),
-        "keep": (keep, (b, length)),
-    }  # fmt: skip
-    for name, (t, shape) in shapes.items():
-        if t is None:
-            continue
-        if t.shape != shape:
-            raise ValueError(f"{name} is {tuple(t.shape)} where {shape} is expected")
-        if t.device != x.device or not (t.is_cuda or INTERPRETED):
-            raise TypeError(
-                f"{name} is on {t.device} and x on {x.device}: all must be on one CUDA device"
-            )
-        if name != "keep" and t.dtype not in DTYPES:
-            raise TypeError(f"{name} is {t.dtype}: must be float32, bfloat16 or float16")
+    check(
+        x=(x, x.shape), dt=(dt, x.shape), A=(A, (d, n)), B=(B, (b, length, n)),
+        C=(C, (b, length, n)), h0=(h0, (b, d, n)),
+    )  # fmt: skip
+    check_keep(keep, x)
+    if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
+        raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
     if keep is not None:
         keep = keep.contiguous()
         keep = keep.view(torch.uint8) if keep.dtype == torch.bool else keep
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()
-    return _rows(x), _rows(dt), A, _rows(B), _rows(C), h0, keep
-
-
-def _rows(t):
-    return t if t.stride(-1) == 1 else t.contiguous()
+    return dense(x), dense(dt), A, dense(B), dense(C), h0, keep
 
 
 def _chunks(length, chunk):
@@ -347,10 +315,10 @@ def _entering(value, dt, A, vector, keep, first, chunk, reverse=False):
     states, decays = value.new_empty(2, b, chunks, *A.shape, dtype=torch.float32)
     outputs = dict(chunk_states=states, chunk_decays=decays)
     _launch_scan(value, dt, A, vector, keep, chunk, reverse, **outputs)
-    with torch.cuda.device_of(value):
-        _carry_kernel[(triton.cdiv(size, block), b)](
-            first, states, decays, chunks, size, REVERSE=reverse, BLOCK=block, num_warps=2
-        )
+    launch(
+        _carry_kernel, (triton.cdiv(size, block), b),
+        first, states, decays, chunks, size, REVERSE=reverse, BLOCK=block, num_warps=2,
+    )  # fmt: skip
     return states
 
 
@@ -361,13 +329,13 @@ def _launch_scan(
     (b, length, d), n, chunks = value.shape, A.shape[0], _chunks(value.shape[1], chunk)
     block_d, block_n, num_warps = _blocks(d, n)
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
-    with torch.cuda.device_of(value):  # Triton launches on the current device
-        _scan_kernel[grid](
-            value, dt, A, vector, C, keep, entering, chunk_states, chunk_decays, y, tiles, leaving,
-            length, chunk, chunks, d, n, 0, *value.stride()[:2], *dt.stride()[:2],
-            *vector.stride()[:2], *((0, 0) if C is None else C.stride()[:2]),
-            REVERSE=reverse, TILE=TILE, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=num_warps,
-        )  # fmt: skip
+    launch(
+        _scan_kernel, grid,
+        value, dt, A, vector, C, keep, entering, chunk_states, chunk_decays, y, tiles, leaving,
+        length, chunk, chunks, d, n, 0, *value.stride()[:2], *dt.stride()[:2],
+        *vector.stride()[:2], *((0, 0) if C is None else C.stride()[:2]),
+        REVERSE=reverse, TILE=TILE, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=num_warps,
+    )  # fmt: skip
 
 
 def _forward(x, dt, A, B, C, h0, keep):
@@ -399,12 +367,12 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
         t[..., :length] = given.transpose(1, 2)
     dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
     dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
-    with torch.cuda.device_of(x):
-        _grad_kernel[(blocks, tiles, b)](
-            x, dt, A, *BC_tiles, keep, grad_y, h_tiles, p_tiles, dx, ddt, *dBC, length, d, n, b,
-            *x.stride()[:2], *dt.stride()[:2], *grad_y.stride()[:2],
-            TILE=TILE, BLOCK_D=block_d, num_warps=1,
-        )  # fmt: skip
+    launch(
+        _grad_kernel, (blocks, tiles, b),
+        x, dt, A, *BC_tiles, keep, grad_y, h_tiles, p_tiles, dx, ddt, *dBC, length, d, n, b,
+        *x.stride()[:2], *dt.stride()[:2], *grad_y.stride()[:2],
+        TILE=TILE, BLOCK_D=block_d, num_warps=1,
+    )  # fmt: skip
     dB, dC = dBC.sum(1)[..., :length].transpose(2, 3)
     return dx, ddt, h_tiles.sum((0, 1)), dB, dC, dh0
 
@@ -422,7 +390,7 @@ class _SelectiveScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, grad_final):
         grad_final = grad_final.transpose(1, 2).contiguous()
-        grads = _backward(*ctx.saved_tensors, _rows(grad_y), grad_final)
+        grads = _backward(*ctx.saved_tensors, dense(grad_y), grad_final)
         dx, ddt, dA, dB, dC, dh0 = (
             None if dtype is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes)
         )
@@ -444,10 +412,10 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None):
     Returns:
         y (b,l,d) and the final state (b,d,n), in fp32.
     Raises:
-        TypeError: a dtype or device is wrong, fp64 among them. ValueError: shapes do not fit.
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
     """
     inputs = (x, dt, A, B, C, h0)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if needs_grad(*inputs):
         return _SelectiveScan.apply(*inputs, keep)
     y, final, _ = _forward(*_prepare(*inputs, keep))
     return y, final.transpose(1, 2)

@@ -16,32 +16,18 @@ and `_backward` the rest. Where one chunk suffices, `_output` and `_backward` wo
 over heads or chunks is written in parts and added up by torch: no atomics, the same bits each time.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
-import os
-
 import torch
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-try:
-    import triton
-    import triton.language as tl
+from lm.kernels import Unsupported, triton_build
+from lm.kernels.triton_build import check, check_keep, dense, launch, load, store
 
-    jit = triton.jit
-except ImportError:  # `usable` says so
-
-    def jit(function):
-        return function
-
-    triton = None
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_STATES = 128  # a program holds all n in registers
 
 
-@jit
+@triton.jit
 def _place(heads, chunks, groups):
     """Row, chunk, head and group of this program; heads change fastest, as they share B and C."""
     program = tl.program_id(0)
@@ -50,26 +36,22 @@ def _place(heads, chunks, groups):
     return row, (program // heads) % chunks, head, head // (heads // groups)
 
 
-@jit
+@triton.jit
 def _tile(pointer, stride, rows, inside, first, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns first … first + BLOCK of some rows of a matrix with SIZE columns, in fp32 (Triton's
-    interpreter cannot compute in bf16), zero outside."""
+    """Columns first … first + BLOCK of some rows of a matrix with SIZE columns, in fp32, zero
+    outside."""
     column = first + tl.arange(0, BLOCK)
-    mask = inside[:, None] & (column < SIZE)[None, :]
-    at = pointer + rows[:, None] * stride + column[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return load(pointer, rows, stride, column, inside[:, None] & (column < SIZE)[None, :])
 
 
-@jit
+@triton.jit
 def _put(pointer, stride, rows, inside, first, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Write what `_tile` would read."""
     column = first + tl.arange(0, BLOCK)
-    mask = inside[:, None] & (column < SIZE)[None, :]
-    at = pointer + rows[:, None] * stride + column[None, :]
-    tl.store(at, tile.to(pointer.dtype.element_ty), mask=mask)
+    store(pointer, rows, stride, column, inside[:, None] & (column < SIZE)[None, :], tile)
 
 
-@jit
+@triton.jit
 def _decays(
     dt, A, keep, row, chunk, head, length, dt_b, dt_l, dt_h, keep_b, keep_l, CHUNK: tl.constexpr
 ):
@@ -91,7 +73,7 @@ def _decays(
     return t, inside, dt_c, log, resets, to_end, from_start, over
 
 
-@jit
+@triton.jit
 def _between(log, resets, CHUNK: tl.constexpr):
     """exp(L_k − L_j), (c,c), zero for j > k and across a reset."""
     k = tl.arange(0, CHUNK)
@@ -100,7 +82,7 @@ def _between(log, resets, CHUNK: tl.constexpr):
     return tl.exp(tl.where(allowed, log[:, None] - log[None, :], float("-inf")))
 
 
-@jit
+@triton.jit
 def _states(
     v, w, dt, A, keep, states, over, length, heads, chunks, groups,
     v_b, v_l, v_h, w_b, w_l, w_g, dt_b, dt_l, dt_h, keep_b, keep_l,
@@ -124,7 +106,7 @@ def _states(
         tl.store(over + at, over_c)
 
 
-@jit
+@triton.jit
 def _carry(
     states, over, first, last, heads, chunks,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
@@ -149,7 +131,7 @@ def _carry(
     tl.store(last + at, state, mask=mask)
 
 
-@jit
+@triton.jit
 def _output(
     x, B, C, dt, A, keep, states, y, final, length, heads, chunks, groups,
     x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, dt_b, dt_l, dt_h, keep_b, keep_l,
@@ -182,7 +164,7 @@ def _output(
         _put(final + at * P * N, N, p, p < P, 0, S_new, N, BN)
 
 
-@jit
+@triton.jit
 def _backward(
     x, B, C, dt, A, keep, grad_y, states, grad_states, dx, ddt, dA, dB, dC, dh0,
     length, heads, chunks, groups,
@@ -300,10 +282,7 @@ def _shared(x, dt, A, B, C, keep, backward=False):
 def _run(kernel, rows, columns, arguments):
     """Launch a kernel on rows × columns programs with those of the arguments that it takes."""
     takes = (*kernel.arg_names, "num_warps", "num_stages")
-    x = arguments["x"]
-    if rows:
-        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-            kernel[rows, columns](**{k: v for k, v in arguments.items() if k in takes})
+    launch(kernel, (rows, columns), **{k: v for k, v in arguments.items() if k in takes})
 
 
 def _carried(shared, v, w, first, reverse=False):
@@ -344,7 +323,7 @@ class _SSDScan(torch.autograd.Function):
         x, dt, A, B, C, h0, keep = ctx.saved_tensors
         (b, length, h, _), (g, n) = x.shape, B.shape[2:]
         shared = _shared(x, dt, A, B, C, keep, backward=True)
-        grad_y = torch.zeros_like(x) if grad_y is None else _ready(grad_y)
+        grad_y = torch.zeros_like(x) if grad_y is None else dense(grad_y)
         grad_final = None if grad_final is None else grad_final.contiguous()
         dA = x.new_empty(b, shared["chunks"], h, dtype=torch.float32)
         dB, dC = x.new_empty(2, b, length, h, n, dtype=torch.float32)
@@ -364,11 +343,6 @@ class _SSDScan(torch.autograd.Function):
         return own["dx"], own["ddt"], dA.sum((0, 1)).to(A.dtype), dB, dC.to(C.dtype), dh0, None
 
 
-def _ready(t):
-    """t with a last dimension that is contiguous."""
-    return t if t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-
-
 def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
     """Mamba-2's scan, differentiable once; lm.model.scan.ssd_scan on a GPU.
 
@@ -384,17 +358,8 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
     Returns:
         y (b,l,h,p) and the final state (b,h,p,n), in fp32.
     Raises:
-        RuntimeError: the kernels are not `usable`. TypeError, ValueError: dtypes, devices, shapes.
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes, or n > 128.
     """
-    works, reason = usable()
-    if not works:
-        raise RuntimeError(f"Triton's kernels cannot be used: {reason}")
-    _check(x, dt, A, B, C, h0, keep)
-    h0 = None if h0 is None else h0.contiguous()
-    return _SSDScan.apply(_ready(x), dt, A.contiguous(), _ready(B), _ready(C), h0, keep)
-
-
-def _check(x, dt, A, B, C, h0, keep):
     if x.ndim != 4 or B.ndim != 4 or B.shape[2] == 0 or x.shape[2] % B.shape[2]:
         raise ValueError(
             f"x is {tuple(x.shape)} and B {tuple(B.shape)}: they must be (b,l,h,p) and (b,l,g,n)"
@@ -402,75 +367,44 @@ def _check(x, dt, A, B, C, h0, keep):
         )
     (b, length, h, p), (g, n) = x.shape, B.shape[2:]
     if n > MAX_STATES:
-        raise ValueError(f"B has n = {n} states: at most {MAX_STATES} fit")
-    shapes = dict(x=(x, x.shape), dt=(dt, (b, length, h)), A=(A, (h,)), h0=(h0, (b, h, p, n)))
-    shapes |= dict(B=(B, (b, length, g, n)), C=(C, (b, length, g, n)), keep=(keep, (b, length)))
-    for name, (t, shape) in shapes.items():
-        if t is None:
-            continue
-        if t.shape != shape:
-            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
-        if t.device != x.device or not (t.is_cuda or _interpreted()):
-            raise TypeError(f"{name} is on {t.device} and x on {x.device}: both must be on one GPU")
-        if name != "keep" and t.dtype not in DTYPES:
-            raise TypeError(f"{name} is {t.dtype}: only float32, bfloat16 and float16 are computed")
-
-
-def _interpreted():
-    """Whether the kernels were defined under TRITON_INTERPRET=1, and so take CPU tensors."""
-    return not isinstance(_output, triton.JITFunction)
+        raise Unsupported(f"B has n = {n} states: at most {MAX_STATES} fit")
+    check(
+        x=(x, x.shape), dt=(dt, (b, length, h)), A=(A, (h,)), B=(B, (b, length, g, n)),
+        C=(C, (b, length, g, n)), h0=(h0, (b, h, p, n)),
+    )  # fmt: skip
+    check_keep(keep, x)
+    h0 = None if h0 is None else h0.contiguous()
+    return _SSDScan.apply(dense(x), dt, A.contiguous(), dense(B), dense(C), h0, keep)
 
 
 def usable() -> tuple[bool, str]:
-    """Whether the kernels run here, and if not, why not, in a sentence. The first call compiles
-    them (seconds; then they come from Triton's cache) and checks them against a loop."""
-    if os.environ.get("FPRNN_NO_KERNELS", "0") not in ("", "0"):
-        return False, "FPRNN_NO_KERNELS is set"
-    return _probe()
-
-
-@functools.cache
-def _probe():
-    if triton is None:
-        return False, "triton cannot be imported"
-    if not _interpreted():
-        if not torch.cuda.is_available():
-            return False, "there is no CUDA device, and TRITON_INTERPRET=1 was not set"
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            return False, "the GPU has compute capability {}.{}: 8.0 is needed".format(*capability)
-    try:
-        error = _self_check("cpu" if _interpreted() else "cuda")
-    except Exception as wrong:  # whatever compiler or driver raises is the reason
-        return False, f"Triton cannot run its kernels here: {wrong!r}"
-    if not error < 1:
-        return False, f"Triton's kernels compute something else than a loop: {error:.1e} × allowed"
-    return True, ""
+    """Whether the scan runs here, and if not, why not, in a sentence; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
 
 
 def _self_check(device) -> float:
-    """The largest difference between the kernels and a loop over time, gradients included, on a
-    small problem of several chunks, as a multiple of what rounding may do; NaN if there is one."""
-    errors = []
-    # In whatever mode the first caller is.
-    with torch.inference_mode(False), torch.enable_grad(), torch.device(device):
-        for dtype, tol in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
-            x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
-            B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
-            dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
-            inputs = [t.to(dtype).requires_grad_() for t in (x, dt, A, B, C)]
-            ours = _SSDScan.apply(*inputs, None, None)
-            x, dt, A, B, C = rounded = [t.detach().float().requires_grad_() for t in inputs]
-            S, ys = torch.zeros(1, 2, 3, 2), []
-            for t in range(66):
-                u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
-                S = torch.exp(dt[:, t] * A)[..., None, None] * S + u * B[:, t].unsqueeze(-2)
-                ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
-            theirs = torch.stack(ys, 1), S
-            grads = [
-                torch.autograd.grad(y.sum() + S.sum(), leaves)
-                for (y, S), leaves in ((ours, inputs), (theirs, rounded))
-            ]
-            for a, b in [*zip(ours, theirs), *zip(*grads)]:
-                errors.append((a - b).detach().abs().max().double() / b.abs().max() / tol)
-        return torch.stack(errors).max().item()
+    allowed = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+    return torch.tensor([self_check(ssd_scan, *own) for own in allowed.items()]).max().item()
+
+
+def self_check(scan, dtype, allowed) -> float:
+    """How far a scan is from a loop over time, gradients included, on a small problem of several
+    chunks: the `deviation`."""
+    x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
+    B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
+    dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
+    inputs = [t.to(dtype).requires_grad_() for t in (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))]
+    keep = (torch.arange(66.0) % 40 != 20)[None]
+    ours = scan(*inputs, keep)
+    x, dt, A, B, C, S = rounded = [t.detach().float().requires_grad_() for t in inputs]
+    ys = []
+    for t in range(66):
+        u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
+        decay = keep[:, t, None] * torch.exp(dt[:, t] * A)
+        S = decay[..., None, None] * S + u * B[:, t].unsqueeze(-2)
+        ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
+    results = [
+        (y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves))
+        for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), rounded))
+    ]
+    return triton_build.deviation(*results, allowed)

@@ -11,33 +11,54 @@ Inputs are read in place, with a stride per token: slices of wider projections a
 """
 
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from lm.kernels.triton_conv import (
+from lm.kernels import triton_build
+from lm.kernels.triton_build import (
     activate,
     activate_grad,
     as_rows,
     block_for,
     check,
-    constexpr,
-    jit,
     launch,
     load,
     needs_grad,
     store,
     tile,
-    tl,
-    triton,
-    usable,
 )
-
-__all__ = ["damp", "finish", "finish_residual", "mix", "normalise", "usable"]
 
 ACTIVATIONS = ("silu", "relu", "identity")
 KINDS = ("layer", "rms")
 # Most rows of partial sums, each made by one program over many tokens: enough programs to fill a
 # GPU, few enough that the rows weigh little beside the tokens.
 MOST_PARTIALS = 512
+
+
+def usable() -> tuple[bool, str]:
+    """Whether these run here, and if not, why not, in a sentence; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
+
+
+def _self_check(device) -> float:
+    """The `deviation` on a small problem, gradients included."""
+    wide = torch.linspace(-3, 70, 2 * 3 * 96).sin().reshape(2, 3, 96)
+    x, y, v, z, D, gate = (t.detach().requires_grad_() for t in wide.split([19] * 5 + [1], -1))
+    u = F.normalize(F.silu(v + z), dim=-1)
+    mixed = x - torch.sigmoid(gate) * (u * (x - y)).sum(-1, keepdim=True) * u
+    weight, results = D[0, 0], []
+    normed = F.layer_norm((x + weight * y) * F.silu(z), weight.shape, weight, weight, 1e-5)
+    end = x, y, weight, z, weight, weight, 1e-5, "layer"
+    ours = mix(gate, None, v, z, x, y, 1, 1.0, 1e-5, "silu", True), normalise(v, z, 1, 1e-5)
+    theirs = mixed, F.normalize(v + z, dim=-1), normed
+    for outs in ((*ours, finish(*end)), theirs):
+        loss = sum((out * wide[..., :19]).sum() for out in outs)
+        results.append([*outs, *torch.autograd.grad(loss, (x, y, v, z, D, gate))])
+    change = (y - normed).abs().amax(-1) / normed.abs().amax(-1)
+    results[0].append(finish_residual(*end, y)[1])
+    return triton_build.deviation(results[0], [*results[1], change], 1e-4)
 
 
 def _of_sum(grad, *terms):
@@ -52,7 +73,7 @@ def _widest(*tensors):
     return first
 
 
-@jit
+@triton.jit
 def _load_sum(first, first_stride, second, second_stride, row, col, mask):
     """The sum of two such tensors, of which the second may be None."""
     both = load(first, row, first_stride, col, mask)
@@ -61,7 +82,7 @@ def _load_sum(first, first_stride, second, second_stride, row, col, mask):
     return both
 
 
-@jit
+@triton.jit
 def _unit(w, eps):
     """w / max(‖w‖, eps) of every row, 1 / max(‖w‖, eps), and where eps was larger."""
     norm = tl.sqrt(tl.sum(w * w, 1))
@@ -70,12 +91,12 @@ def _unit(w, eps):
     return w * inverse[:, None], inverse, small
 
 
-@jit
+@triton.jit
 def _mix_kernel(
     gates_x, gates_y, vectors_x, vectors_y, x, y, out, dots,
     tokens, d, gx_row, gy_row, vx_row, vy_row, x_row, y_row, scale, eps,
-    RANK: constexpr, ACT: constexpr, SEQUENTIAL: constexpr,
-    TOKENS: constexpr, COLUMNS: constexpr,
+    RANK: tl.constexpr, ACT: tl.constexpr, SEQUENTIAL: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
     one, first = live[:, None], tl.arange(0, 1)  # a column of its own, for what is one a token
@@ -95,12 +116,12 @@ def _mix_kernel(
     store(out, row, d, col, mask, mixed + y_d)
 
 
-@jit
+@triton.jit
 def _mix_grad_kernel(
     gates_x, gates_y, vectors_x, vectors_y, kept, y, dots, grad, dgates, dvectors, dx, dy,
     tokens, d, gx_row, gy_row, vx_row, vy_row, kept_row, y_row, grad_row, scale, eps,
-    RANK: constexpr, ACT: constexpr, SEQUENTIAL: constexpr,
-    TOKENS: constexpr, COLUMNS: constexpr,
+    RANK: tl.constexpr, ACT: tl.constexpr, SEQUENTIAL: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """With v before a reflection and g the gradient after it, s = u·v, t = u·g:
     da = −s t, du = −a (s g + t v), hence u·du = −2 a s t; and the gradient before it is g − a t u.
@@ -188,7 +209,7 @@ def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, seq
     Returns:
         (…,d) fp32
     Raises:
-        TypeError, ValueError: dtypes, shapes, or a name that is not known.
+        TypeError, ValueError: devices, shapes, unknown names. Unsupported: dtypes, widths.
     """
     *lead, d = x.shape
     check(
@@ -205,10 +226,10 @@ def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, seq
     return _mix(*inputs, options)[0]
 
 
-@jit
+@triton.jit
 def _normalise_kernel(
     v_x, v_y, grad, out, rows, n, groups, x_row, y_row, eps,
-    TOKENS: constexpr, COLUMNS: constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A row is a group of a token. With grad, out is the gradient of v rather than nrm(v)."""
     row, col, _, mask = tile(rows, n, TOKENS, COLUMNS)
@@ -259,7 +280,7 @@ def normalise(v_x, v_y, groups, eps):
     Returns:
         (…,groups·n) fp32
     Raises:
-        TypeError, ValueError: dtypes or shapes.
+        TypeError, ValueError: devices, shapes. Unsupported: dtypes, widths.
     """
     check(v_x=(v_x, v_x.shape), v_y=(v_y, v_x.shape))
     if v_x.shape[-1] % groups:
@@ -268,7 +289,7 @@ def normalise(v_x, v_y, groups, eps):
     return _Normalise.apply(v_x, v_y, groups, float(eps))
 
 
-@jit
+@triton.jit
 def _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row):
     """x, D, o + D x, and what the gate multiplies that with."""
     x_d = load(x, row, x_row, col, mask)
@@ -280,8 +301,8 @@ def _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row):
     return x_d, D_d, ungated, gate
 
 
-@jit
-def _standardise(w, mask, d, eps, KIND: constexpr):
+@triton.jit
+def _standardise(w, mask, d, eps, KIND: tl.constexpr):
     """(w − mean) / deviation (layer) or w / root mean square (rms) of every row, and the factor."""
     if KIND == "layer":
         w = tl.where(mask, w - tl.sum(w, 1)[:, None] / d, 0.0)
@@ -289,7 +310,7 @@ def _standardise(w, mask, d, eps, KIND: constexpr):
     return tl.where(mask, w * factor, 0.0), factor
 
 
-@jit
+@triton.jit
 def _largest(v):
     """max |v| of every row, NaN if there is one (tl.max may drop it): read as integers, the bits of
     numbers without a sign are in the order of the numbers, and those of NaN come last."""
@@ -297,10 +318,10 @@ def _largest(v):
     return tl.max(bits, 1).to(tl.float32, bitcast=True)
 
 
-@jit
+@triton.jit
 def _finish_kernel(
     o, x, D, z, weight, bias, y, out, residual, tokens, d, o_row, x_row, z_row, y_row, eps,
-    KIND: constexpr, TOKENS: constexpr, COLUMNS: constexpr,
+    KIND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
     inside = col < d
@@ -315,11 +336,11 @@ def _finish_kernel(
         tl.store(residual + row, change / (_largest(g) + 1e-8), mask=live)
 
 
-@jit
+@triton.jit
 def _finish_grad_kernel(
     o, x, D, z, weight, bias, grad, do, dx, dz, partials,
     tokens, d, o_row, x_row, z_row, grad_row, eps,
-    KIND: constexpr, TOKENS: constexpr, COLUMNS: constexpr,
+    KIND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials: (programs,2 or 3,d), what each adds to dD, dweight and, if there is one, dbias."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -424,7 +445,7 @@ def finish(o, x, D, z, weight, bias, eps, kind):
     Returns:
         (…,d) fp32
     Raises:
-        TypeError, ValueError: dtypes, shapes, or a name that is not known.
+        TypeError, ValueError: devices, shapes, unknown names. Unsupported: dtypes, widths.
     """
     return _Finish.apply(*_finish_inputs(o, x, D, z, weight, bias, eps, kind))
 
@@ -441,9 +462,9 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
     return _finish(*_finish_inputs(o, x, D, z, weight, bias, eps, kind, y), y)
 
 
-@jit
+@triton.jit
 def _damp_kernel(
-    y, g, step, moves, tokens, length, d, y_row, g_row, TOKENS: constexpr, COLUMNS: constexpr
+    y, g, step, moves, tokens, length, d, y_row, g_row, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
     mask = mask & (tl.load(moves + row, mask=live, other=0) != 0)[:, None]
@@ -462,7 +483,7 @@ def damp(y, g, step, moves):
     Returns:
         y
     Raises:
-        TypeError, ValueError: dtypes, shapes, or a y that is not contiguous.
+        TypeError, ValueError: devices, shapes, y not contiguous. Unsupported: dtypes, widths.
     """
     b, length, d = y.shape
     check(y=(y, y.shape), g=(g, y.shape), step=(step, (b,)))

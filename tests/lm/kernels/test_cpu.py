@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.kernels import cpu, cpu_build, cpu_step
+from lm.kernels import Unsupported, cpu, cpu_build, cpu_step
 from lm.kernels.cpu_build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory
@@ -225,9 +225,9 @@ def test_nothing_to_do(b, length):
 
 def test_what_does_not_fit_is_refused():
     t = inputs(2, 4, 5, 3)
-    with pytest.raises(TypeError, match=r"^B is .*32"):
+    with pytest.raises(Unsupported, match=r"^B is .*32"):
         cpu.selective_scan(**{**t, "B": t["B"].float()})
-    with pytest.raises(TypeError, match=r"^x is .*bfloat16"):
+    with pytest.raises(Unsupported, match=r"^x is .*bfloat16"):
         cpu.selective_scan(**{k: v.bfloat16() for k, v in t.items()})
     with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
         cpu.selective_scan(**{**t, "C": t["C"][:, 1:]})

@@ -12,12 +12,13 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import KernelInterface
 
-from lm.kernels import triton_scan
+from lm.kernels import Unsupported, triton_scan
+from lm.kernels.triton_build import INTERPRETED, dense
 from lm.model.scan import selective_scan_plain
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
-DEVICE = "cpu" if triton_scan.INTERPRETED else "cuda"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
@@ -89,13 +90,9 @@ def test_fresh_memory_is_poisoned():
     [
         (2, 1, 5, 16, None),
         (1, 16, 1, 1, None),
-        (1, 19, 20, 8, None),
         (2, 17, 70, 1, None),
-        (1, 9, 3, 16, None),
         (1, 9, 3, 64, None),
-        (2, 35, 6, 1, 16),
-        (1, 34, 3, 16, 32),
-        (1, 50, 2, 2, 16),
+        (1, 34, 3, 16, 16),
     ],
 )
 def test_equals_the_plain_scan_in_value_state_and_every_gradient(
@@ -169,7 +166,7 @@ def test_views_whose_last_dimension_is_contiguous_are_not_copied(chunks_of):
         _, B, C, _ = torch.cat([dt, B, C, dt], -1).split([6, 3, 3, 6], -1)
         dt, A = rest[..., :6], torch.stack([A, torch.full_like(A, torch.nan)], -1)[..., 0]
         views = x, dt, B, C
-        assert all(triton_scan._rows(v) is v and not v.is_contiguous() for v in views)
+        assert all(dense(v) is v and not v.is_contiguous() for v in views)
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
         keep = keep.t().contiguous().t()
         return triton_scan.selective_scan(x, dt, A, B, C, h0, keep)
@@ -251,32 +248,14 @@ def test_nothing_to_do(b, length):
 
 def test_what_does_not_fit_is_refused():
     t = inputs(2, 4, 5, 3)
-    with pytest.raises(TypeError, match=r"^dt is torch.float64: .*float16"):
+    with pytest.raises(Unsupported, match=r"^dt is torch.float64: .*float16"):
         triton_scan.selective_scan(**{**t, "dt": t["dt"].double()})
     with pytest.raises(TypeError, match=r"^B is on meta"):
         triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
     with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
         triton_scan.selective_scan(**{**t, "C": t["C"][:, 1:]})
-
-
-def test_why_not(monkeypatch):
-    probe = triton_scan._probe.__wrapped__
-    with torch.inference_mode(), torch.device("meta"):
-        assert probe() == ""
-    with monkeypatch.context() as m:
-        m.setattr(triton_scan, "_self_check", lambda device: float("nan"))
-        assert "something else than a loop" in probe()
-        m.setattr(triton_scan, "_self_check", lambda device: 1 / 0)
-        assert probe() == "the Triton kernels do not run: ZeroDivisionError: division by zero"
-    with monkeypatch.context() as m:
-        m.setattr(triton_scan, "INTERPRETED", False)
-        m.setattr(torch.cuda, "is_available", lambda: False)
-        assert "need a CUDA device" in probe()
-        m.setattr(torch.cuda, "is_available", lambda: True)
-        m.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-        assert "this device has 7.5" in probe()
-    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
-    assert triton_scan.usable() == (False, "FPRNN_NO_KERNELS is set")
+    with pytest.raises(Unsupported, match=r"at most 65535 rows"):
+        triton_scan.selective_scan(**inputs(65536, 1, 1, 1))
 
 
 # Arguments of each kernel that are None in one of its uses.
@@ -285,8 +264,6 @@ WITHOUT = {
         "forward": ("chunk_states", "chunk_decays", "tiles", "keep"),
         "forward from zero, resets": ("entering", "chunk_states", "chunk_decays", "tiles"),
         "chunks": ("C", "entering", "y", "tiles", "leaving"),
-        "tiles": ("C", "chunk_states", "chunk_decays", "y", "leaving"),
-        "REVERSE chunks": ("C", "entering", "y", "tiles", "leaving"),
         "REVERSE tiles": ("C", "chunk_states", "chunk_decays", "y", "keep"),
     },
     "_carry_kernel": {"forward": (), "REVERSE": (), "from zero": ("first",)},
@@ -329,10 +306,9 @@ def test_every_kernel_compiles_for_the_gpus():
     kernels = inspect.getmembers(triton_scan, lambda v: isinstance(v, KernelInterface))
     assert {name for name, _ in kernels} == set(WITHOUT)
     cases = [compile_case("_scan_kernel", "forward", "fp32", ones=True)]
-    for name, uses in WITHOUT.items():
-        for i, use in enumerate(uses):  # each in one dtype, each kernel in both: it takes seconds
-            cases.append(compile_case(name, use, ("bf16", "fp32")[i % 2], ones=False))
-    cases.append(compile_case("_scan_kernel", "forward", "fp32", ones=False))
+    for name, uses in WITHOUT.items():  # each in one dtype, each kernel in both: it takes seconds
+        for use, dtype in zip(uses, ("bf16", "fp32") * 3):
+            cases.append(compile_case(name, use, dtype, ones=False))
     assert compile_for_gpus("lm.kernels.triton_scan", cases) == {}
 
 

@@ -4,19 +4,19 @@ Without a GPU the kernels run in Triton's interpreter (tests/conftest.py sets it
 """
 
 import inspect
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from lm.kernels import triton_ssd
+pytest.importorskip("triton")
+
+from lm.kernels import Unsupported, triton_ssd
+from lm.kernels.triton_build import INTERPRETED
 from lm.model.scan import ssd_scan as plain_scan
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
 from tests.oracles import sequential_ssd
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +73,8 @@ def exact(tensors, keep=None, scan=plain_scan):
 @pytest.mark.parametrize(
     "b, length, h, p, g, n",
     [
-        (3, 1, 2, 1, 1, 1), (2, 1, 4, 20, 2, 16), (2, 7, 4, 64, 2, 16), (2, 16, 2, 3, 1, 8),
-        (2, 17, 2, 5, 1, 64), (2, 32, 2, 64, 2, 1), (1, 33, 4, 20, 2, 8), (2, 64, 2, 16, 1, 64),
-        (1, 70, 2, 33, 1, 16), (1, 70, 2, 70, 2, 64), (1, 40, 1, 128, 1, 128),
+        (3, 1, 2, 1, 1, 1), (2, 7, 4, 64, 2, 16), (2, 17, 2, 5, 1, 64), (2, 32, 2, 64, 2, 1),
+        (1, 33, 4, 20, 2, 8), (1, 70, 2, 33, 1, 16), (1, 40, 1, 128, 1, 128),
     ],
 )  # fmt: skip
 def test_equals_the_plain_scan_in_value_state_and_every_gradient(b, length, h, p, g, n):
@@ -242,46 +241,16 @@ def test_a_short_window_takes_one_launch_each_way(monkeypatch):
 def test_what_does_not_fit_is_refused():
     t = inputs(2, 4, 4, 5, 2, 3)
     for name in t:
-        with pytest.raises(TypeError, match=rf"^{name} is torch.float64: only float32"):
+        with pytest.raises(Unsupported, match=rf"^{name} is torch.float64: .*float32"):
             triton_ssd.ssd_scan(**{**t, name: t[name].double()})
     with pytest.raises(ValueError, match=r"^C is \(2, 3, 2, 3\) where \(2, 4, 2, 3\)"):
         triton_ssd.ssd_scan(**{**t, "C": t["C"][:, 1:]})
     with pytest.raises(ValueError, match="a multiple of g"):
         triton_ssd.ssd_scan(**{**t, "B": t["B"].repeat(1, 1, 2, 1)[:, :, :3]})
-    with pytest.raises(ValueError, match=r"n = 129 states: at most 128"):
+    with pytest.raises(Unsupported, match=r"n = 129 states: at most 128"):
         triton_ssd.ssd_scan(**inputs(1, 2, 1, 1, 1, 129))
     with pytest.raises(TypeError, match=r"^dt is on meta"):
         triton_ssd.ssd_scan(**{**t, "dt": t["dt"].to("meta")})
-
-
-def test_why_not(monkeypatch):
-    probe = triton_ssd._probe.__wrapped__
-    with torch.inference_mode(), torch.device("meta"):
-        assert probe() == (True, "")
-    with monkeypatch.context() as m:
-        m.setattr(triton_ssd, "_self_check", lambda device: float("nan"))
-        assert "something else than a loop" in probe()[1]
-    with monkeypatch.context() as m:
-        m.setattr(triton_ssd, "_self_check", lambda device: 1 / 0)
-        assert "ZeroDivisionError" in probe()[1]
-    with monkeypatch.context() as m:
-        m.setattr(triton_ssd, "_interpreted", lambda: False)
-        m.setattr(torch.cuda, "is_available", lambda: False)
-        assert probe() == (False, "there is no CUDA device, and TRITON_INTERPRET=1 was not set")
-        m.setattr(torch.cuda, "is_available", lambda: True)
-        m.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-        assert probe() == (False, "the GPU has compute capability 7.5: 8.0 is needed")
-    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
-    assert triton_ssd.usable() == (False, "FPRNN_NO_KERNELS is set")
-    with pytest.raises(RuntimeError, match="FPRNN_NO_KERNELS is set"):
-        triton_ssd.ssd_scan(**inputs(1, 1, 1, 1, 1, 1))
-
-
-def test_without_triton_it_says_so():
-    code = "import sys; sys.modules['triton'] = None; from lm.kernels import triton_ssd as k;"
-    command = [sys.executable, "-c", code + "print(k.usable())"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
-    assert done.stdout.strip() == "(False, 'triton cannot be imported')", done.stderr
 
 
 ELEMENTS = ("x", "B", "C", "v", "w", "dx", "ddt", "dt", "h0", "first")
@@ -321,21 +290,21 @@ def test_every_kernel_compiles_for_gpus():
     cases = [
         compile_case("_carry", "bfloat16", 2048, REVERSE=False),
         compile_case("_carry", "float32", 2048, REVERSE=True, first=None),
+        compile_case("_states", "bfloat16", 2048, REVERSE=False),
+        compile_case("_states", "float32", 2048, REVERSE=True),
+        compile_case("_output", "bfloat16", 2048, final=None),
+        compile_case("_output", "float32", 16),
         compile_case("_output", "bfloat16", 1, states=None, keep=False),
+        compile_case("_backward", "bfloat16", 2048, dh0=None),
+        compile_case("_backward", "float32", 16),
         compile_case("_backward", "bfloat16", 1, keep=False, **absent),
     ]
-    for dtype in ("bfloat16", "float32"):
-        cases += [
-            compile_case("_states", dtype, 2048, REVERSE=dtype == "float32"),
-            compile_case("_output", dtype, 2048, final=None),
-            compile_case("_output", dtype, 16),
-            compile_case("_backward", dtype, 2048, dh0=None),
-            compile_case("_backward", dtype, 16),
-        ]
     kernels = {
         name
         for name, made in vars(triton_ssd).items()
-        if hasattr(made, "arg_names") and not _is_helper(made)
+        if hasattr(made, "arg_names")
+        and made.fn.__module__ == triton_ssd.__name__
+        and not _is_helper(made)
     }
     assert {case["kernel"] for case in cases} == kernels
     assert compile_for_gpus("lm.kernels.triton_ssd", cases) == {}

@@ -2,10 +2,9 @@
 and each gradient by name. Interpreted where there is no GPU."""
 
 import ast
-import importlib.util
 import inspect
 import math
-import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from torch.func import functional_call
 
 pytest.importorskip("triton")
 
-from lm.kernels import triton_conv, triton_step
+from lm.kernels import Unsupported, triton_conv, triton_step
+from lm.kernels.triton_build import INTERPRETED
 from lm.kernels.triton_conv import short_conv
 from lm.kernels.triton_step import damp, finish, finish_residual, mix, normalise
 from lm.model.blocks import RMSNorm
@@ -23,7 +23,7 @@ from lm.model.scan import causal_conv
 from lm.model.solver import token_residual
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 TOL = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 BF16 = torch.bfloat16
 
@@ -31,9 +31,10 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is full of NaN throughout this file."""
-    works, reason = triton_step.usable()
-    if not works:
-        pytest.skip(reason)
+    for module in (triton_step, triton_conv):
+        works, reason = module.usable()
+        if not works:
+            pytest.skip(reason)
     with poisoned_memory():
         yield
 
@@ -88,7 +89,7 @@ def plain_mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, ac
     mixer = Reflections(x.shape[-1], 1, rank, None, act, eps, scale, sequential)
     gates = gates_x if gates_y is None else gates_x + gates_y
     vectors = vectors_x if vectors_y is None else vectors_x + vectors_y
-    return mixer(torch.cat([gates, vectors], -1), x - y, MixerWeights(None, None)) + y
+    return mixer(torch.cat([vectors, gates], -1), x - y, MixerWeights(None, None)) + y
 
 
 def mix_inputs(b, length, d, rank, both=True, dtype=torch.float32, seed=0):
@@ -395,9 +396,9 @@ def test_short_conv_of_narrow_inputs():
 
 
 def test_float64_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match=r"x is torch.float64.*float32"):
+    with pytest.raises(Unsupported, match=r"x is torch.float64.*float32"):
         finish(**finish_inputs(1, 2, 5) | {"x": Random()(1, 2, 5).double()}, eps=1e-5, kind="rms")
-    with pytest.raises(TypeError, match=r"v_x is torch.float64"):
+    with pytest.raises(Unsupported, match=r"v_x is torch.float64"):
         normalise(Random()(1, 2, 5).double(), None, 1, 1e-5)
 
 
@@ -434,21 +435,6 @@ def test_in_inference_mode():
         y = damp(y, g, torch.ones(1, device=DEVICE), residual > 0)
         assert torch.equal(y, g) and normalise(y, None, 1, 1e-5).isfinite().all()
         assert short_conv(y, torch.ones(5, 1, 4, device=DEVICE), None).isfinite().all()
-
-
-def test_usable_says_no_when_told_to(monkeypatch):
-    monkeypatch.setenv("FPRNN_NO_KERNELS", "1")
-    assert triton_step.usable() == (False, "FPRNN_NO_KERNELS is set")
-
-
-def test_without_triton_the_files_say_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)  # cannot be imported
-    for module in (triton_conv, triton_step):
-        spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
-        fresh = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, module.__name__, fresh)
-        spec.loader.exec_module(fresh)
-        assert fresh.usable() == (False, "triton is not installed")
 
 
 def everything(b, length, d, rank, n, dtype):
@@ -513,7 +499,7 @@ def kernels(*modules):
     """The jitted functions of modules that no other calls (those come with their callers)."""
     nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("jit")]
+    jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("triton.jit")]
     calls = [n for f in jitted for n in ast.walk(f) if isinstance(n, ast.Call)]
     return {f.name for f in jitted} - {ast.unparse(call.func) for call in calls}
 
@@ -526,14 +512,15 @@ def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
             **{k: None if t is None else t.requires_grad_() for k, t in inputs.items()}
         ).sum().backward()
 
-    for ours, _, inputs, _ in everything(1, 65, 1536, 2, 16, BF16):
+    # Each in both dtypes: it takes seconds.
+    for ours, _, inputs, _ in islice(everything(1, 65, 1536, 2, 16, BF16), 0, None, 2):
         with_gradients(ours, inputs)
-    # What may be left out, left out; and the widest.
-    options = {"scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": True}
-    mix(**mix_inputs(1, 3, 4096, 8, both=False), **options, rank=8)
-    inputs, options["rank"] = mix_inputs(1, 3, 48, 1, both=False), 1
+    # In fp32 what may be left out is, or is the widest.
+    options = {"rank": 1, "scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": False}
+    inputs = mix_inputs(1, 3, 48, 1, both=False)
     with_gradients(lambda x, **t: mix(x=x, **inputs, **options), {"x": inputs.pop("x")})
     with_gradients(lambda v_x: normalise(v_x, None, 3, 1e-5), {"v_x": Random()(1, 3, 15)})
+    with_gradients(short_conv, conv_inputs(1, 7, 48, bias=False))
     o = {"eps": 1e-5, "kind": "layer"}
     inputs = finish_inputs(1, 3, 4096, gate=False)
     with_gradients(lambda **t: finish(**t, **o), inputs)

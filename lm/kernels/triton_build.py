@@ -1,0 +1,187 @@
+"""What the Triton kernels share: whether they run here, checks, launches, and rows of tokens.
+
+They run on CUDA tensors; on CPU tensors, slowly, where TRITON_INTERPRET=1 was set when this file
+was imported. All is computed in fp32 whatever is read.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+
+from lm.kernels import Unsupported
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_COLUMNS = 65536  # of a token that one program holds: 128 a thread
+MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
+
+
+def usable(self_check, kernels="the Triton kernels") -> tuple[bool, str]:
+    """Whether kernels run here, and if not, why not, in a sentence.
+
+    Args:
+        self_check: called once, with the device, whatever mode the first caller is in; makes a
+        small problem, which compiles the kernels (seconds; then they come from Triton's cache), and
+        says how far they are from plain PyTorch: the `deviation`.
+        kernels: what to call them.
+    """
+    wrong = _what_is_wrong(self_check, kernels)
+    return not wrong, wrong
+
+
+@functools.cache
+def _what_is_wrong(self_check, kernels) -> str:
+    if not INTERPRETED:
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 0):
+            found = ".".join(map(str, capability))
+            return f"the GPU has compute capability {found}, {kernels} need 8.0"
+    device = "cpu" if INTERPRETED else "cuda"
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.device(device):
+            error = self_check(device)
+    except Exception as wrong:  # whatever Triton, its compiler or the driver raise
+        return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
+    if not error < 1:
+        return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
+    return ""
+
+
+def deviation(ours, theirs, allowed) -> float:
+    """The largest difference between two lists of tensors, each relative to its largest entry, as a
+    multiple of what is allowed; NaN if there is one."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, theirs)]
+    errors = [(a - b).abs().max() / b.abs().max().clamp_min(1e-3) for a, b in pairs]
+    return torch.stack(errors).max().item() / allowed
+
+
+def check(**tensors):
+    """Check name=(tensor, shape); tensors that are None are left out.
+
+    Raises:
+        ValueError: a shape is wrong. TypeError: they are not all on one device that the kernels run
+        on. Unsupported: a dtype is not among DTYPES.
+    """
+    device = None
+    for name, (t, shape) in tensors.items():
+        if t is None:
+            continue
+        device = device or t.device
+        if t.dtype not in DTYPES:
+            raise Unsupported(f"{name} is {t.dtype}: Triton reads float32, bfloat16 and float16")
+        if t.shape != tuple(shape):
+            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
+        if t.device != device or not (t.is_cuda or INTERPRETED):
+            raise TypeError(f"{name} is on {t.device}: all must be on one GPU, as {device} is")
+
+
+def check_keep(keep, x):
+    """Check keep (b,l), of any dtype, or None, for an x of (b,l,…). Errors: as in `check`."""
+    if keep is not None:
+        if keep.shape != x.shape[:2]:
+            raise ValueError(f"keep is {tuple(keep.shape)} where {tuple(x.shape[:2])} is expected")
+        if keep.device != x.device:
+            raise TypeError(f"keep is on {keep.device} and x on {x.device}")
+
+
+def launch(kernel, programs, *args, **constants):
+    """Run a kernel on the device of its tensors, unless there is nothing to do.
+
+    Raises:
+        Unsupported: it takes more than the GPU has, or more programs than a grid can have.
+    """
+    if 0 in programs:
+        return
+    if max(programs[1:], default=0) > MOST_PROGRAMS:
+        raise Unsupported(f"{programs} programs are more than a grid can have")
+    tensors = (*args, *constants.values())
+    try:
+        with torch.cuda.device_of(next(t for t in tensors if torch.is_tensor(t))):
+            kernel[programs](*args, **constants)
+    except OutOfResources as wrong:
+        raise Unsupported(f"{kernel.__name__} does not fit this GPU: {wrong}") from wrong
+
+
+def needs_grad(*tensors):
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def dense(t):
+    """t, its last dimension contiguous; a copy only where it is not. None stays None."""
+    return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
+
+
+def as_rows(t):
+    """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
+    reach them all. None stays None."""
+    if t is None:
+        return None, 0
+    t = dense(t).flatten(0, -2)
+    return t, t.stride(0)
+
+
+def block_for(width, per_warp=512):
+    """The block of a program for tokens of `width` entries, and its warps.
+
+    A block has 1024 entries or more, so that narrow tokens share one. A warp has per_warp of them
+    (512 are 16 a thread), as long as 16 warps suffice; less where a kernel keeps much of each.
+
+    Raises:
+        Unsupported: tokens are wider than MOST_COLUMNS.
+    """
+    columns = triton.next_power_of_2(width)
+    if columns > MOST_COLUMNS:
+        raise Unsupported(f"a token has {width} entries: at most {MOST_COLUMNS} fit")
+    tokens = max(1, 1024 // columns)
+    warps = max(1, min(16, tokens * columns // per_warp))
+    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps}
+
+
+@triton.jit
+def tile(tokens, width, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tokens and columns of this program's block, which tokens there are, and which entries."""
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    col = tl.arange(0, COLUMNS)
+    live = row < tokens
+    return row, col, live, live[:, None] & (col < width)[None, :]
+
+
+@triton.jit
+def load(pointer, row, stride, col, mask):
+    """Rows of a (tokens,k) tensor, in fp32; zero outside the mask. bf16 is widened right here: the
+    interpreter cannot compute with it."""
+    at = pointer + row[:, None] * stride + col[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointer, row, stride, col, mask, value):
+    """Write what `load` would read."""
+    tl.store(pointer + row[:, None] * stride + col[None, :], value, mask=mask)
+
+
+@triton.jit
+def activate(p, ACT: tl.constexpr):
+    if ACT == "silu":
+        p *= tl.sigmoid(p)
+    elif ACT == "relu":
+        p = tl.where(p < 0, 0.0, p)  # tl.maximum would drop a NaN
+    return p
+
+
+@triton.jit
+def activate_grad(p, ACT: tl.constexpr):
+    slope = tl.full(p.shape, 1.0, tl.float32)
+    if ACT == "silu":
+        gate = tl.sigmoid(p)
+        slope = gate * (1.0 + p * (1.0 - gate))
+    elif ACT == "relu":
+        slope = tl.where(p > 0, 1.0, 0.0)
+    return slope
+
+
+INTERPRETED = not isinstance(load, triton.JITFunction)

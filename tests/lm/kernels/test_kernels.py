@@ -1,0 +1,316 @@
+"""The choice of a backend, what is said of it, falling back; and whole models through Triton's
+interpreter equal to plain PyTorch."""
+
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from lm import kernels
+from lm.kernels import BackendError, Unsupported, available, find
+from lm.model import scan
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.kernels import assert_close
+from tests.oracles import scan_inputs
+
+FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+CACHED = ("_load", "_candidates", "_find", "_warn")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """What is found out here is not remembered elsewhere, nor the other way round."""
+    monkeypatch.delenv("FPRNN_KERNELS", raising=False)
+    for name in CACHED:
+        getattr(kernels, name).cache_clear()
+    yield
+    for name in CACHED:
+        getattr(kernels, name).cache_clear()
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """A function (name, …) that puts modules of one's own in the place of some backends."""
+
+    def put(**modules):
+        for backend, operations in modules.items():
+            names = {}
+            for operation, own in operations.items():
+                names[operation] = f"own_{backend}_{operation}"
+                monkeypatch.setitem(sys.modules, f"lm.kernels.{names[operation]}", own)
+            monkeypatch.setitem(kernels.MODULES, backend, names)
+
+    return put
+
+
+def module(why="", **functions):
+    return types.SimpleNamespace(usable=lambda: (not why, why), **functions)
+
+
+def interpreted():
+    """Skip a test unless Triton's kernels run on CPU tensors."""
+    build = pytest.importorskip("lm.kernels.triton_build", exc_type=ImportError)
+    if not build.INTERPRETED:
+        pytest.skip("Triton does not interpret")
+
+
+# Names.
+
+
+def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "cuda")
+    sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
+    for call in (kernels.asked, available, lambda: find("step", FP32)):
+        with pytest.raises(BackendError, match=sentence):
+            call()
+    with pytest.raises(BackendError, match="`cuda`"):
+        scan.selective_scan(**scan_inputs(1, 2, 3, 2))
+
+
+@pytest.mark.parametrize("name", ["", "auto"])
+def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monkeypatch, on_cpu):
+    own = module()
+    on_cpu(cpu={"selective_scan": own, "step": own})
+    monkeypatch.setenv("FPRNN_KERNELS", name)
+    assert find("selective_scan", FP32) is find("selective_scan", FP64) is own
+    assert find("ssd_scan", FP32) is None and find("short_conv", FP32) is None
+    assert find("step", FP32.to("meta")) is None
+
+
+def test_plain_is_none(monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    assert {find(operation, FP32) for operation in kernels.OPERATIONS} == {None}
+    assert available("cpu") == available("cuda") == "plain PyTorch (FPRNN_KERNELS is plain)"
+
+
+def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch, on_cpu):
+    scan_of_cpu, step_of_cpu, scan_of_triton = module(), module(), module()
+    on_cpu(
+        cpu={"selective_scan": scan_of_cpu, "step": step_of_cpu},
+        triton={"selective_scan": scan_of_triton},
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    assert find("selective_scan", FP32) is scan_of_triton
+    assert find("selective_scan", FP64) is scan_of_cpu
+    with torch.no_grad():
+        assert find("step", FP32) is step_of_cpu
+    monkeypatch.setenv("FPRNN_KERNELS", "cpu")
+    assert find("selective_scan", FP32) is scan_of_cpu
+
+
+@pytest.mark.parametrize("name", kernels.MODULES)
+def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, on_cpu):
+    own = module("there is no such thing")
+    on_cpu(**{name: dict.fromkeys(kernels.MODULES[name], own)})
+    monkeypatch.setenv("FPRNN_KERNELS", name)
+    with pytest.raises(BackendError, match=f"`{name}`, .*selective_scan here: there is no such"):
+        find("selective_scan", FP32)  # on whatever device
+    with pytest.raises(BackendError, match=f"cannot be used: {name}: there is no such thing"):
+        available("cpu")
+
+
+def test_without_a_gpu_triton_is_an_error(monkeypatch):
+    build = pytest.importorskip("lm.kernels.triton_build", exc_type=ImportError)
+    monkeypatch.setattr(build, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    build._what_is_wrong.cache_clear()
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    try:
+        for operation in kernels.MODULES["triton"]:
+            with pytest.raises(BackendError, match=f"{operation} here: there is no CUDA device"):
+                find(operation, FP32)
+    finally:
+        build._what_is_wrong.cache_clear()
+
+
+def test_no_gradient_through_the_step_of_the_cpu(on_cpu):
+    own = module()
+    on_cpu(cpu={"selective_scan": own, "step": own})
+    assert find("step", FP32) is None and find("selective_scan", FP32) is own
+    with torch.no_grad():
+        assert find("step", FP32) is own
+
+
+# Sentences.
+
+
+def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
+    works = module()
+    on_cpu(
+        cpu={"selective_scan": works, "step": module("there is no g++ on PATH")},
+        triton=dict.fromkeys(kernels.OPERATIONS, works),
+        mamba_ssm={"selective_scan": module("built without"), "ssd_scan": works},
+    )
+    assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert available("cuda") == (
+        "selective_scan triton, ssd_scan triton or mamba_ssm, step triton, short_conv triton"
+        " (mamba_ssm for selective_scan: built without)"
+    )
+    monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
+    assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm or triton, ")
+
+
+def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    missing = module("there is no CUDA device")
+    on_cpu(
+        triton=dict.fromkeys(kernels.MODULES["triton"], missing),
+        mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
+    )
+    said = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
+    assert available("cuda") == said
+
+
+def test_packages_that_are_missing_or_broken(monkeypatch):
+    load = kernels._load.__wrapped__
+    monkeypatch.delitem(sys.modules, "lm.kernels.triton_scan", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert load("triton", "selective_scan") == (None, "triton is not installed")
+
+    def broken(name):
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    why = "it cannot be imported: ImportError: undefined symbol: _ZN3c10"
+    assert load("triton", "selective_scan") == (None, why)
+
+
+# Falling back.
+
+
+def refusing(*args):
+    raise Unsupported(f"n = {args[2].shape[1]} is too many")
+
+
+def test_what_is_unsupported_is_computed_plainly_with_one_warning(on_cpu):
+    on_cpu(cpu={"selective_scan": module(selective_scan=refusing)})
+    tensors = scan_inputs(1, 4, 3, 2, torch.float32)
+    with pytest.warns(RuntimeWarning) as caught:
+        y, _ = scan.selective_scan(**tensors)
+        scan.selective_scan(**tensors)
+        scan.selective_scan(**scan_inputs(1, 4, 3, 5, torch.float32))
+    assert torch.equal(y, scan.selective_scan_plain(**tensors)[0])
+    assert [str(w.message) for w in caught] == [
+        f"selective_scan is computed in plain PyTorch, which is slower: n = {n} is too many"
+        for n in (2, 5)
+    ]
+
+
+def test_what_the_first_cannot_do_the_second_does_without_a_word(on_cpu, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    on_cpu(
+        triton={"selective_scan": module(selective_scan=refusing)},
+        cpu={"selective_scan": module(selective_scan=lambda *args: "it")},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scan.selective_scan(**scan_inputs(1, 4, 3, 2, torch.float32)) == "it"
+
+
+def test_other_errors_are_not_swallowed(on_cpu):
+    on_cpu(cpu={"selective_scan": module(selective_scan=lambda *args: 1 / 0)})
+    with pytest.raises(ZeroDivisionError):
+        scan.selective_scan(**scan_inputs(1, 4, 3, 2))
+
+
+def test_without_the_package_the_plain_versions_are_used(monkeypatch):
+    monkeypatch.setattr(scan, "_kernels", lambda: None)
+    assert scan.backend("step", FP32) is None and scan.faster("step", "mix", FP32) is None
+    tensors = scan_inputs(1, 4, 3, 2)
+    found, plain = scan.selective_scan(**tensors), scan.selective_scan_plain(**tensors)
+    assert torch.equal(found[0], plain[0])
+
+
+def test_fp64_under_triton_is_computed_by_another(monkeypatch):
+    interpreted()
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    tensors = scan_inputs(2, 5, 4, 3)
+    y, h = scan.selective_scan(**tensors)
+    plain = scan.selective_scan_plain(**tensors)
+    assert y.dtype == h.dtype == torch.float64
+    torch.testing.assert_close((y, h), plain)
+
+
+# Whole models.
+
+MODELS = {
+    "mamba1, gate outside, padded": dict(mixer_rank=2),
+    "mamba1, gate inside, conv, padded": dict(glu_in_loop=True, use_short_conv=True),
+    "mamba1, dplr, dt, conv": dict(mixer="dplr", mixer_rank=2, dt_h_dep=True, use_short_conv=True),
+    "mamba2, gate inside, padded": dict(
+        block="fp_mamba2", mixer_rank=2, ngroups=2, glu_in_loop=True
+    ),
+    "mamba2, gate outside, dplr, conv": dict(
+        block="fp_mamba2", mixer="dplr", mixer_rank=2, use_short_conv=True
+    ),
+}
+
+
+def model_of(**kwargs):
+    """Its iterations contract, and no bias is zero."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=11, d_model=8, n_layer=1, d_state=4, headdim=8, eos_token_id=0)
+    rule = dict(tol=1e-2, max_iters=3, eval_max_iters=3, reset_at_eos=True)
+    model = FPRNNForCausalLM(FPRNNConfig(**{**sizes, **rule, **kwargs}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.add_(0.3 * torch.randn_like(p))
+            if name.endswith(("bc_y_proj.gain", "dt_y_proj.gain")):
+                p.mul_(0.1)
+            if name.endswith("alpha_proj.bias"):
+                p.sub_(3.0)
+    return model
+
+
+def everything(model, padded):
+    """Logits, statistics, all gradients, of a segment that goes on from another; {name: tensor}."""
+    ids = torch.randint(1, 11, (2, 9), generator=torch.Generator().manual_seed(1))
+    ids[0, 3] = ids[1, 5] = ids[1, 6] = 0  # documents end here
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, 7:] = 0
+    with torch.no_grad():
+        state = model(ids[:, :4], return_state=True).state
+    out = model(ids[:, 4:], attention_mask=mask[:, 4:], labels=ids[:, 4:], state=state)
+    model.zero_grad()
+    out.loss.backward()
+    found = {f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}
+    found |= {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    found |= {f"state {i}": t for i, t in enumerate(state.layers[0][:3])}
+    stats = out.fixed_point
+    exact = {name: getattr(stats, name) for name in ("num_iters", "converged", "token_iters")}
+    return {**found, "residual": stats.residual}, exact
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_through_triton_is_the_plain_one(name, monkeypatch):
+    interpreted()
+    runs, used = {}, []
+    compute = kernels.compute
+
+    def noted(operation, function, *args):
+        used.append(function)
+        return compute(operation, function, *args)
+
+    monkeypatch.setattr(kernels, "compute", noted)
+    for backend in ("plain", "triton"):
+        monkeypatch.setenv("FPRNN_KERNELS", backend)
+        used.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            runs[backend] = everything(model_of(**MODELS[name]), "padded" in name)
+    (ours, ours_exact), (plain, plain_exact) = runs["triton"], runs["plain"]
+    assert_close(ours, plain, 2e-4)
+    for key in plain_exact:
+        assert torch.equal(ours_exact[key], plain_exact[key]), key
+    block = MODELS[name].get("block", "fp_mamba1")
+    scanned = {"fp_mamba1": "selective_scan", "fp_mamba2": "ssd_scan"}[block]
+    expected = {"mix", "normalise", "finish", "finish_residual", scanned}
+    assert set(used) == expected | ({"short_conv"} if "conv" in name else set())

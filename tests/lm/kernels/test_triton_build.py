@@ -1,0 +1,115 @@
+"""What the Triton kernels share: when they say that they do not run, and what they refuse."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from lm.kernels import Unsupported, triton_build
+from lm.kernels.triton_build import INTERPRETED, block_for, check, check_keep, dense, launch
+
+FILES = ("triton_conv", "triton_scan", "triton_ssd", "triton_step")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
+    module = pytest.importorskip(f"lm.kernels.{name}")
+    probe = triton_build._what_is_wrong.__wrapped__
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    with torch.inference_mode(), torch.device("meta"):
+        assert probe(module._self_check, "the Triton kernels") == ""
+    assert module.usable() == (True, "")
+
+
+def test_why_not(monkeypatch):
+    monkeypatch.setattr(triton_build, "INTERPRETED", True)
+    said = triton_build.usable(lambda device: float("nan"))
+    assert said == (
+        False,
+        "the Triton kernels compute something else than plain PyTorch: nan × allowed",
+    )
+    assert "2.0e+00 × allowed" in triton_build.usable(lambda device: 2.0)[1]
+    said = triton_build.usable(lambda device: 1 / 0, "mamba-ssm's kernels")
+    assert said == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
+    monkeypatch.setattr(triton_build, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert triton_build.usable(lambda device: 0.0) == (False, "there is no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    why = "the GPU has compute capability 7.5, the Triton kernels need 8.0"
+    assert triton_build.usable(lambda device: 0) == (False, why)
+
+
+def test_a_probe_is_made_once():
+    calls = []
+
+    def self_check(device):
+        calls.append(torch.empty(1).device.type)
+        return 0.0
+
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    assert triton_build.usable(self_check) == triton_build.usable(self_check) == (True, "")
+    assert calls == ["cpu" if INTERPRETED else "cuda"]
+
+
+def test_deviation_is_relative_to_each_tensor_and_keeps_a_nan():
+    ours, theirs = [torch.tensor([100.0, 1.0]), torch.tensor(1.0)], [torch.tensor([100.0, 2.0])]
+    theirs.append(torch.tensor(1.0))
+    assert triton_build.deviation(ours, theirs, 0.1) == pytest.approx(0.1)
+    ours[1] = torch.tensor(torch.nan)
+    assert not triton_build.deviation(ours, theirs, 0.1) < 1e9
+
+
+def test_what_is_refused():
+    device = "cpu" if INTERPRETED else "cuda"
+    t = torch.zeros(2, 3, device=device)
+    check(x=(t, (2, 3)), h0=(None, (7,)))
+    with pytest.raises(Unsupported, match=r"^x is torch.float64: Triton reads float32"):
+        check(x=(t.double(), (2, 3)))
+    with pytest.raises(ValueError, match=r"^B is \(2, 3\) where \(3, 2\) is expected"):
+        check(B=(t, (3, 2)))
+    with pytest.raises(TypeError, match=r"^B is on meta"):
+        check(x=(t, (2, 3)), B=(t.to("meta"), (2, 3)))
+    check_keep(None, t)
+    check_keep(t.bool(), t)
+    with pytest.raises(ValueError, match=r"^keep is \(2,\) where \(2, 3\)"):
+        check_keep(t[:, 0], t)
+    with pytest.raises(TypeError, match=r"^keep is on meta"):
+        check_keep(t.to("meta"), t)
+    with pytest.raises(Unsupported, match="65537 entries: at most 65536"):
+        block_for(65537)
+
+
+def test_launches_that_cannot_be_are_unsupported():
+    def kernel(*args):
+        raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
+
+    x = torch.zeros(1)
+    launch({(0, 3): None}, (0, 3), x)  # nothing to do
+    with pytest.raises(Unsupported, match=r"\(1, 65536\) programs"):
+        launch({}, (1, 65536), x)
+    with pytest.raises(Unsupported, match="does not fit this GPU: out of resource: shared memory"):
+        launch(type("K", (dict,), {"__name__": "k"})({(1,): kernel}), (1,), x)
+
+
+def test_rows_are_copied_only_where_they_must_be():
+    t = torch.zeros(2, 5, 20)
+    for part in (t, t[..., 4:9], t[:, :, :1], None):
+        assert dense(part) is part
+    assert dense(t[..., ::2]).is_contiguous()
+    rows, stride = triton_build.as_rows(t[..., 4:9])
+    assert rows.shape == (10, 5) and stride == 20 and rows.data_ptr() == t[..., 4:9].data_ptr()
+    assert triton_build.as_rows(None) == (None, 0)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_takes_what_is_shared_from_here(name):
+    source = inspect.getsource(pytest.importorskip(f"lm.kernels.{name}"))
+    assert not re.search(r"is_available|get_device_capability|os\.environ|functools", source)
