@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test lint golden clean
+.PHONY: demo test lint golden gpu-check clean
 
 demo: .venv/ready
 	PY=$(BIN)/python bash launch/demo.sh
@@ -18,6 +18,11 @@ lint: .venv/ready
 
 golden: .venv/ready
 	$(BIN)/python -m tests.golden $(or $(DIR),tests/golden)
+
+# On a machine with a GPU: $(PYTHON) as it is, no network, under 10 minutes, results in OUT.
+OUT ?= build/gpu-check
+gpu-check:
+	@$(PYTHON) benchmarks/gpu_check.py --out $(OUT) $(ARGS)
 
 # torch comes first and alone: whatever depends on it then finds the build that is there.
 .venv/ready: pyproject.toml constraints.txt
