@@ -1,42 +1,48 @@
-"""Greedy decoding with the cache against without, and transformers' Mamba beside it, in one run.
+"""Greedy decoding at batch 1 and 32: with the cache and without, plain, the paper's, Mamba.
 
-python benchmarks/decode.py [--block fp_mamba1 --d-model 128 --layers 2 --prompt 64 --new 64]
+python benchmarks/decode.py [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
 
 Random weights: the counts of iterations are those of a model that has learnt nothing. It has
 several fixed points, and all tokens at once find others than one by one, as decoding does;
 `--unique` makes the iteration contract, so that there is one, and then the tokens must agree.
+Rows without a cache solve the whole text again for every token; they make a sixteenth as many. Ours
+solves to 0.01, as in evaluation, the paper's procedure to 0.1.
 """
 
-import argparse
-import json
-import sys
-import time
-from pathlib import Path
+import functools
 
+import contenders
 import torch
-from transformers import MambaConfig, MambaForCausalLM
-from transformers.utils import logging
+from common import (
+    Cost,
+    ceilings,
+    iteration_seconds,
+    ms,
+    parse,
+    parser,
+    ratio,
+    share,
+    shortest,
+    show,
+    thread_counts,
+    title,
+    wanted,
+    write_json,
+)
+from common import numbers as number_list
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import compiled
-
-VOCAB, D_STATE = 1024, 16
+CACHED, UNCACHED, MAMBA = "ours", "ours, without cache", "transformers' Mamba"
 
 
 def models(a):
     """(ours, transformers' Mamba): the same widths, random weights."""
-    ours = FPRNNConfig(
-        vocab_size=VOCAB, d_model=a.d_model, n_layer=a.layers, d_state=D_STATE, block=a.block,
-        schedule=a.schedule, use_short_conv=True,
-        **(dict(contractive=0.3, out_norm_epsilon=1.0) if a.unique else {}),
-    )  # fmt: skip
-    theirs = MambaConfig(
-        vocab_size=VOCAB, hidden_size=a.d_model, num_hidden_layers=a.layers, state_size=D_STATE,
-        eos_token_id=None, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    return FPRNNForCausalLM(ours).eval(), MambaForCausalLM(theirs).eval()
+    unique = dict(contractive=0.3, out_norm_epsilon=1.0) if a.unique else {}
+    made = contenders.ours(a.shape, use_short_conv=True, schedule=a.schedule, **unique)
+    return made.to(a.device).eval(), contenders.their_mamba(a.shape).to(a.device).eval()
+
+
+def autocast(a):
+    return torch.autocast(a.device.type, torch.bfloat16, enabled=a.shape.dtype == "bf16")
 
 
 def agreement(model, text, prompt):
@@ -57,75 +63,105 @@ def agreement(model, text, prompt):
     )
 
 
-def generate(model, prompt, new, use_cache):
-    """Seconds and the new tokens."""
-    began = time.perf_counter()
-    tokens = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False,
-        use_cache=use_cache,
-    )  # fmt: skip
-    return time.perf_counter() - began, tokens[:, prompt.shape[1] :]
+def generate(a, model, prompt, new, use_cache, options=None):
+    """The new tokens. options: of contenders.running, None for a model that does not iterate."""
+
+    def run():
+        with autocast(a):
+            return model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new,
+                do_sample=False, use_cache=use_cache,
+            )[:, prompt.shape[1] :]  # fmt: skip
+
+    if options is None:
+        return run()
+    with contenders.running(model, **options):
+        return run()
 
 
-def measure(a, ours, mamba, batch):
-    """Rows for this batch: the shortest of a.repeats, all variants by turns."""
-    prompt = torch.randint(VOCAB, (batch, a.prompt))
+def bound(a, model, batch, iterations, limits):
+    """The least time of one token of `batch` texts: the iterations, in each of which the scan also
+    reads and writes its state, and once everything else's weights."""
+    s, blocks = a.shape, contenders.blocks(model)
+    state = Cost(bytes=8 * batch * 2 * s.d_model * s.d_state).seconds(limits)
+    once = sum(block.flops_per_token()[0] for block in blocks) + 2 * model.lm_head.weight.numel()
+    size = 2 if s.dtype == "bf16" else 4
+    rest = Cost(bytes=size * once / 2, gemm=batch * once).seconds(limits)
+    return s.layers * iterations * (iteration_seconds(s, batch, limits) + state) + rest
+
+
+def measure(a, ours, mamba, batch, limits):
+    """Rows for this batch, and what `agreement` says."""
+    prompt = torch.randint(a.shape.vocab, (batch, a.prompt)).to(a.device)
+    few, mixed = max(2, a.new // 16), dict(schedule=a.schedule)
     variants = {
-        "FP without cache": (ours, False),
-        "FP with cache": (ours, True),
-        "Mamba with cache": (mamba, True),
+        CACHED: (ours, a.new, True, mixed),
+        "ours, plain": (ours, a.new, True, dict(mixed, kernel="plain")),
+        UNCACHED: (ours, few, False, mixed),
+        "paper's procedure": (ours, few, False, dict(stopping="paper", scan="plain")),
+        MAMBA: (mamba, a.new, True, None),
     }
-    seconds = dict.fromkeys(variants, float("inf"))
-    for model, use_cache in variants.values():
-        generate(model, prompt, 2, use_cache)  # not counted
-    for _ in range(a.repeats):
-        for name, (model, use_cache) in variants.items():
-            took, tokens = generate(model, prompt, a.new, use_cache)
-            seconds[name] = min(seconds[name], took)
-    base = seconds["FP without cache"]
-    agree = agreement(ours, torch.cat([prompt, tokens], 1), a.prompt)
-    print(
-        "batch {}; iterations per token: {iterations_at_once:.1f} of a text at once,"
-        " {iterations_decoding:.1f} decoding it; most likely tokens the same in {same_tokens:.1%},"
-        " largest difference {difference:.1e} of the logits' spread".format(batch, **agree)
-    )
+    variants = wanted(a, variants)
+    functions = {
+        name: functools.partial(generate, a, model, prompt, new, use_cache, options)
+        for name, (model, new, use_cache, options) in variants.items()
+    }
+    seconds, tokens = shortest(functions, a, most=40.0)
+    agree = {}
+    if CACHED in tokens:
+        with contenders.running(ours, **mixed), autocast(a):
+            agree = agreement(ours, torch.cat([prompt, tokens[CACHED]], 1), a.prompt)
     rows = []
-    for name, s in seconds.items():
-        rate = batch * a.new / s
-        print(f"  {name:<18} {s:8.2f} s {rate:10.1f} tokens/s   {base / s:6.1f}×")
-        rows.append(
-            dict(batch=batch, name=name, seconds=s, tokens_per_second=rate)
-            | dict(times_without_cache=base / s, **agree)
-        )
-    return rows
+    for name, (_, new, *_) in variants.items():
+        taken = seconds[name] and seconds[name] / new
+        row = dict(batch=batch, name=name, seconds_per_token=taken, new=new)
+        row["tokens_per_second"] = taken and batch / taken
+        if name == CACHED and agree:
+            row |= agree | dict(
+                bound=bound(a, ours, batch, agree["iterations_decoding"], limits)
+            )  # fmt: skip
+        rows.append(row)
+    return rows, agree
 
 
 @torch.no_grad()
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--block", default="fp_mamba1")
+    p = parser(__doc__, repeats=3)
     p.add_argument("--schedule", default="mixed", help="of the model (default: the config's)")
     p.add_argument("--unique", action="store_true", help="a model with one fixed point")
-    for name, default in [
-        ("d-model", 128), ("layers", 2), ("prompt", 64), ("new", 64), ("threads", 1),
-        ("repeats", 1),
-    ]:  # fmt: skip
-        p.add_argument(f"--{name}", type=int, default=default)
-    p.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    p.add_argument("--json", help="also write the numbers here")
-    a = p.parse_args()
-    torch.set_num_threads(a.threads)
-    torch.manual_seed(0)
-    logging.set_verbosity_error()
-    ours, mamba = models(a)
-    kernel = "compiled scan" if compiled("cpu") else "no compiled scan"
-    print(
-        f"{a.block}, d_model {a.d_model}, {a.layers} layers, prompt {a.prompt}, {a.new} new tokens,"
-        f" {a.threads} thread(s), {kernel}; the shortest of {a.repeats}"
-    )
-    rows = [row for batch in a.batch for row in measure(a, ours, mamba, batch)]
-    if a.json:
-        Path(a.json).write_text(json.dumps({"arguments": vars(a), "rows": rows}, indent=1))
+    p.add_argument("--prompt", type=int, default=64)
+    p.add_argument("--new", type=int, default=64)
+    p.add_argument("--batches", type=number_list, default=[1, 32])
+    a = parse(p)
+    everything, measured, (ours, mamba) = [], {}, models(a)
+    for count, threads in thread_counts(a):
+        limits = ceilings(a)
+        measured[count] = limits._asdict()
+        print(f"{title(a, limits, threads)}\nprompt {a.prompt}, {a.new} new tokens")
+        for batch in a.batches:
+            rows, agree = measure(a, ours, mamba, batch, limits)
+            everything += [dict(row, threads=count) for row in rows]
+            base = {row["name"]: row["seconds_per_token"] for row in rows}
+            cells = [
+                {
+                    f"batch {batch}": row["name"],
+                    "tokens/s": f"{row['tokens_per_second'] or 0:,.1f}",
+                    "ms a token": ms(row["seconds_per_token"]),
+                    "vs without cache": ratio(base.get(UNCACHED), row["seconds_per_token"]),
+                    "vs Mamba": ratio(base.get(MAMBA), row["seconds_per_token"]),
+                    "of bound": share(row["bound"], row["seconds_per_token"])
+                    if "bound" in row
+                    else "–",
+                }
+                for row in rows
+            ]
+            words = (
+                "iterations per token: {iterations_at_once:.1f} of a text at once,"
+                " {iterations_decoding:.1f} decoding it; most likely tokens the same in"
+                " {same_tokens:.1%}, largest difference {difference:.1e} of the logits' spread"
+            )
+            show(words.format(**agree) if agree else "", cells)
+    write_json(a, everything, ceilings=measured)
 
 
 if __name__ == "__main__":

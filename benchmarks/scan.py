@@ -1,104 +1,154 @@
-"""Selective scan on a CPU: a loop over time, the plain chunked scan and the compiled one, one run.
+"""The selective scan: a loop over time, plain, our fastest kernel, and peers that are present.
 
-python benchmarks/scan.py [--threads 1 2 --repeats 15 --json FILE]
+python benchmarks/scan.py [--shape small --threads 1,2 --json FILE]
 
-Times are the shortest of the repeats, taken in turn: other jobs on the machine only add to them.
+`decays shared` is the plain scan given the decays, as the iterations of one solve share them.
+`bound` is the least time that the machine needs (common.py), for the forward alone.
 """
 
-import argparse
 import functools
-import json
-import sys
-import time
-from pathlib import Path
 
+import contenders
 import torch
+from common import (
+    ceilings,
+    ms,
+    parse,
+    parser,
+    ratio,
+    scan_cost,
+    share,
+    shortest,
+    show,
+    thread_counts,
+    title,
+    wanted,
+    write_json,
+)
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lm.kernels import cpu
-from lm.model.scan import chunk_decays
-from lm.model.scan import selective_scan_plain as selective_scan
+from lm import kernels
+from lm.model.scan import chunk_decays, selective_scan_plain
 from tests.oracles import scan_inputs, sequential_scan
 
-SIZES = [(8, 256, 256, 16), (128, 16, 128, 16)]  # b, l, d, n
-LOOP = "loop over time"
+LOOP, PLAIN, SHARED = "loop over time", "plain", "plain, decays shared"
+PARTS = "forward", "with backward"
 
 
-def shortest(functions, repeats):
-    """{name: seconds}, the functions called in turn."""
-    times = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, fn in functions.items():
-            began = time.perf_counter()
-            fn()
-            if repeat:  # the first warms up
-                times[name].append(time.perf_counter() - began)
-    return {name: min(seconds) for name, seconds in times.items()}
+def mamba_ssm_scan():
+    """mamba-ssm's own function under our signature, None where it cannot run."""
+    try:
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+    except ImportError:
+        return None
+
+    def scan(x, dt, A, B, C):
+        x, dt, B, C = (t.transpose(1, 2) for t in (x, dt, B, C))
+        return (selective_scan_fn(x, dt, A, B, C).transpose(1, 2),)
+
+    return scan
 
 
-def versions(size):
-    """{part: {name: function}}, and {name: largest difference from the loop}, relative to y."""
+def transformers_scan():
+    """The scan of transformers' Mamba without mamba-ssm, None where it is no function."""
+    from transformers.models.mamba import modeling_mamba
+
+    slow = getattr(modeling_mamba, "mamba_selective_scan", None)
+    if slow is None or contenders.present("mamba_ssm"):
+        return None
+
+    def scan(x, dt, A, B, C):
+        return (slow(*(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C)))
+                .transpose(1, 2),)  # fmt: skip
+
+    return scan
+
+
+def versions(a):
+    """{(part, name): function}, and {name: largest difference from the loop}, relative to y."""
+    s = a.shape
+    size = s.batch, s.length, 2 * s.d_model, s.d_state
     tensors = scan_inputs(*size, torch.float32)
     del tensors["h0"]
-    inputs = [t.requires_grad_() for t in tensors.values()]
+    inputs = [t.to(a.device).requires_grad_() for t in tensors.values()]
+    x, dt, A, B, C = inputs
+    like_the_model = A.detach().t().contiguous().t().requires_grad_()
     with torch.no_grad():
-        decays = chunk_decays(*inputs[1:3])
-    shared = "plain, shared decays"
-    scans = {LOOP: sequential_scan, "plain": selective_scan}
-    scans[shared] = lambda *a: selective_scan(*a, decays=decays)
-    works, reason = cpu.usable()
-    if works:
-        scans["compiled"] = cpu.selective_scan
-    else:
-        print(f"without the compiled scan: {reason}")
+        decays = chunk_decays(dt, A)
+    scans = {LOOP: sequential_scan, PLAIN: selective_scan_plain}
+    if decays is not None:
+        scans[SHARED] = lambda *args: selective_scan_plain(*args, decays=decays)
+    for backend in kernels.MODULES:
+        with contenders.kernels(backend):
+            try:
+                found = kernels.find("selective_scan", x)
+            except kernels.BackendError as why:
+                print(f"without {backend}: {why}")
+                continue
+        scans[f"kernel {backend}"] = found.selective_scan
+    for name, scan in ("mamba-ssm's", mamba_ssm_scan()), ("transformers'", transformers_scan()):
+        if scan is not None and (a.device.type == "cuda" or name != "mamba-ssm's"):
+            scans[name] = scan
+    if a.device.type == "cuda":  # these hold (b,l,d,n), and for the backward many of them
+        room = torch.cuda.mem_get_info()[0] / (4 * s.tokens * 2 * s.d_model * s.d_state)
+        for name in ("transformers'", LOOP):
+            if room < 8 and scans.pop(name, None):
+                print(f"without {name}: it does not fit into the memory")
 
-    def forward(scan):
+    def forward(scan, A=A):
         with torch.no_grad():
-            return scan(*inputs)[0]
+            return scan(x, dt, A, B, C)[0]
 
     def both(scan):
-        torch.autograd.grad(scan(*inputs)[0].sum(), inputs)
+        ours = x, dt, like_the_model, B, C
+        torch.autograd.grad(scan(*ours)[0].sum(), ours)
 
-    y = forward(sequential_scan)
+    y = forward(selective_scan_plain)
     errors = {
         name: ((forward(scan) - y).abs().max() / y.abs().max()).item()
         for name, scan in scans.items()
     }
-    parts = {
-        part: {name: functools.partial(run, scan) for name, scan in scans.items()}
-        for part, run in (("forward", forward), ("with backward", both))
+    functions = {
+        (part, name): functools.partial(run, scan)
+        for part, run in zip(PARTS, (functools.partial(forward, A=like_the_model), both))
+        for name, scan in scans.items()
     }
-    del parts["with backward"][shared]  # the backward makes its own decays
-    return parts, errors
+    functions.pop((PARTS[1], SHARED), None)  # the backward makes its own decays
+    return functions, errors
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--threads", type=int, nargs="+", default=[1])
-    p.add_argument("--repeats", type=int, default=15)
-    p.add_argument("--json", help="also write the numbers here")
-    a = p.parse_args()
-    rows = []
-    for threads in a.threads:
-        torch.set_num_threads(threads)
-        for size in SIZES:
-            parts, errors = versions(size)
-            largest = max(errors.values())
-            print(f"(b, l, d, n) = {size}, {threads} thread(s); largest difference {largest:.1e}")
-            for part, functions in parts.items():
-                found = shortest(functions, a.repeats)
-                for name, seconds in found.items():
-                    loop, plain = (found[base] / seconds for base in (LOOP, "plain"))
-                    print(
-                        f"  {part + ', ' + name:<32} {seconds * 1e3:9.3f} ms  {loop:6.1f}× the loop"
-                        f"  {plain:6.1f}× plain"
-                    )
-                    rows.append(
-                        dict(size=size, threads=threads, part=part, name=name, seconds=seconds)
-                        | dict(times_loop=loop, times_plain=plain, error=errors[name])
-                    )
-    if a.json:
-        Path(a.json).write_text(json.dumps({"arguments": vars(a), "rows": rows}, indent=1))
+    a = parse(parser(__doc__))
+    everything, measured = [], {}
+    for count, threads in thread_counts(a):
+        limits = ceilings(a)
+        measured[count] = limits._asdict()
+        functions, errors = versions(a)
+        named = {", ".join(key): fn for key, fn in functions.items()}
+        seconds, _ = shortest(wanted(a, named), a)
+        s = a.shape
+        bound = scan_cost(s.tokens, 2 * s.d_model, s.d_state).seconds(limits)
+        rows = []
+        for part, name in functions:
+            taken = seconds.get(f"{part}, {name}")
+            if taken is not None:
+                row = dict(part=part, name=name, seconds=taken, error=errors[name])
+                row |= {
+                    f"times_{base}": seconds.get(f"{part}, {key}", taken) / taken
+                    for base, key in (("loop", LOOP), ("plain", PLAIN))
+                }
+                rows.append(row | dict(bound=bound if part == PARTS[0] else None))
+        everything += [dict(row, threads=count) for row in rows]
+        cells = [
+            {
+                "": f"{row['part']}, {row['name']}", "ms": ms(row["seconds"]),
+                "vs loop": ratio(row["times_loop"], 1), "vs plain": ratio(row["times_plain"], 1),
+                "of bound": share(row["bound"], row["seconds"]) if row["bound"] else "–",
+                "error": f"{row['error']:.0e}",
+            }
+            for row in rows
+        ]  # fmt: skip
+        show(title(a, limits, threads), cells)
+    write_json(a, everything, ceilings=measured)
 
 
 if __name__ == "__main__":

@@ -281,6 +281,8 @@ def solve_causal(f, rule, width, adapt=False, delay=None):
         NonFiniteError: the iterate became NaN or infinite.
     """
     b, length, d = f.shape
+    if length == 1 and b <= f.spare:
+        return _solve_token(f, rule, delay)
     like, ints = {"device": f.device, "dtype": f.dtype}, {"device": f.device, "dtype": torch.long}
     size = b * length + 1  # one more: what lies beyond a sequence's end is written there
     y, f_y = torch.zeros(2, size, d, **like)
@@ -326,6 +328,46 @@ def solve_causal(f, rule, width, adapt=False, delay=None):
         rows = rows if waiting is None else waiting.join(rows)
     y, f_y, residual, iters = (t[:-1].unflatten(0, (b, length)) for t in tokens)
     return Solution(y, _stats(residual, rule, num_iters, work / length, iters), f_y, h_end)
+
+
+def _solve_token(f, rule, delay):
+    """`solve_causal` of one token a sequence, as in decoding: nothing to place, and sequences so
+    few that those which have finished may stay."""
+    b, _, d = f.shape
+    y = torch.zeros(b, 1, d, device=f.device, dtype=f.dtype)
+    counts = torch.ones(b, device=f.device, dtype=torch.long)
+    position = torch.zeros_like(counts).unsqueeze(1)
+    rows = torch.arange(b, device=f.device)
+    window = f.place(rows, position, position == 0, f.y_before, f.h_before)
+    step, lowest = y.new_full((b,), rule.stepsize), y.new_full((b,), torch.inf)
+    iters = waited = torch.zeros_like(counts)
+    frozen, ran, flags = iters > 0, 0, _Flags(f.device, delay)
+    while True:
+        g, residual, carry = f.step(window, y)
+        ran += 1
+        found = residual.squeeze(1)
+        bad = ~(frozen | (found < torch.inf))
+        iters = iters + ~frozen
+        done = (found < rule.tol) | (iters >= rule.max_iters) | (step < rule.min_stepsize)
+        frozen = frozen | done
+        state = y, g, residual, carry, iters, ran, bad
+        y = torch.lerp(y, g, (step * ~frozen)[:, None, None])
+        waited = torch.where(found < lowest, 0, waited + 1)
+        stale = waited >= rule.patience
+        lowest, waited = torch.minimum(lowest, found), waited.masked_fill(stale, 0)
+        step = torch.where(stale, step * rule.stepsize_decay, step)
+        due = flags.exchange(state, frozen.all(), bad.any())
+        if due is None:
+            continue
+        (finished, any_bad), state = due
+        if any_bad:
+            raise _not_finite(state[5], state[6].nonzero().flatten().tolist())
+        if finished:
+            break
+    y, g, residual, carry, iters, ran, _ = state
+    stats = _stats(residual, rule, iters, torch.full_like(lowest, ran), iters.unsqueeze(1))
+    h = f.advance(window, carry, counts) if f.wants_state else None
+    return Solution(y, stats, g, h)
 
 
 def _iterate(f, window, rows, tokens, valid, rule, adapt, flags):

@@ -196,6 +196,26 @@ def test_flags_read_late_change_nothing(width, adapt):
         assert torch.equal(getattr(late.stats, name), value), name
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("rule", [
+    Rule(tol=1e-9, max_iters=200), Rule(tol=1e-9, max_iters=7),
+    Rule(tol=1e-9, max_iters=10**6, patience=1, stepsize_decay=0.5, min_stepsize=0.9),
+])  # fmt: skip
+def test_one_token_is_solved_as_a_window_of_one(rule, late):
+    a = [0.5, -0.6, 0.0, 0.9, -1.5]
+    window, alone = Linear(a, 1), Linear(a, 1)
+    alone.spare = 5
+    window, alone = (solve_causal(f, rule, 1, delay=n) for f, n in ((window, 0), (alone, late)))
+    assert torch.equal(alone.y, window.y) and torch.equal(alone.f_y, window.f_y)
+    for name, value in window.stats._asdict().items():
+        if name != "work":
+            assert torch.equal(getattr(alone.stats, name), value), name
+    bad = Linear(a, 1)
+    bad.spare, bad.c[3, 0, 1] = 5, torch.nan
+    with pytest.raises(NonFiniteError, match=r"at iteration 1 in sequence\(s\) \[3\]"):
+        solve_causal(bad, rule, 1, delay=late)
+
+
 def test_which_sequences_are_iterated_together():
     assert _turn([4, 4, 4], 0) == ([0, 1, 2], 4)
     assert _turn([16, 4, 1, 4], 0) == ([2], 1)

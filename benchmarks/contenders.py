@@ -1,0 +1,235 @@
+"""What is measured against each other: ours, the paper's procedure, Mamba, and peers if present."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import MambaConfig, MambaForCausalLM
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lm.model.blocks import FPMamba1
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.scan import selective_scan
+from lm.model.solver import FixedPointStats
+from lm.model.state import Sequences
+from tests.oracles import sequential_scan
+
+logging.set_verbosity_error()  # transformers says that Mamba's kernels are missing
+
+
+@contextlib.contextmanager
+def kernels(name):
+    """Under FPRNN_KERNELS=name."""
+    before = os.environ.get("FPRNN_KERNELS", "auto")
+    os.environ["FPRNN_KERNELS"] = name
+    try:
+        yield
+    finally:
+        os.environ["FPRNN_KERNELS"] = before
+
+
+class PaperFPMamba1(FPMamba1):
+    """FP-Mamba-1 as the paper's code iterates it: what depends on x alone (normalised weights, x
+    parts of the mixer, B and C, step sizes, decays) is computed again in every iteration."""
+
+    scan = "plain"  # or "auto", the fastest there is, or "loop", over time
+
+    def _static(self, *inputs):
+        self.inputs = inputs
+        return super()._static(*inputs)
+
+    def _decays(self, dt, A, keep):
+        return None
+
+    def step(self, s, y, with_state=False):
+        x, z, _, _, seqs, tail = self.inputs
+        c = self.config
+        delta, bc_x = self.x_proj(x).split([c.dt_rank, 2 * c.d_state], dim=-1)
+        again = super()._static(x, z, bc_x, delta, seqs, tail)
+        return super().step(again, y, with_state)
+
+    def scan_time(self, s, x, B, C, delta=None):
+        dt, A, keep, _ = s.time
+        B, C = self._normalised(B, C)
+        inputs = x, self._dt_of(s, delta) if dt is None else dt, A, B, C
+        inputs = (*inputs, s.seqs.before("h"), keep)
+        if self.scan == "loop":
+            return sequential_scan(*inputs)
+        with kernels(self.scan):
+            return selective_scan(*inputs)
+
+    def forward(self, u, seqs=Sequences()):  # noqa: B008
+        try:
+            return super().forward(u, seqs)
+        finally:
+            self.inputs = None  # it holds the graph
+
+
+class Mamba1(FPMamba1):
+    """Mamba (Gu & Dao 2023) on our scan, in the place of a fixed-point block."""
+
+    def forward(self, u, seqs=Sequences()):  # noqa: B008
+        c = self.config
+        x, z = self.in_proj(u).chunk(2, dim=-1)
+        x = self._conv(x, seqs, self.conv1d)
+        delta, B, C = self.x_proj(x).split([c.dt_rank, c.d_state, c.d_state], dim=-1)
+        dt = self._dt(delta, seqs)
+        with torch.autocast(u.device.type, enabled=False):
+            o, _ = selective_scan(x, dt, -torch.exp(self.A_log), B, C)
+            o = (o + self.D * x) * F.silu(z.to(o.dtype))
+        zero, no = o.new_zeros(len(u)), torch.zeros(len(u), dtype=torch.bool, device=u.device)
+        per_token = torch.ones(u.shape[:2], dtype=torch.long, device=u.device)
+        stats = FixedPointStats(per_token[:, 0], ~no, no, zero, zero, zero + 1, zero, per_token)
+        return self.out_proj(o.to(self.out_proj.weight.dtype)), stats
+
+
+def blocks(model):
+    return [layer.block for layer in model.backbone.layers]
+
+
+@contextlib.contextmanager
+def running(model, kernel="auto", schedule="parallel", stopping="causal", scan=None):
+    """The model's own weights under another schedule and with other kernels. scan: as the paper's
+    code iterates, on this scan (see PaperFPMamba1)."""
+    c = model.config
+    before = c.schedule, c.stopping
+    c.schedule, c.stopping = schedule, stopping
+    try:
+        for block in blocks(model) if scan else ():
+            block.__class__, block.scan = PaperFPMamba1, scan
+        with kernels("plain" if scan else kernel):
+            yield model
+    finally:
+        c.schedule, c.stopping = before
+        for block in blocks(model) if scan else ():
+            block.__class__ = FPMamba1
+
+
+PAPER = {"stopping": "paper", "schedule": "parallel"}
+
+
+def ours(shape, **options):
+    """FP-Mamba-1 of this shape, seeded."""
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=shape.vocab, d_model=shape.d_model, n_layer=shape.layers, d_state=shape.d_state,
+        mixer="householder", mixer_rank=shape.rank, tol=0.1, **options,
+    )  # fmt: skip
+    return FPRNNForCausalLM(config)
+
+
+def our_mamba(shape):
+    """Mamba of this shape on our scan, in our model."""
+    model = ours(shape, use_short_conv=True, glu_in_loop=True)
+    for block in blocks(model):
+        block.__class__ = Mamba1
+        del block.mixer, block.bc_y_proj, block.out_norm
+    return model
+
+
+def their_mamba(shape):
+    """transformers' Mamba of this shape."""
+    config = MambaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.d_model, num_hidden_layers=shape.layers,
+        state_size=shape.d_state, eos_token_id=None, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return MambaForCausalLM(config)
+
+
+def their_mamba_bytes(shape):
+    """What transformers' Mamba keeps per layer for the backward without mamba-ssm's kernels: six
+    tensors (batch, 2 D, length, N) in fp32, or nearly."""
+    return 6 * 4 * shape.tokens * 2 * shape.d_model * shape.d_state * shape.layers
+
+
+def present(package):
+    return importlib.util.find_spec(package) is not None
+
+
+def peers(shape, device):
+    """{name: model} of the packages that are installed; they run on a GPU alone."""
+    found = {}
+    if device.type != "cuda":
+        return found
+    if present("mamba_ssm"):
+        from mamba_ssm.models.config_mamba import MambaConfig as Config
+        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+        layer = {"layer": "Mamba1", "d_state": shape.d_state}
+        found["mamba-ssm's Mamba"] = WithLoss(
+            MambaLMHeadModel(Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab,
+                                    ssm_cfg=layer))
+        )  # fmt: skip
+    if present("fla"):
+        from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+        config = GatedDeltaNetConfig(
+            hidden_size=shape.d_model, num_hidden_layers=shape.layers, vocab_size=shape.vocab,
+            num_heads=max(1, shape.d_model // 128), head_dim=128,
+        )  # fmt: skip
+        found["flash-linear-attention's gated DeltaNet"] = GatedDeltaNetForCausalLM(config)
+    return found
+
+
+class WithLoss(torch.nn.Module):
+    """A model that returns logits, with the loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels):
+        logits = self.model(input_ids).logits[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return _Output(loss)
+
+
+class _Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Trainer:
+    """A model, its optimizer and a batch: `step()` is one full training step.
+
+    The learning rate is 0: every repeat solves the same problem.
+    """
+
+    def __init__(self, model, shape, device, **options):
+        self.model, self.device, self.options = model.to(device).train(), device, options
+        self.autocast = functools.partial(
+            torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
+        )
+        fused = True if device.type == "cuda" else None  # as lm/engine
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=fused)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator)
+        self.ids = self.ids.to(device)
+
+    def step(self):
+        """Returns ℓ* and evaluations per token (None for a model that does not iterate), the share
+        of tokens that did not converge, and the loss."""
+        with self.autocast():
+            out = self.model(input_ids=self.ids, labels=self.ids, **self.options)
+        out.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        stats = getattr(out, "fixed_point", None)
+        if stats is None:
+            return None, None, None, out.loss.detach(), norm
+        means = (t.double().mean() for t in (stats.num_iters, stats.work, stats.unconverged))
+        return *means, out.loss.detach(), norm
+
+    def resident(self):
+        """Bytes of weights and of the optimizer's state."""
+        states = [t for s in self.optimizer.state.values() for t in s.values()]
+        return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

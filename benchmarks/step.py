@@ -1,0 +1,150 @@
+"""One iteration f(y) of one layer, part by part: plain, our kernels, and the paper's procedure.
+
+python benchmarks/step.py [--shape small --threads 1,2 --json FILE]
+python benchmarks/step.py --shape 160m            # on a GPU
+
+`bound` is the least time that the machine needs for the part, from bytes, FLOPs and exponentials by
+formula (common.py); `of bound` the share of it that our kernels reach. On a CPU what one part
+writes may still be in the cache when the next reads it, as it is for a copy of the same size.
+"""
+
+import functools
+
+import contenders
+import torch
+from common import (
+    ceilings,
+    iteration_costs,
+    iteration_seconds,
+    ms,
+    parse,
+    parser,
+    ratio,
+    share,
+    shortest,
+    show,
+    thread_counts,
+    title,
+    wanted,
+    write_json,
+)
+
+from lm.model.scan import selective_scan
+from lm.model.solver import relative_residual
+from lm.model.state import Sequences
+
+WHOLE = "iteration"
+GRADIENT = "prepare and iteration, with backward"
+
+
+def problem(a):
+    """A layer's block, and a random input u (b,l,d_model) and iterate y (b,l,d) for it."""
+    s = a.shape
+    block = contenders.blocks(contenders.ours(s._replace(layers=1)))[0].to(a.device)
+    u = torch.randn(s.batch, s.length, s.d_model, device=a.device).requires_grad_()
+    y = torch.randn(s.batch, s.length, 2 * s.d_model, device=a.device)
+    return block, u, y
+
+
+def parts(block, s, y, autocast):
+    """{part: function}, each on what those before it have made."""
+    with torch.no_grad(), autocast():
+        x, rest = block._mix(s, y)
+        maps = block._parts(s, y)["mixer"]
+        B, C = block._normalised(rest["B"], rest["C"])
+        dt, A, keep, decays = s.time
+        o, _ = selective_scan(x, dt, A, B, C, None, keep, decays)
+    return {
+        "projection": lambda: block._parts(s, y),
+        "mix": lambda: block.mixer.mix(*maps, s.x, y, s.mixer),
+        "normalise": lambda: block._normalised(rest["B"], rest["C"]),
+        "scan": lambda: selective_scan(x, dt, A, B, C, None, keep, decays),
+        "finish and residual": lambda: block.norm_time(s, o, x, y),
+        WHOLE: lambda: block.step_residual(s, y),
+    }
+
+
+def functions(a):
+    """{(part, version): function}."""
+    block, u, y = problem(a)
+    narrow = a.shape.dtype == "bf16"
+    autocast = functools.partial(
+        torch.autocast, a.device.type, torch.bfloat16, enabled=narrow, cache_enabled=False
+    )
+
+    def no_gradient(kernel, fn):
+        with contenders.kernels(kernel), torch.no_grad(), autocast():
+            return fn()
+
+    def with_gradient(kernel):
+        """What a training step differentiates of a layer, but for the gate and projection."""
+        with contenders.kernels(kernel), autocast():
+            block.step(block.prepare(u), y).sum().backward()
+        block.zero_grad()
+
+    def paper():
+        """The paper's iteration: f, the residual, the damped update."""
+        g = contenders.PaperFPMamba1.step(block, None, y)
+        return relative_residual(y, g), 0.99 * g + 0.01 * y
+
+    found = {}
+    for version in ("plain", "auto"):
+        with contenders.kernels(version), autocast():
+            with torch.no_grad():
+                s = block.prepare(u)
+            for part, fn in parts(block, s, y, autocast).items():
+                found[part, version] = functools.partial(no_gradient, version, fn)
+            found[GRADIENT, version] = functools.partial(with_gradient, version)
+    block.__class__ = contenders.PaperFPMamba1
+    with torch.no_grad(), contenders.kernels("plain"), autocast():
+        block.prepare(u, Sequences())  # keeps its inputs
+    return found, block, functools.partial(no_gradient, "plain", paper)
+
+
+def measure(a, limits, inner):
+    found, block, paper = functions(a)
+    block.__class__ = contenders.FPMamba1
+    names = {f"{part}, {version}": fn for (part, version), fn in found.items()}
+    seconds, _ = shortest(wanted(a, names), a, inner)
+    block.__class__ = contenders.PaperFPMamba1
+    by_paper = shortest({"paper": paper}, a)[0]["paper"]
+    costs = iteration_costs(a.shape, a.shape.tokens)
+    bounds = {part: cost.seconds(limits) for part, cost in costs.items()}
+    bounds[WHOLE] = iteration_seconds(a.shape, a.shape.tokens, limits)
+    rows = []
+    for part in dict.fromkeys(part for part, _ in found):
+        plain, kernels = (seconds.get(f"{part}, {v}") for v in ("plain", "auto"))
+        row = dict(part=part, plain=plain, kernels=kernels, bound=bounds.get(part))
+        row["paper"] = by_paper if part == WHOLE else None
+        row["cost"] = costs[part]._asdict() if part in costs else None
+        rows.append(row)
+    return rows
+
+
+def main():
+    p = parser(__doc__, repeats=25)
+    p.add_argument("--inner", type=int, default=5, help="calls in a row that one time is of")
+    a = parse(p)
+    everything, measured = [], {}
+    for count, threads in thread_counts(a):
+        limits = ceilings(a)
+        measured[count] = limits._asdict()
+        rows = measure(a, limits, a.inner)
+        everything += [dict(row, threads=count) for row in rows]
+        cells = [
+            {
+                "": row["part"], "plain, ms": ms(row["plain"]), "kernels, ms": ms(row["kernels"]),
+                "vs plain": ratio(row["plain"], row["kernels"]),
+                "paper's, ms": ms(row["paper"]) if row["paper"] else "–",
+                "vs paper's": ratio(row["paper"], row["kernels"]),
+                "bound, ms": ms(row["bound"]) if row["bound"] else "–",
+                "of bound": share(row["bound"], row["kernels"]) if row["bound"] else "–",
+            }
+            for row in rows
+        ]  # fmt: skip
+        show(title(a, limits, threads), cells)
+    write_json(a, everything, ceilings=measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""One full training step (forward, backward, clip, AdamW): ours, plain, the paper's, Mamba.
+
+python benchmarks/train.py [--shape small --threads 1,2 --json FILE]
+python benchmarks/train.py --lengths 256,512,1024,2048,4096 --plot FILE   # time against the length
+
+All fixed-point rows have the same weights (seeded, never trained: that decides ℓ*) and the same
+batch. `mixed`, the default schedule, draws one of three widths a step and layer: its row is the
+mean of theirs. `bound` is the least time that the machine needs, from bytes, FLOPs and
+exponentials by formula (common.py) for as many evaluations; `of bound` the share of it reached.
+"""
+
+import functools
+
+import contenders
+import torch
+from common import ceilings as measure_ceilings
+from common import (
+    iteration_seconds,
+    ms,
+    parse,
+    parser,
+    ratio,
+    share,
+    shortest,
+    show,
+    thread_counts,
+    title,
+    wanted,
+    write_json,
+)
+from common import numbers as number_list
+
+MIXED, PARALLEL = "ours, mixed", "ours, parallel"
+PAPER_ROW = "paper's procedure"
+MAMBA = "transformers' Mamba"
+
+
+def widths(length):
+    """Those that `mixed` draws from, by the name of their rows."""
+    narrower = (max(1, length // share) for share in (4, 16))
+    return {PARALLEL: length} | {f"ours, width {w}": w for w in narrower}
+
+
+def trainers(a):
+    """{name: function that makes one step}, and the Trainer of each."""
+    s, device = a.shape, a.device
+    of_ours = contenders.Trainer(contenders.ours(s), s, device, loss_only=True)
+    options = {name: dict(schedule=f"window:{w}") for name, w in widths(s.length).items()}
+    options["ours, plain"] = dict(kernel="plain")
+    options["ours, paper's stopping"] = dict(stopping="paper")
+    options[PAPER_ROW] = dict(stopping="paper", scan="plain")
+    if device.type == "cuda":
+        options[f"{PAPER_ROW}, our scan"] = dict(stopping="paper", scan="auto")
+    else:
+        options[f"{PAPER_ROW}, loop over time"] = dict(stopping="paper", scan="loop")
+
+    def one_step(option):
+        with contenders.running(of_ours.model, **option):
+            return of_ours.step()
+
+    functions = {name: functools.partial(one_step, option) for name, option in options.items()}
+    owners = dict.fromkeys(functions, of_ours)
+    others = {"Mamba on our scan": (contenders.our_mamba, dict(loss_only=True))}
+    fits = device.type == "cpu" or contenders.present("mamba_ssm")
+    if fits or contenders.their_mamba_bytes(s) < torch.cuda.mem_get_info()[0]:
+        others[MAMBA] = contenders.their_mamba, {}
+    else:
+        print(f"without {MAMBA}: on its slow path it would keep more than the GPU's memory")
+    made = {name: (make(s), extra) for name, (make, extra) in wanted(a, others).items()}
+    made |= {name: (model, {}) for name, model in wanted(a, contenders.peers(s, device)).items()}
+    for name, (model, extra) in made.items():
+        owners[name] = contenders.Trainer(model, s, device, **extra)
+        functions[name] = owners[name].step
+    return wanted(a, functions), owners
+
+
+def peak_memory(fn, trainer):
+    """Bytes at the worst moment of a step, other models that lie in memory left out."""
+    torch.cuda.synchronize()
+    at_rest = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - at_rest + trainer.resident()
+
+
+def bound(a, trainer, work, limits):
+    """The least time of a step: `work` evaluations, three for the one that is differentiated, and
+    three times what is computed once; None for a model that does not say."""
+    model, tokens = trainer.model, a.shape.tokens
+    if work is None or not isinstance(contenders.blocks(model)[0], contenders.FPMamba1):
+        return None
+    if isinstance(contenders.blocks(model)[0], contenders.Mamba1):
+        return None
+    once = sum(block.flops_per_token()[0] for block in contenders.blocks(model))
+    head = 2 * model.lm_head.weight.numel()
+    iteration = iteration_seconds(a.shape, tokens, limits) * a.shape.layers
+    return (work + 3) * iteration + 3 * tokens * (once + head) / limits.gemm
+
+
+def measure(a, limits):
+    """Rows for the shape as it is, in the order of printing."""
+    functions, owners = trainers(a)
+    seconds, results = shortest(functions, a)
+    rows = []
+    for name, taken in seconds.items():
+        row = dict(name=name, seconds=taken)
+        if taken is not None:
+            stats = results[name][:4]
+            row |= {
+                key: None if value is None else float(value)
+                for key, value in zip(("num_iters", "work", "unconverged", "loss"), stats)
+            }
+            row["bound"] = bound(a, owners[name], row["work"], limits)
+            if a.device.type == "cuda":
+                row["peak_bytes"] = peak_memory(functions[name], owners[name])
+        rows.append(row)
+    parts = [row for row in rows if row["name"] in widths(a.shape.length)]
+    if len(parts) == 3 and all(row["seconds"] for row in parts):
+        mixed = {"name": MIXED}
+        for key in set(parts[0]) - {"name"}:
+            mixed[key] = sum(row[key] for row in parts) / 3
+        if "peak_bytes" in mixed:
+            mixed["peak_bytes"] = max(row["peak_bytes"] for row in parts)
+        rows.insert(0, mixed)
+    for row in rows:
+        row["tokens_per_second"] = row["seconds"] and a.shape.tokens / row["seconds"]
+    return rows
+
+
+def table(rows):
+    """What `show` prints: ratios above 1 are faster than the row that the column names."""
+    base = {row["name"]: row["seconds"] for row in rows}
+    memory = any("peak_bytes" in row for row in rows)
+    printed = []
+    for row in rows:
+        work, taken = row.get("work"), row["seconds"]
+        cells = {
+            "": row["name"],
+            "ms": ms(taken),
+            "tokens/s": f"{row['tokens_per_second'] or 0:,.0f}",
+            "ℓ*": "–" if work is None else f"{row['num_iters']:.1f}",
+            "evaluations": "–" if work is None else f"{work:.1f}",
+            "vs paper's": ratio(base.get(PAPER_ROW), taken),
+            "vs Mamba": ratio(base.get(MAMBA), taken),
+            "of bound": share(row["bound"], taken) if row.get("bound") else "–",
+        }
+        if memory:
+            peak = row.get("peak_bytes")
+            cells["peak GiB"] = "–" if peak is None else f"{peak / 2**30:.2f}"
+        printed.append(cells)
+    return printed
+
+
+def scaling(a, limits):
+    """Rows for every length, each with its shape's length, and how far from a line they are."""
+    rows, whole = [], a.shape
+    for length in a.lengths:
+        a.shape = whole._replace(length=length)
+        rows += [dict(row, length=length) for row in measure(a, limits)]
+    a.shape = whole
+    return rows
+
+
+def straight(lengths, seconds):
+    """Slope and intercept of the least-squares line, and the largest distance of a point from it,
+    relative."""
+    import numpy as np
+
+    slope, intercept = np.polyfit(lengths, seconds, 1, w=1 / np.asarray(seconds))
+    line = slope * np.asarray(lengths) + intercept
+    return float(slope), float(intercept), float(np.abs(np.asarray(seconds) / line - 1).max())
+
+
+def plot(series, a, path):
+    """series: {name: (lengths, seconds, (slope, intercept, worst))}."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, (lengths, seconds, (slope, intercept, worst)) in series.items():
+        (points,) = axes.plot(lengths, seconds, "o", label=f"{name}: a line within {worst:.0%}")
+        line = [slope * x + intercept for x in lengths]
+        axes.plot(lengths, line, color=points.get_color(), lw=1)
+    axes.set_xlabel("tokens in a sequence")
+    axes.set_ylabel("seconds of a training step")
+    axes.set_title(f"D {a.shape.d_model}, {a.shape.layers} layers, batch {a.shape.batch}")
+    axes.set_ylim(0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    p = parser(__doc__, repeats=8)
+    p.add_argument("--lengths", type=number_list, help="256,512,…: the scaling instead")
+    p.add_argument("--plot", help="draw the scaling here")
+    a = parse(p)
+    if a.lengths and not a.rows:
+        a.rows = (
+            "ours, width|ours, parallel|Mamba on"  # transformers' backward is quadratic on a CPU
+        )
+    everything, measured = [], {}
+    for count, threads in thread_counts(a):
+        limits = measure_ceilings(a)
+        measured[count] = limits._asdict()
+        rows = scaling(a, limits) if a.lengths else measure(a, limits)
+        everything += [dict(row, threads=count) for row in rows]
+        if not a.lengths:
+            show(title(a, limits, threads), table(rows))
+            continue
+        series = {}
+        for name in dict.fromkeys(row["name"] for row in rows):
+            points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
+            points = [point for point in points if point[1] is not None]
+            if not name.startswith("ours, width") and len(points) > 1:
+                series[name] = (*zip(*points), straight(*zip(*points)))
+        cells = [
+            {
+                "length": f"{row['length']:,}", "": row["name"], "ms": ms(row["seconds"]),
+                "µs a token": f"{1e6 / row['tokens_per_second']:.1f}",
+                "evaluations": f"{row['work'] or 1:.1f}",
+                "µs a token and evaluation":
+                    f"{1e6 / row['tokens_per_second'] / (row['work'] or 1):.1f}",
+            }
+            for row in rows if row["seconds"] and row["name"] in series
+        ]  # fmt: skip
+        show(title(a, limits, threads), cells)
+        for name, (*_, (slope, intercept, worst)) in series.items():
+            line = f"{slope * 1e3:.4f} ms a token of length + {intercept * 1e3:.1f} ms"
+            print(f"{name}: {line}; no point is further than {worst:.1%} from it")
+        if a.plot:
+            plot(series, a, a.plot)
+    write_json(a, everything, ceilings=measured)
+
+
+if __name__ == "__main__":
+    main()
