@@ -56,7 +56,7 @@ def main():
     p.add_argument("runs", nargs="+", metavar="RUN")
     p.add_argument("--lengths", default="16,32,64,128")
     p.add_argument("--sequences", type=int, default=500)
-    p.add_argument("--batch-size", type=int, default=100)
+    p.add_argument("--batch-size", type=int, default=500)
     p.add_argument("--tol", default="auto", help="of the causal schedules (default: the model's)")
     p.add_argument("--paper-tol", type=float, default=0.1, help="of the paper's solver")
     p.add_argument("--schedules", default=",".join(SCHEDULES))
@@ -70,6 +70,10 @@ def main():
     for run in a.runs:
         cfg, task, model, _ = load_run(Path(run))
         trained = cfg.model.schedule if cfg.model.stopping == "causal" else "paper"
+        for name in ("agreement_reg", "jacobian_reg"):
+            if value := getattr(cfg.model, name):
+                trained += f", {name} {value:g}"
+        trained += f", ℓmax {cfg.train.max_iters}" if cfg.train.max_iters != "config" else ""
         for length in lengths:
             batch = task.batch(0, "test", 0, a.sequences, (length, length))
             ids, labels, _ = as_tensors(batch, torch.device("cpu"))
