@@ -166,8 +166,10 @@ def shortest(functions, a, inner=1, most=20.0):
             times[name] = []
             if a.now() - began > most:
                 times[name], spent[name] = [a.now() - began], math.inf
+            continue
         except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            pass
+        torch.cuda.empty_cache()  # here: the traceback held what the call had made
     for repeat in range(a.repeats):
         for name, taken in times.items():
             if spent[name] < most or (repeat < 2 and spent[name] < math.inf):

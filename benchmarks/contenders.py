@@ -143,12 +143,6 @@ def their_mamba(shape):
     return MambaForCausalLM(config)
 
 
-def their_mamba_bytes(shape):
-    """What transformers' Mamba keeps per layer for the backward without mamba-ssm's kernels: six
-    tensors (batch, 2 D, length, N) in fp32, or nearly."""
-    return 6 * 4 * shape.tokens * 2 * shape.d_model * shape.d_state * shape.layers
-
-
 def present(package):
     return importlib.util.find_spec(package) is not None
 

@@ -365,6 +365,10 @@ class Contractive(Mixer):
     def weights(self):
         return self.mixer.weights()
 
+    def mix(self, raw_x, raw_y, x, y, weights):
+        mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)
+        return x - self._shrink(added(raw_x, raw_y), weights, x.dtype) * (x - mixed)
+
     def forward(self, raw, v, weights):
         mixed = self.mixer(raw, v, weights)
         return v - self._shrink(raw, weights, v.dtype) * (v - mixed)

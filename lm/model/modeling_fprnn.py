@@ -231,7 +231,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         states.append(hidden)
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
-        fixed_point = FixedPointStats(*(torch.stack(field) for field in zip(*stats)))
+        stats = zip(*stats)  # layers may lie on several devices
+        stats = (torch.stack([t.to(hidden.device) for t in field]) for field in stats)
+        fixed_point = FixedPointStats(*stats)
         if back is not None:
             token_iters = fixed_point.token_iters.take_along_dim(back.unsqueeze(0), 2)
             fixed_point = fixed_point._replace(token_iters=token_iters)

@@ -81,8 +81,9 @@ class _Flags:
         """
         flags, event = torch.stack([flag.to(torch.long) for flag in flags]), None
         if flags.is_cuda:
-            flags, event = flags.to("cpu", non_blocking=True), torch.cuda.Event()
-            event.record()
+            stream, event = torch.cuda.current_stream(flags.device), torch.cuda.Event()
+            flags = flags.to("cpu", non_blocking=True)
+            event.record(stream)
         self.sent.append((flags, event, state))
         if len(self.sent) <= self.delay:
             return None
