@@ -188,7 +188,7 @@ def test_more_iterations_are_more_work(checkpoint, text, tmp_path, loaded):
         assert all(r.keys() == ROW | {"max_iters"} for r in rows)
         work = [r["work"] for r in rows]
         assert work == sorted(set(work)) and work[0] >= 1
-        if name != "auto":  # nothing is evaluated but what may still move
+        if name == "parallel":  # a window has tokens to spare
             assert all(w <= r["max_iters"] for w, r in zip(work, rows))
         assert rows[0]["difference"]["mean"] > rows[-1]["difference"]["mean"]
     assert loaded[0][0].config.eval_max_iters == 1000 and loaded[0][0].config.eval_tol == "auto"
