@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from lm.kernels import Unsupported, triton_conv, triton_step
 from lm.kernels.triton_build import INTERPRETED
 from lm.kernels.triton_conv import short_conv
-from lm.kernels.triton_step import damp, finish, finish_residual, mix, normalise
+from lm.kernels.triton_step import finish, finish_residual, mix, normalise
 from lm.model.blocks import RMSNorm
 from lm.model.mixers import MixerWeights, Reflections, nrm
 from lm.model.scan import causal_conv
@@ -320,25 +320,6 @@ def test_an_infinite_iterate_has_an_infinite_residual():
     assert residual.isinf().tolist() == [[False, True]] and not residual.isnan().any()
 
 
-# damp
-
-
-@pytest.mark.parametrize("length, d", [(1, 5), (7, 1), (7, 48), (3, 1500)])
-def test_damp(length, d):
-    r = Random()
-    y, g, step = r(2, length, d), r.slice(2, length, d), torch.tensor([1.0, 0.9], device=DEVICE)
-    moves = torch.rand(2, length, generator=torch.Generator().manual_seed(3)).to(DEVICE) > 0.5
-    y[0, 0, 0] = torch.nan
-    moves[0, 0], g[1, -1] = False, torch.nan  # what does not move is not touched, NaN or not
-    moves[1, -1] = False
-    s = step[:, None, None]
-    expected = torch.where(moves.unsqueeze(-1), s * g + (1 - s) * y, y)
-    version = y._version
-    assert damp(y, g, step, moves) is y
-    torch.testing.assert_close(y, expected, equal_nan=True)
-    assert y._version > version  # autograd notices the change
-
-
 # short_conv
 
 
@@ -411,9 +392,6 @@ def test_wrong_shapes_and_names_are_refused():
         mix(**inputs | {"gates_x": None, "gates_y": None}, **options | {"rank": 3})
     with pytest.raises(ValueError, match="unknown kind `batch`"):
         finish(**finish_inputs(1, 2, 5), eps=1e-5, kind="batch")
-    with pytest.raises(ValueError, match="must be contiguous"):
-        y = Random().slice(1, 2, 5)
-        damp(y, y, torch.ones(1, device=DEVICE), y[..., 0] > 0)
 
 
 def test_no_tokens():
@@ -432,8 +410,7 @@ def test_in_inference_mode():
         inputs = mix_inputs(1, 3, 5, 2)
         y = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True)
         g, residual = finish_residual(**finish_inputs(1, 3, 5), eps=1e-5, kind="layer", y=y)
-        y = damp(y, g, torch.ones(1, device=DEVICE), residual > 0)
-        assert torch.equal(y, g) and normalise(y, None, 1, 1e-5).isfinite().all()
+        assert residual.isfinite().all() and normalise(g, None, 1, 1e-5).isfinite().all()
         assert short_conv(y, torch.ones(5, 1, 4, device=DEVICE), None).isfinite().all()
 
 
@@ -527,7 +504,6 @@ def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
     inputs = {k: None if t is None else t.detach() for k, t in inputs.items()}
     y = inputs["o"].clone()
     finish_residual(**inputs, **o, y=y)
-    damp(y, inputs["o"], y[:, 0, 0].contiguous(), y[..., 0] > 0)
 
     launched = {case["kernel"] for of_module in cases.values() for case in of_module}
     assert launched == kernels(triton_step, triton_conv)
@@ -541,7 +517,4 @@ def test_at_a_real_shape():
         compare(ours, plain, inputs, tol)
     inputs, y = finish_inputs(4, 2048, 1536, dtype=BF16), Random(1)(4, 2048, 1536)
     g, residual = finish_residual(**inputs, eps=1e-5, kind="layer", y=y)
-    moves = residual > residual.median()
-    expected = torch.where(moves.unsqueeze(-1), 0.9 * g + 0.1 * y, y)
     torch.testing.assert_close(residual, token_residual(y, g))
-    torch.testing.assert_close(damp(y, g, torch.full((4,), 0.9, device=DEVICE), moves), expected)
