@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from lm.model import blocks
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.mixers import nrm
+from lm.model.mixers import added, nrm
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
 from tests.oracles import mixer_matrix
@@ -92,7 +92,13 @@ def test_a_token_moves_what_reads_it_one_later_and_nothing_else(combination, mon
         return original(x, dt, A, B, C, h0, keep, decays)
 
     monkeypatch.setattr(blocks, scan, spy)
-    block.mixer.register_forward_pre_hook(lambda _, args: seen.append({"mixer_h_dep": args[0]}))
+    mix = block.mixer.mix
+
+    def reading(raw_x, raw_y, *args):
+        seen.append({"mixer_h_dep": added(raw_x, raw_y)})
+        return mix(raw_x, raw_y, *args)
+
+    monkeypatch.setattr(block.mixer, "mix", reading)
     s, y = block.prepare(normal(1, 9, 8)), normal(1, 9, 16, seed=2)
     moved = y.clone()
     moved[:, 3] += normal(1, 16, seed=3)
