@@ -48,12 +48,18 @@ class PaperFPMamba1(FPMamba1):
     def _decays(self, dt, A, keep):
         return None
 
-    def step(self, s, y, with_state=False):
+    def _again(self):
+        """Static, computed anew."""
         x, z, _, _, seqs, tail = self.inputs
         c = self.config
         delta, bc_x = self.x_proj(x).split([c.dt_rank, 2 * c.d_state], dim=-1)
-        again = super()._static(x, z, bc_x, delta, seqs, tail)
-        return super().step(again, y, with_state)
+        return super()._static(x, z, bc_x, delta, seqs, tail)
+
+    def step(self, s, y, with_state=False):
+        return super().step(self._again(), y, with_state)
+
+    def step_residual(self, s, y):  # the solve's iteration
+        return super().step_residual(self._again(), y)
 
     def scan_time(self, s, x, B, C, delta=None):
         dt, A, keep, _ = s.time

@@ -90,6 +90,8 @@ class FPMamba(FixedPointBlock):
 class FPMamba1(FPMamba):
     """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan."""
 
+    groups = 1  # of B and C
+
     def __init__(self, config):
         super().__init__(config)
         d, n = config.d_inner, config.d_state
@@ -112,8 +114,6 @@ class FPMamba1(FPMamba):
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         return self._static(x, z, bc_x, delta, seqs, tail)
-
-    groups = 1
 
     def _decays(self, dt, A, keep):
         if backend("selective_scan", dt) is not None:  # it is faster without

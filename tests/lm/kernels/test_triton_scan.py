@@ -16,6 +16,7 @@ from lm.kernels import Unsupported, triton_scan
 from lm.kernels.triton_build import INTERPRETED, dense
 from lm.model.scan import selective_scan_plain
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+from tests.oracles import scan_inputs
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -42,19 +43,7 @@ def chunks_of(monkeypatch):
 
 
 def inputs(b, length, d, n, dtype=torch.float32, device=DEVICE):
-    g = torch.Generator().manual_seed(0)
-
-    def r(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    tensors = {
-        "x": r(b, length, d),
-        "dt": torch.nn.functional.softplus(r(b, length, d)),
-        "A": -torch.exp(r(d, n)),
-        "B": r(b, length, n),
-        "C": r(b, length, n),
-        "h0": r(b, d, n),
-    }
+    tensors = scan_inputs(b, length, d, n)
     return {k: v.to(device, dtype) for k, v in tensors.items()}
 
 
