@@ -14,6 +14,7 @@ from lm.build import missing_kernels
 from lm.checkpoint import CheckpointError, claim, write_json
 from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
+from lm.kernels import available
 from lm.metrics import Writer, fixed_point_metrics
 from synthetic import tasks
 from synthetic.build import build, read_checkpoint
@@ -109,6 +110,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     say(f"task     {_task_line(cfg, task)}")
     size = f"{parameters / 1e6:.3f} M parameters"
     say(f"model    {cfg.model.name}, {size}, on {device} in {precision}")
+    if cfg.model.name == "fprnn":
+        say(f"kernels  {available(device.type)}")
     if streams and not carries:
         say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
     if warning := missing_kernels(cfg):

@@ -31,8 +31,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
-    "", "baselines", "build", "checkpoint", "config", "console", "engine", "metrics", "model",
-    "tasks",
+    "", "baselines", "build", "checkpoint", "config", "console", "engine", "kernels", "metrics",
+    "model", "tasks",
 }  # fmt: skip
 
 
