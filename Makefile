@@ -10,7 +10,7 @@ demo: .venv/ready
 	PY=$(BIN)/python bash launch/demo.sh
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

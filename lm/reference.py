@@ -10,7 +10,8 @@ from pathlib import Path
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
     (r"\.parametrizations\.weight\.original0$", ".gain"),
-    (r"\.parametrizations\.weight\.original1?$", ".weight"),
+    (r"\.parametrizations\.weight\.original1$", ".direction"),
+    (r"\.parametrizations\.weight\.original$", ".weight"),
     (r"\.parametrizations\.weight\.0\.base$", ".base"),
     (r"^backbone\.embedding\.", "backbone.embeddings."),
     (r"^(backbone\.layers\.\d+)\.mixer\.", r"\1.block."),

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fixed_point import FixedPointBlock, Static
-from .mixers import WNLinear, added, unknown
+from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .mixers import added, unknown
 from .scan import (
     SSD_CHUNK,
     backend,
@@ -20,7 +21,7 @@ from .scan import (
 )
 from .solver import Solution, direct_stats, token_residual
 from .state import BlockState, Sequences, shift
-from .step import finish, finish_residual, normalise
+from .step import EndLayerNorm, EndRMSNorm, normalise
 
 
 class FPMamba(FixedPointBlock):
@@ -49,16 +50,20 @@ class FPMamba(FixedPointBlock):
             with torch.autocast(x.device.type, enabled=False):
                 decays = self._decays(dt, A, keep)
         B, C = bc_x.chunk(2, dim=-1)
-        reads = cfg.b_h_dep or cfg.c_h_dep
-        maps = iter(self.bc_y_proj.matrix().split(B.shape[-1]) if reads else ())
-        parts = {"B": (B, next(maps) if cfg.b_h_dep else None)}
-        parts["C"] = (C, next(maps) if cfg.c_h_dep else None)
+        parts = {"B": (B, None), "C": (C, None)}
+        reading = [name for name, reads in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads]
+        if reading:
+            matrix, bias = affine_map(self.bc_y_proj, x)
+            x_parts = torch.cat([parts[name][0] for name in reading], -1)
+            x_parts = x_parts if bias is None else x_parts + bias
+            split = [t.chunk(len(reading), axis) for t, axis in ((x_parts, -1), (matrix, 0))]
+            parts.update(zip(reading, zip(*split)))
         if cfg.dt_h_dep:
-            parts["delta"] = (delta, self.dt_y_proj.matrix())
+            matrix, bias = affine_map(self.dt_y_proj, x)
+            parts["delta"] = (delta if bias is None else delta + bias, matrix)
         *raw, weights = self._projections(x, **parts)
-        weight_z = None if cfg.glu_in_loop else self.z_y_proj.matrix()
         time = (dt, A, keep, decays)
-        return Static(x.to(acc).contiguous(), z, *raw, weight_z, weights, seqs, time, tail)
+        return Static(x.to(acc).contiguous(), z, *raw, weights, seqs, time, tail)
 
     def cut_time(self, time, take, mask):
         dt, A, keep, _ = time
@@ -81,11 +86,6 @@ class FPMamba(FixedPointBlock):
             return [added(*part) for part in parts]
         return [normalise(*part, self.groups, cfg.eps) for part in parts]
 
-    def _finish(self, o, x, D, z, bias, kind, y):
-        norm = self.out_norm
-        end = o, x, D, z, norm.weight, bias, norm.eps, kind
-        return finish(*end) if y is None else finish_residual(*end, y)
-
 
 class FPMamba1(FPMamba):
     """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan."""
@@ -97,13 +97,13 @@ class FPMamba1(FPMamba):
         d, n = config.d_inner, config.d_state
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
-            self.conv1d = nn.Conv1d(d, d, config.d_conv, groups=d, padding=config.d_conv - 1)
+            self.conv1d = ShortConv(d, config.d_conv)
         self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
-        self.dt_proj = nn.Linear(config.dt_rank, d)
+        self.dt_proj = StepSize(config.dt_rank, d)
         self.A_log = nn.Parameter(torch.empty(d, n))
         self.D = nn.Parameter(torch.empty(d))
         self._add_y_projections(n, config.dt_rank)
-        self.out_norm = nn.LayerNorm(d, eps=config.out_norm_epsilon)
+        self.out_norm = EndLayerNorm(d, eps=config.out_norm_epsilon)
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Static."""
@@ -123,9 +123,7 @@ class FPMamba1(FPMamba):
 
     def _dt(self, delta, seqs):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
-        acc = torch.promote_types(delta.dtype, torch.float32)
-        wide = F.linear(delta, self.dt_proj.weight.to(delta.dtype)).to(acc)
-        return seqs.masked(F.softplus(wide + self.dt_proj.bias.to(acc)))
+        return seqs.masked(F.softplus(self.dt_proj(delta)))
 
     def scan_time(self, s, x, B, C, delta=None):
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t. delta: (b,l,dt_rank) where Δ
@@ -138,7 +136,7 @@ class FPMamba1(FPMamba):
     def norm_time(self, s, o, x, y=None):
         """LayerNorm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
         z = s.z if self.config.glu_in_loop else None
-        return self._finish(o, x, self.D, z, self.out_norm.bias, "layer", y)
+        return self.out_norm(o, x, self.D, z, y)
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two).
@@ -146,7 +144,7 @@ class FPMamba1(FPMamba):
         Returns (once, per_iteration): what runs once per solve, and what each step costs.
         """
         c, d = self.config, self.config.d_inner
-        once, to_dt = 2 * self.x_proj.weight.numel(), 2 * self.dt_proj.weight.numel()
+        once, to_dt = 2 * d * (c.dt_rank + 2 * c.d_state), 2 * c.dt_rank * d
         once += 2 * d * c.d_conv if c.use_short_conv else 0
         scan = 7 * d * c.d_state  # as Mamba counts it
         return self._flops(once, scan + to_dt) if c.dt_h_dep else self._flops(once + to_dt, scan)
@@ -165,13 +163,12 @@ class FPMamba2(FPMamba):
             raise ValueError(f"ngroups {config.ngroups} does not divide {self.heads} heads")
         self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
         if config.use_short_conv:
-            k = config.d_conv
-            self.conv1d = nn.Conv1d(d + bc, d + bc, k, groups=d + bc, padding=k - 1)
+            self.conv1d = ShortConv(d + bc, config.d_conv)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
         self._add_y_projections(bc // 2, self.heads)
-        self.out_norm = RMSNorm(d, config.out_norm_epsilon)
+        self.out_norm = EndRMSNorm(d, config.out_norm_epsilon)
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Static."""
@@ -205,7 +202,7 @@ class FPMamba2(FPMamba):
     def norm_time(self, s, o, x, y=None):
         """RMSNorm((o + D x̃) ⊙ silu(z)), one D per head."""
         D = self.D.repeat_interleave(self.config.headdim)
-        return self._finish(o, x, D, s.z, None, "rms", y)
+        return self.out_norm(o, x, D, s.z, y)
 
     def flops_per_token(self):
         """See FPMamba1.flops_per_token."""
@@ -222,13 +219,12 @@ class FPRNN(FixedPointBlock):
         super().__init__(config)
         if config.glu_in_loop:
             raise ValueError("fp_rnn iterates its state itself: glu_in_loop is for fp_mamba1 and 2")
-        d, k = config.d_inner, config.d_conv
+        d = config.d_inner
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
             for name in ("x", "b", "mixer", "lambda"):
-                conv = nn.Conv1d(d, d, k, groups=d, padding=k - 1)
-                self.add_module(f"conv1d_{name}", conv)
-            self.conv1d_c = nn.Conv1d(2 * d, 2 * d, k, groups=2 * d, padding=k - 1)
+                self.add_module(f"conv1d_{name}", ShortConv(d, config.d_conv))
+            self.conv1d_c = ShortConv(2 * d, config.d_conv)
         self.lambda_proj = nn.Linear(d, d)
         self.b_proj = nn.Linear(d, d, bias=False)
         self.c_proj = nn.Linear(2 * d, d, bias=False)
@@ -255,7 +251,7 @@ class FPRNN(FixedPointBlock):
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         *raw, weights = self._projections(x_mixer)
         time = (decay, fresh, x)
-        return Static(b * x.to(acc), z, *raw, None, weights, seqs, time, tail)
+        return Static(b * x.to(acc), z, *raw, weights, seqs, time, tail)
 
     def cut_time(self, time, take, mask):
         decay, fresh = map(take, time[:2])
@@ -316,28 +312,14 @@ class FPRNN(FixedPointBlock):
             both = torch.cat([x, shift(y, s.seqs, "f_y").to(x.dtype)], -1)
         c = F.silu(self.c_proj(both))
         gated = self.out_norm(F.silu(s.z) * c * y)
-        return self.out_proj(gated.to(self.out_proj.weight.dtype))
+        return self.out_proj(gated.to(s.z.dtype))
 
     def flops_per_token(self):
         """See FPMamba1.flops_per_token."""
         c, d = self.config, self.config.d_inner
-        once = 2 * (2 * d * d + self.c_proj.weight.numel())
+        once = 2 * (2 * d * d + 2 * d * d)
         once += 12 * d * c.d_conv if c.use_short_conv else 0
         return self._flops(once, 4 * d)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
-
-    def __init__(self, d, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(d))
-        self.eps = eps
-
-    def forward(self, x):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return unit.to(self.weight.dtype) * self.weight
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

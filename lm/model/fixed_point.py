@@ -13,7 +13,6 @@ from torch import nn
 
 from .configuration_fprnn import parse_schedule
 from .mixers import MixerWeights, added, build_mixer
-from .scan import causal_conv, faster
 from .solver import (
     AUTO_START,
     Rule,
@@ -39,7 +38,6 @@ class Static(NamedTuple):
     raw: torch.Tensor  # (b,l,·): the x part of the mixer's map and of what else reads sh(y) or may
     widths: dict[str, int]  # what raw holds, in order; those that read sh(y) come first
     weight_y: torch.Tensor  # (k,d): sh(y) → the y part of raw's first k columns
-    weight_z: torch.Tensor | None  # (d,d)
     mixer: MixerWeights
     seqs: Sequences
     time: tuple  # what the block's own recurrence needs
@@ -77,9 +75,7 @@ class FixedPointBlock(nn.Module):
             return x
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         tail = seqs.before("conv", index)
-        args = x, conv.weight, conv.bias, segments, tail
-        found = faster("short_conv", "short_conv", x, *args)
-        return F.silu(causal_conv(*args)) if found is None else found
+        return conv(x, segments, tail)
 
     def _tail(self, x, seqs, index=0):
         """The last inputs of the convolution over x, None unless they will be needed."""
@@ -112,7 +108,7 @@ class FixedPointBlock(nn.Module):
         Returns:
             raw, widths, weight_y as in Static, and the mixer's weights.
         """
-        cfg, weights, d = self.config, self.mixer.weights(), x.shape[-1]
+        cfg, weights, d = self.config, self.mixer.weights(x), x.shape[-1]
         acc = torch.promote_types(x.dtype, torch.float32)
         first_y = None
         if cfg.mixer_h_dep:
@@ -181,10 +177,9 @@ class FixedPointBlock(nn.Module):
 
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
-        if s.weight_z is not None:
-            z_y = F.linear(shift(y, s.seqs, "f_y").to(s.weight_z.dtype), s.weight_z)
-            y = F.silu(s.z + z_y) * y
-        return self.out_proj(y.to(self.out_proj.weight.dtype))
+        if not self.config.glu_in_loop:
+            y = F.silu(s.z + self.z_y_proj(shift(y, s.seqs, "f_y").to(s.z.dtype))) * y
+        return self.out_proj(y.to(s.z.dtype))
 
     def rule(self):
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
@@ -302,7 +297,8 @@ class FixedPointBlock(nn.Module):
         c, d, m = self.config, self.config.d_inner, self.mixer.out_features
 
         def product(name):
-            return 2 * getattr(self, name).weight.numel() if hasattr(self, name) else 0
+            layer = getattr(self, name, None)
+            return 0 if layer is None else 2 * layer.in_features * layer.out_features
 
         once += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .layers import Orthogonal, WNLinear, affine_map
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
@@ -71,38 +72,6 @@ def added(v_x, v_y):
     return v_x if v_y is None else v_x + v_y
 
 
-class WNLinear(nn.Module):
-    """A linear map with weight normalisation per output row: W = gain · weight / ‖weight‖
-    (Salimans & Kingma 2016). `weight`: (out,in), `gain`: (out,1), `bias`: (out,) or None."""
-
-    def __init__(self, in_features, out_features, bias=False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.gain = nn.Parameter(torch.empty(out_features, 1))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-
-    def matrix(self):
-        """W, (out,in)."""
-        norm = torch.linalg.vector_norm(self.weight, dim=1, keepdim=True)
-        return self.gain * (self.weight / norm)
-
-
-class Orthogonal(nn.Module):
-    """An orthogonal matrix: Q = base · exp(X − Xᵀ), X the lower triangle of `weight` (d,d); the
-    matrix-exponential map with trivialisation (Lezcano-Casado 2019) that torch also uses."""
-
-    def __init__(self, d):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(d, d))
-        self.register_buffer("base", torch.empty(d, d))
-
-    def matrix(self):
-        """Q, (d,d)."""
-        X = self.weight.tril()
-        wide = torch.promote_types(X.dtype, torch.float32)
-        return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
-
-
 class MixerWeights(NamedTuple):
     """A mixer's linear map, materialised once per solve."""
 
@@ -111,15 +80,17 @@ class MixerWeights(NamedTuple):
     extra: tuple = ()  # what else the mixer needs that does not depend on the token
 
 
-def _with_gates(projection, gate):
-    """(first, bias) of a projection without bias followed by a gate with one."""
-    first = torch.cat([projection.matrix(), gate.matrix()])
-    return first, F.pad(gate.bias, (first.shape[0] - gate.bias.shape[0], 0))
+def _with_gates(projection, gate, like):
+    """(first, bias) of a projection followed by a gate. like: see `affine_map`."""
+    parts = [affine_map(layer, like) for layer in (projection, gate)]
+    biases = [matrix.new_zeros(len(matrix)) if bias is None else bias for matrix, bias in parts]
+    return torch.cat([matrix for matrix, _ in parts]), torch.cat(biases)
 
 
 class Mixer(nn.Module):
-    """What all mixers share. Subclasses define `out_features` (m), `weights()` and `forward(raw, v,
-    weights)`: M(P; v) for raw (…,m) = P Wᵀ + bias and v (…,d)."""
+    """What all mixers share. Subclasses define `out_features` (m), `weights(like)`, their
+    MixerWeights (like: see `affine_map`), and `forward(raw, v, weights)`: M(P; v) for raw (…,m) =
+    P Wᵀ + bias and v (…,d)."""
 
     out_features = 0
 
@@ -130,7 +101,7 @@ class Mixer(nn.Module):
 
     def matrix(self, P):
         """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
-        weights = self.weights()
+        weights = self.weights(P)
         raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
         eye = torch.eye(self.d_inner, dtype=P.dtype, device=P.device)
         eye = eye.expand(*P.shape[:-1], self.d_inner, self.d_inner)
@@ -160,17 +131,23 @@ class Reflections(Mixer):
         self.alpha_proj = WNLinear(d_arg, rank, bias=True)
         self.out_features = rank + (proj_rank or rank * d_inner)
 
-    def weights(self):
+    def weights(self, like):
         if self.u_down is None:
-            return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj))
-        first, bias = _with_gates(self.u_down, self.alpha_proj)
-        return MixerWeights(first, bias, (self.u_proj.matrix(),))
+            return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
+        first, bias = _with_gates(self.u_down, self.alpha_proj, like)
+        return MixerWeights(first, bias, affine_map(self.u_proj, like))
+
+    def _second_layer(self, u, weights):
+        """The vectors (…,r·d) of the low-rank u (…,q), in u's dtype."""
+        matrix, bias = weights.extra
+        bias = None if bias is None else bias.to(matrix.dtype)
+        return F.linear(u.to(matrix.dtype), matrix, bias).to(u.dtype)
 
     def vectors(self, raw, weights):
         """k a (…,r) and u (…,r,d)."""
         u, a = raw[..., : -self.rank], raw[..., -self.rank :]
         if weights.extra:
-            u = F.linear(u, weights.extra[0].to(u.dtype))
+            u = self._second_layer(u, weights)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
 
@@ -181,8 +158,7 @@ class Reflections(Mixer):
         gates = raw_x[..., -r:], None if raw_y is None else raw_y[..., -r:]
         vectors = raw_x[..., :-r], None if raw_y is None else raw_y[..., :-r]
         if weights.extra:
-            second, u = weights.extra[0], added(*vectors)
-            vectors = F.linear(u.to(second.dtype), second).to(u.dtype), None
+            vectors = self._second_layer(added(*vectors), weights), None
         options = r, self.scale, self.eps, self.act_name, self.sequential
         mixed = faster("step", "mix", x, *gates, *vectors, x, y, *options)
         return super().mix(raw_x, raw_y, x, y, weights) if mixed is None else mixed
@@ -199,7 +175,7 @@ class Reflections(Mixer):
 
     def flops_per_token(self):
         """FLOPs of one M(P; v) given P Wᵀ: normalise (≈4rd), reflect (4rd), second layer."""
-        low_rank = 2 * self.u_proj.weight.numel() if self.u_down is not None else 0
+        low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
         return 8 * self.rank * self.d_inner + low_rank
 
 
@@ -221,8 +197,8 @@ class Kronecker(Mixer):
         self.gate_proj = WNLinear(d_arg, self.m1 + self.m2, bias=True)
         self.out_features = sum(self.triangles) + self.m1 + self.m2
 
-    def weights(self):
-        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj))
+    def weights(self, like):
+        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _factor(self, gate, triangle, m):
         """K. gate: (…,m), triangle: (…,m(m+1)/2) → (…,m,m)."""
@@ -263,8 +239,8 @@ class Monarch(Mixer):
         self.gate_proj = WNLinear(d_arg, self.blocks, bias=True)
         self.out_features = self.blocks * (self.triangle + 1)
 
-    def weights(self):
-        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj))
+    def weights(self, like):
+        return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def forward(self, raw, v, weights):
         triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
@@ -288,8 +264,8 @@ class NonSelective(Mixer):
         self.d_inner, self.d_arg = d_inner, d_arg
         self.q_proj = Orthogonal(d_inner)
 
-    def weights(self):
-        Q = self.q_proj.matrix()
+    def weights(self, like):
+        Q = self.q_proj()
         return MixerWeights(Q.new_zeros(0, self.d_arg), Q.new_zeros(0), (Q,))
 
     def forward(self, raw, v, weights):
@@ -313,9 +289,9 @@ class SelectiveDense(Mixer):
         self.out_features = d_inner * (d_inner + 1) // 2
         self.uv_proj = WNLinear(d_arg, self.out_features)
 
-    def weights(self):
-        first = self.uv_proj.matrix()
-        return MixerWeights(first, first.new_zeros(first.shape[0]))
+    def weights(self, like):
+        first, bias = affine_map(self.uv_proj, like)
+        return MixerWeights(first, first.new_zeros(len(first)) if bias is None else bias)
 
     def forward(self, raw, v, weights):
         S = gram_of_triangle(self.act(raw), self.d_inner)
@@ -335,8 +311,8 @@ class Mixture(Mixer):
         self.d_inner = parts[0].d_inner
         self.out_features = sum(p.out_features for p in parts)
 
-    def weights(self):
-        weights = [p.weights() for p in self.parts]
+    def weights(self, like):
+        weights = [p.weights(like) for p in self.parts]
         first = torch.cat([w.first for w in weights])
         return MixerWeights(first, torch.cat([w.bias for w in weights]), tuple(weights))
 
@@ -362,8 +338,8 @@ class Contractive(Mixer):
         self.mixer, self.kappa = mixer, kappa
         self.d_inner, self.out_features = mixer.d_inner, mixer.out_features
 
-    def weights(self):
-        return self.mixer.weights()
+    def weights(self, like):
+        return self.mixer.weights(like)
 
     def mix(self, raw_x, raw_y, x, y, weights):
         mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)

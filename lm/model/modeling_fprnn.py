@@ -15,18 +15,25 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .blocks import FPRNN, FPMamba1, FPMamba2, RMSNorm, build_block
+from .blocks import FPRNN, FPMamba1, FPMamba2, build_block
 from .configuration_fprnn import FPRNNConfig
 from .fixed_point import FixedPointBlock
-from .mixers import Orthogonal, WNLinear
+from .layers import Orthogonal, RMSNorm, WNLinear
+from .mixers import added
 from .scan import selective_scan
 from .solver import FixedPointStats, NonFiniteError
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (FPRNN, selective_scan, finish)
+_TRAVELS = (FPRNN, added, selective_scan, finish)
 
+# Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
+# names that it was loaded with.)
+NORMED = (
+    "u_down", "u_proj", "alpha_proj", "uv_proj", "gate_proj", "bc_y_proj", "dt_y_proj", "z_y_proj",
+)  # fmt: skip
+OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
 
@@ -88,19 +95,25 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def _supports_default_dynamic_cache(cls):
         return False
 
+    @classmethod
+    def from_pretrained(cls, *args, key_mapping=None, **kwargs):
+        """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
+        return super().from_pretrained(*args, key_mapping=key_mapping or OLD_NAMES, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         """Mamba's initialisation (math.md, 'Language model'). Only `init.*` calls: they leave
         alone what a checkpoint has loaded."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=0.02)
-        elif isinstance(module, nn.Linear | nn.Conv1d | WNLinear):
-            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        elif isinstance(module, nn.Linear | nn.Conv1d):
+            normed = isinstance(module, WNLinear)
+            weight = module.direction if normed else module.weight
+            init.kaiming_uniform_(weight, a=math.sqrt(5))
             if module.bias is not None:
                 init.zeros_(module.bias)
-            if isinstance(module, WNLinear):
-                norm = torch.linalg.vector_norm(module.weight, dim=1, keepdim=True)
-                init.copy_(module.gain, norm)
+            if normed:
+                init.copy_(module.gain, torch.linalg.vector_norm(weight, dim=1, keepdim=True))
         elif isinstance(module, RMSNorm | nn.LayerNorm):
             init.ones_(module.weight)
             if isinstance(module, nn.LayerNorm):

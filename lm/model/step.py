@@ -5,7 +5,9 @@ Shape suffixes: b batch, l length, d channels (d_inner).
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from .layers import RMSNorm
 from .mixers import added, nrm
 from .scan import faster
 from .solver import token_residual
@@ -18,6 +20,24 @@ def normalise(v_x, v_y, groups, eps):
         return unit
     v = added(v_x, v_y)
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
+
+
+class EndLayerNorm(nn.LayerNorm):
+    """The end of an FP-Mamba-1 iteration: LayerNorm((o + D ⊙ x) ⊙ silu(z))."""
+
+    def forward(self, o, x, D, z, y=None):
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`."""
+        end = o, x, D, z, self.weight, self.bias, self.eps, "layer"
+        return finish(*end) if y is None else finish_residual(*end, y)
+
+
+class EndRMSNorm(RMSNorm):
+    """The end of an FP-Mamba-2 iteration: RMSNorm((o + D ⊙ x) ⊙ silu(z))."""
+
+    def forward(self, o, x, D, z, y=None):
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`."""
+        end = o, x, D, z, self.weight, None, self.eps, "rms"
+        return finish(*end) if y is None else finish_residual(*end, y)
 
 
 def finish(o, x, D, z, weight, bias, eps, kind):

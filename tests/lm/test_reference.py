@@ -31,9 +31,9 @@ def files(tmp_path):
 
 def test_names():
     for theirs, ours in [
-        ("mixer.uv_project.parametrizations.weight.original1", "mixer.uv_proj.weight"),
+        ("mixer.uv_project.parametrizations.weight.original1", "mixer.uv_proj.direction"),
         ("mixer.u_proj.0.parametrizations.weight.original0", "mixer.u_down.gain"),
-        ("mixer.u_proj.1.parametrizations.weight.original1", "mixer.u_proj.weight"),
+        ("mixer.u_proj.1.parametrizations.weight.original1", "mixer.u_proj.direction"),
         ("mixer.mixers.1.diag.bias", "mixer.parts.1.gate_proj.bias"),
         ("mixer.q_proj.parametrizations.weight.original", "mixer.q_proj.weight"),
         ("mixer.q_proj.parametrizations.weight.0.base", "mixer.q_proj.base"),

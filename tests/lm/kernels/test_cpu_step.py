@@ -52,7 +52,7 @@ def plain_mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, ac
     mixer = Reflections(x.shape[-1], 1, rank, None, act, eps, scale, sequential)
     gates = gates_x if gates_y is None else gates_x + gates_y
     vectors = vectors_x if vectors_y is None else vectors_x + vectors_y
-    return mixer(torch.cat([vectors, gates], -1), x - y, mixer.weights()._replace(extra=())) + y
+    return mixer(torch.cat([vectors, gates], -1), x - y, mixer.weights(x)._replace(extra=())) + y
 
 
 def finish_inputs(b, length, d):

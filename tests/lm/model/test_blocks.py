@@ -332,7 +332,7 @@ def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient
         J.square().sum().item() / 80, rel=0.2
     )
     estimates[0].sum().backward()
-    assert model.mixer.u_proj.weight.grad.abs().max() > 0
+    assert model.mixer.u_proj.direction.grad.abs().max() > 0
     assert (model.eval()(u)[1].penalty == 0).all()
 
 

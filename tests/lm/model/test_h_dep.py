@@ -123,20 +123,20 @@ def test_a_map_is_as_wide_as_what_reads_it(name):
     for b, c, dt in itertools.product([False, True], repeat=3):
         block = block_of(block=name, ngroups=k // 4, b_h_dep=b, c_h_dep=c, dt_h_dep=dt)
         shapes = {n: tuple(p.shape) for n, p in block.named_parameters()}
-        expected = {"bc_y_proj.weight": (k * (b + c), 16), "bc_y_proj.gain": (k * (b + c), 1)}
+        expected = {"bc_y_proj.direction": (k * (b + c), 16), "bc_y_proj.gain": (k * (b + c), 1)}
         expected = expected if b or c else {}
         if dt:
-            expected |= {"dt_y_proj.weight": (to_dt, 16), "dt_y_proj.gain": (to_dt, 1)}
+            expected |= {"dt_y_proj.direction": (to_dt, 16), "dt_y_proj.gain": (to_dt, 1)}
         maps = {n: s for n, s in shapes.items() if n.startswith(("bc_y_proj", "dt_y_proj"))}
         assert maps == expected
 
 
 def test_the_defaults_have_the_parameters_they_had():
     common = {
-        "A_log", "D", "bc_y_proj.gain", "bc_y_proj.weight", "in_proj.weight",
-        "mixer.alpha_proj.bias", "mixer.alpha_proj.gain", "mixer.alpha_proj.weight",
-        "mixer.u_proj.gain", "mixer.u_proj.weight", "out_norm.weight", "out_proj.weight",
-        "z_y_proj.gain", "z_y_proj.weight",
+        "A_log", "D", "bc_y_proj.gain", "bc_y_proj.direction", "in_proj.weight",
+        "mixer.alpha_proj.bias", "mixer.alpha_proj.gain", "mixer.alpha_proj.direction",
+        "mixer.u_proj.gain", "mixer.u_proj.direction", "out_norm.weight", "out_proj.weight",
+        "z_y_proj.gain", "z_y_proj.direction",
     }  # fmt: skip
     own = {
         "fp_mamba1": {"dt_proj.bias", "dt_proj.weight", "out_norm.bias", "x_proj.weight"},
@@ -151,7 +151,7 @@ def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
     torch.manual_seed(0)
     config = FPRNNConfig(vocab_size=8, d_model=32, n_layer=1, dt_h_dep=True)
     weights = FPRNNForCausalLM(config).backbone.layers[0].block.dt_y_proj
-    torch.testing.assert_close(weights.matrix(), weights.weight)  # gain is the row's norm
+    torch.testing.assert_close(weights.matrix(), weights.direction)  # gain is the row's norm
     bound = 64**-0.5  # kaiming_uniform(a=√5) on fan-in 64
     assert 0.9 * bound < weights.weight.abs().max() <= bound
 
@@ -161,7 +161,7 @@ def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
 
 def wn(linear):
     """W = g · v / ‖v‖ of each row, from the parameters."""
-    return linear.gain * linear.weight / linear.weight.norm(dim=1, keepdim=True)
+    return linear.gain * linear.direction / linear.direction.norm(dim=1, keepdim=True)
 
 
 def naive_step(block, u, y, starts, real):

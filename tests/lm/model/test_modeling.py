@@ -182,7 +182,7 @@ def test_initialisation_is_mambas():
     assert block.out_proj.weight.abs().max() <= bound * 1.001
     assert block.out_proj.weight.abs().max() > bound * 0.9
     weight = block.bc_y_proj
-    torch.testing.assert_close(weight.matrix(), weight.weight)  # gain is the row's norm
+    torch.testing.assert_close(weight.matrix(), weight.direction)  # gain is the row's norm
     assert (block.mixer.alpha_proj.bias == 0).all()
 
 

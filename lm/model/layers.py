@@ -1,0 +1,149 @@
+"""The small layers that blocks and mixers are made of, and what a linear one does as a matrix.
+
+Whatever holds parameters is called as a module, never read from outside: only so do adapters,
+quantisation and offloading, which replace a module or hook into its call, act.
+
+Shape suffixes: b batch, l length, d channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .scan import causal_conv, faster
+
+
+class _WeightOf(torch.Tensor):
+    """What `WNLinear.weight` reads as: W, whose `.data` can be written, as adapters that merge
+    themselves do (`layer.weight.data += …`). Other changes in place would be lost: errors."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise TypeError(
+                f"{name}: the weight of a WNLinear is computed from its direction and gain; change"
+                " these, or assign a new one (layer.weight = …)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @property
+    def data(self):
+        return self.detach().as_subclass(torch.Tensor)
+
+    @data.setter
+    def data(self, value):
+        self.layer.weight = value
+
+
+class WNLinear(nn.Linear):
+    """A linear layer with weight normalisation per output row: W = gain · direction / ‖direction‖
+    (Salimans & Kingma 2016). `direction`: (out,in), `gain`: (out,1), `bias`: (out,) or None.
+
+    `weight` is W: reading computes it, writing splits it into gain and direction.
+    """
+
+    def __init__(self, in_features, out_features, bias=False):
+        nn.Module.__init__(self)  # nn.Linear's would make `weight` a parameter
+        self.in_features, self.out_features = in_features, out_features
+        self.direction = nn.Parameter(torch.empty(out_features, in_features))
+        self.gain = nn.Parameter(torch.empty(out_features, 1))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def matrix(self):
+        """W, (out,in)."""
+        norm = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
+        return self.gain * (self.direction / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+
+    @property
+    def weight(self):
+        weight = self.matrix().as_subclass(_WeightOf)
+        weight.layer = self
+        return weight
+
+    @weight.setter
+    def weight(self, value):
+        with torch.no_grad():
+            self.direction.copy_(value)
+            self.gain.copy_(torch.linalg.vector_norm(self.direction, dim=1, keepdim=True))
+
+    def forward(self, x):
+        return F.linear(x, self.matrix(), self.bias)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Until 0.1 the direction was called `weight`."""
+        if f"{prefix}weight" in state_dict:
+            state_dict.setdefault(f"{prefix}direction", state_dict.pop(f"{prefix}weight"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def affine_map(linear, like):
+    """The matrix (out,in) and bias ((out,) or None) by which a linear layer acts.
+
+    A layer that is something else than its own parameters (wrapped by an adapter, quantised,
+    offloaded by a hook) is asked what it does to the unit vectors and to zero.
+
+    Args:
+        linear: nn.Linear, WNLinear, or what has taken its place. like: a tensor of the dtype and on
+        the device to compute with.
+    """
+    hooked = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
+    if type(linear) in (nn.Linear, WNLinear) and not hooked:
+        matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
+        return matrix, linear.bias
+    eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
+    rows = linear(F.pad(eye, (0, 0, 0, 1)))  # the last is zero
+    return (rows[:-1] - rows[-1]).t(), rows[-1]
+
+
+class Orthogonal(nn.Module):
+    """An orthogonal matrix: Q = base · exp(X − Xᵀ), X the lower triangle of `weight` (d,d); the
+    matrix-exponential map with trivialisation (Lezcano-Casado 2019) that torch also uses."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d, d))
+        self.register_buffer("base", torch.empty(d, d))
+
+    def forward(self):
+        """Q, (d,d)."""
+        X = self.weight.tril()
+        wide = torch.promote_types(X.dtype, torch.float32)
+        return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
+
+
+class StepSize(nn.Linear):
+    """The map of the low-rank δ to the width of Δ, before the softplus: product in x's dtype, bias
+    added in fp32 or wider, which softplus needs."""
+
+    def forward(self, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x, self.weight.to(x.dtype)).to(wide) + self.bias.to(wide)
+
+
+class ShortConv(nn.Conv1d):
+    """silu(depthwise causal convolution), within documents. d: channels, k: width."""
+
+    def __init__(self, d, k):
+        super().__init__(d, d, k, groups=d, padding=k - 1)
+
+    def forward(self, x, segments=None, before=None):
+        """x: (b,l,d) → (b,l,d). segments, before: see `causal_conv`."""
+        args = x, self.weight, self.bias, segments, before
+        found = faster("short_conv", "short_conv", x, *args)
+        return F.silu(causal_conv(*args)) if found is None else found
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
+
+    def __init__(self, d, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d))
+        self.eps = eps
+
+    def forward(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return unit.to(self.weight.dtype) * self.weight

@@ -1,0 +1,125 @@
+"""The small layers: weight norm that reads and writes as a plain linear layer, what a layer that
+was replaced or hooked does as a matrix."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lm.model.layers import ShortConv, StepSize, WNLinear, affine_map
+from lm.model.scan import causal_conv
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    made = WNLinear(5, 3, bias=True)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+def test_weight_is_the_matrix_that_the_layer_applies(layer):
+    x = torch.randn(2, 5)
+    unit = layer.direction / layer.direction.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(layer.weight, layer.gain * unit)
+    torch.testing.assert_close(layer(x), x @ (layer.gain * unit).T + layer.bias)
+    assert isinstance(layer, nn.Linear)
+    assert [name for name, _ in layer.named_parameters()] == ["direction", "gain", "bias"]
+
+
+def test_weight_carries_the_gradient_to_gain_and_direction(layer):
+    (layer.weight**2).sum().backward()
+    torch.testing.assert_close(layer.gain.grad, 2 * layer.gain.detach())
+    # The norm of W does not depend on that of the direction, nor on where it points.
+    torch.testing.assert_close(layer.direction.grad, torch.zeros(3, 5))
+
+
+def test_what_is_written_to_weight_is_what_it_reads_as(layer):
+    W = torch.randn(3, 5)
+    layer.weight = W
+    torch.testing.assert_close(layer.weight.data, W)
+    layer.weight.data += 1
+    torch.testing.assert_close(layer.weight.data, W + 1)
+    layer.weight += 1
+    torch.testing.assert_close(layer.weight.data, W + 2)
+    layer.weight.data = -W
+    torch.testing.assert_close(layer(torch.eye(5)).T - layer.bias[:, None], -W)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.zero_(),
+        lambda weight: nn.init.normal_(weight),
+        lambda weight: weight.__setitem__(0, 1),
+    ],
+    ids=["method", "init", "item"],
+)
+def test_a_change_in_place_that_would_be_lost_is_an_error(layer, change):
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(TypeError, match="computed from its direction and gain"):
+        change(layer.weight)
+    assert all(torch.equal(before[name], t) for name, t in layer.state_dict().items())
+
+
+def test_a_row_of_zeros_is_zero(layer):
+    W = torch.randn(3, 5)
+    W[1] = 0
+    layer.weight = W
+    torch.testing.assert_close(layer.weight.data, W)
+
+
+def test_a_state_dict_of_the_old_names_loads(layer):
+    old = {name.replace("direction", "weight"): t for name, t in layer.state_dict().items()}
+    other = WNLinear(5, 3, bias=True)
+    other.load_state_dict(old, strict=True)
+    torch.testing.assert_close(other.weight.data, layer.weight.data)
+
+
+class Doubled(nn.Linear):
+    """What has taken a layer's place and is more than its weight."""
+
+    def forward(self, x):
+        return 2 * super().forward(x) + 1
+
+
+def test_affine_map_is_what_the_layer_does(layer):
+    x = torch.randn(4, 5)
+    plain, other = nn.Linear(5, 3), Doubled(5, 3)
+    hooked = nn.Linear(5, 3)
+    hooked.register_forward_hook(lambda module, args, out: 3 * out)
+    patched = nn.Linear(5, 3)
+    patched.forward = lambda x: x[..., :3] - 1
+    for module in (layer, plain, other, hooked, patched):
+        matrix, bias = affine_map(module, x)
+        torch.testing.assert_close(nn.functional.linear(x, matrix, bias), module(x))
+    assert affine_map(plain, x)[0] is plain.weight
+    assert affine_map(nn.Linear(5, 3, bias=False), x)[1] is None
+
+
+def test_affine_map_of_a_replaced_layer_carries_its_gradient():
+    other, x = Doubled(5, 3), torch.randn(4, 5)
+    nn.functional.linear(x, *affine_map(other, x)).sum().backward()
+    through_matrix = other.weight.grad.clone()
+    other.zero_grad()
+    other(x).sum().backward()
+    torch.testing.assert_close(through_matrix, other.weight.grad)
+
+
+def test_step_size_adds_its_bias_in_full_precision():
+    layer = StepSize(4, 3).bfloat16()
+    layer.bias.data = torch.tensor([1e-3, 1.0, -5.0])
+    x = torch.randn(2, 4, dtype=torch.bfloat16)
+    out = layer(x)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out - layer.bias, (x @ layer.weight.T).float())
+
+
+def test_short_conv_is_silu_of_the_causal_convolution():
+    torch.manual_seed(0)
+    conv, x = ShortConv(6, 4), torch.randn(2, 9, 6)
+    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]]).expand(2, 9)
+    expected = nn.functional.silu(causal_conv(x, conv.weight, conv.bias, segments))
+    torch.testing.assert_close(conv(x, segments), expected)
