@@ -299,7 +299,7 @@ class _Run:
         import torch
         import torch.nn.functional as F
 
-        from lm.model.solver import NonFiniteError
+        from lm.model.non_finite import NonFiniteError
 
         loss, spent, hidden, top, stats = 0.0, 0.0, [], [], []
         for batch in self.batches:

@@ -75,6 +75,7 @@ class Section(BaseModel):
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -112,8 +113,8 @@ class Model(Section):
     mixer_proj_rank: int | None = Field(None, gt=0)
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
     eigen_range: Literal["signed", "positive"] = "signed"
-    kronecker_norm: Literal["rows", "spectral"] = "rows"
-    contractive: float | None = Field(None, gt=0, lt=1)
+    kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
+    contractive: OpenFraction | Literal["auto"] | None = "auto"
     mixer_h_dep: bool = True
     symm_mixer: bool = False
     b_h_dep: bool = True

@@ -13,6 +13,11 @@ PAPER_RULES = {
 }
 
 
+# ‖I − Q‖ that FP-RNN's mixers are held to where nothing else bounds them (`contractive: auto`): it
+# iterates its state without a norm, so an unbounded mixer makes the state grow from token to token.
+FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
+
+
 class Schedule(NamedTuple):
     """Which tokens are iterated together: so many ahead of the frozen ones, 0 for all. Several
     widths: one of them at random. None: a share of the length."""
@@ -68,8 +73,10 @@ class FPRNNConfig(PretrainedConfig):
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3).
         eigen_range: eigenvalues of Q in [−1, 1] ("signed") or in [0, 1] ("positive").
-        kronecker_norm: "rows", or "spectral" to divide by the largest eigenvalue as well.
-        contractive: κ < 1 scales Q so that ‖I − Q‖ ≤ κ; None leaves it as it is.
+        kronecker_norm: "rows", or "spectral" to divide by the largest eigenvalue as well; "auto":
+        "spectral" for fp_rnn, else "rows".
+        contractive: κ < 1 scales Q so that ‖I − Q‖ ≤ κ; None leaves it as it is; "auto": None, but
+        0.95 for fp_rnn with monarch or nonselective, which nothing else bounds.
         mixer_rank: r (monarch: the block size).
         mixer_proj_rank: q of the low-rank map to the reflection vectors; None: full.
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
@@ -125,8 +132,8 @@ class FPRNNConfig(PretrainedConfig):
         mixer_proj_rank=None,
         mixer_act="silu",
         eigen_range="signed",
-        kronecker_norm="rows",
-        contractive=None,
+        kronecker_norm="auto",
+        contractive="auto",
         mixer_h_dep=True,
         symm_mixer=False,
         b_h_dep=True,
@@ -191,7 +198,11 @@ class FPRNNConfig(PretrainedConfig):
         self.mixer_proj_rank = mixer_proj_rank
         self.mixer_act = mixer_act
         self.eigen_range = eigen_range
+        if kronecker_norm == "auto":
+            kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
         self.kronecker_norm = kronecker_norm
+        if contractive == "auto":
+            contractive = FP_RNN_CONTRACTIVE.get(mixer) if block == "fp_rnn" else None
         self.contractive = contractive
         self.mixer_h_dep = mixer_h_dep
         self.symm_mixer = symm_mixer

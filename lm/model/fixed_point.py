@@ -211,23 +211,29 @@ class FixedPointBlock(nn.Module):
     def _gradient_steps(self, s, y_star):
         """From the detached y* to the output, with the gradient that `config.gradient` names.
 
+        Under `causal` stopping the value is f(y*), as without gradients, whatever steps shape the
+        gradient; under the paper's rule it is what the last of them gives, in either mode.
+
         Returns the output, f(y*), the `_penalty`, and `_end`.
         """
         cfg, (kind, k) = self.config, self.config.gradient_kind
         first, h = self.step(s, y_star, True)
-        y = first
+        y, h_end = first, h
         if kind == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
         elif kind == "phantom":  # k damped steps (Geng et al. 2021)
             damping = cfg.stepsize
             y = damping * first + (1 - damping) * y_star
             for _ in range(k - 1):
-                g, h = self.step(s, y, True)
+                g, h_end = self.step(s, y, True)
                 y = damping * g + (1 - damping) * y
         else:
             for _ in range(cfg.n_backwards - 1):
-                y, h = self.step(s, y, True)
-        return self.finish(s, y), first, self._penalty(s, y_star, first), self._end(s, y_star, y, h)
+                y, h_end = self.step(s, y, True)
+        if cfg.stopping == "causal":
+            y, h_end = first.detach() + (y - y.detach()), h
+        end = self._end(s, y_star, y, h_end)
+        return self.finish(s, y), first, self._penalty(s, y_star, first), end
 
     def _penalty(self, s, y_star, first):
         """What the regularisers add to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y* by a

@@ -66,6 +66,12 @@ def largest_eigenvalue(S, steps):
     return before.transpose(-1, -2) @ (S @ x)
 
 
+def _bound_of(matrices):
+    """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
+    entries = matrices.abs()
+    return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
+
+
 def added(v_x, v_y):
     """v_x + v_y in fp32 or wider; v_y may be None."""
     v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
@@ -98,6 +104,12 @@ class Mixer(nn.Module):
         """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
         may be None. x, y: (…,d)."""
         return self(added(raw_x, raw_y), x - y, weights) + y
+
+    def bound(self, raw, weights):
+        """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
+        eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
+        rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
+        return _bound_of(eye - rows).unsqueeze(-1)
 
     def matrix(self, P):
         """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
@@ -173,6 +185,11 @@ class Reflections(Mixer):
         coefficients = a * (u * v.unsqueeze(-2)).sum(-1)
         return v - (coefficients.unsqueeze(-1) * u).sum(-2)
 
+    def bound(self, raw, weights):
+        """Σ k a_i. Of dplr the sum of its terms' norms; of householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖, as
+        every partial product has norm ≤ 1."""
+        return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
+
     def flops_per_token(self):
         """FLOPs of one M(P; v) given P Wᵀ: normalise (≈4rd), reflect (4rd), second layer."""
         low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
@@ -242,15 +259,22 @@ class Monarch(Mixer):
     def weights(self, like):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
-    def forward(self, raw, v, weights):
+    def _blocks(self, raw):
+        """k a S / (largest column norm + eps) of every block, (…,d/r,r,r)."""
         triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
         triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
         S = gram_of_triangle(triangles, self.size)
         largest = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
-        a = self.scale * torch.sigmoid(gate).unsqueeze(-1)
+        a = self.scale * torch.sigmoid(gate)[..., None, None]
+        return a * (S / (largest + self.eps))
+
+    def forward(self, raw, v, weights):
         X = v.unflatten(-1, (self.blocks, self.size))
-        S_X = (S / (largest + self.eps) @ X.unsqueeze(-1)).squeeze(-1)
-        return (X - a * S_X).flatten(-2)
+        return (X - (self._blocks(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
+
+    def bound(self, raw, weights):
+        """The largest of the blocks'."""
+        return _bound_of(self._blocks(raw)).amax(-1, keepdim=True)
 
     def flops_per_token(self):
         return self.blocks * (2 * self.size**3 + 4 * self.size**2)
@@ -270,6 +294,10 @@ class NonSelective(Mixer):
 
     def forward(self, raw, v, weights):
         return F.linear(v, weights.extra[0].to(v.dtype))
+
+    def bound(self, raw, weights):
+        """(1,): one matrix for all tokens."""
+        return super().bound(raw.new_zeros(0), weights)
 
     def flops_per_token(self):
         return 2 * self.d_inner**2
@@ -329,8 +357,7 @@ class Mixture(Mixer):
 class Contractive(Mixer):
     """Any mixer, pulled towards the identity until ‖I − Q‖ ≤ κ < 1 (paper Thm 3.1's condition).
 
-    Q' = I − s (I − Q) with s = κ / max(κ, β) and β ≥ ‖I − Q‖: for reflections Σ k a_i; else
-    √(‖I − Q‖₁ ‖I − Q‖_∞) of the matrix itself (d applications of the mixer: for small d).
+    Q' = I − s (I − Q) with s = κ / max(κ, β), β ≥ ‖I − Q‖ the mixer's `bound`.
     """
 
     def __init__(self, mixer, kappa):
@@ -343,23 +370,14 @@ class Contractive(Mixer):
 
     def mix(self, raw_x, raw_y, x, y, weights):
         mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)
-        return x - self._shrink(added(raw_x, raw_y), weights, x.dtype) * (x - mixed)
+        return x - self._shrink(added(raw_x, raw_y), weights) * (x - mixed)
 
     def forward(self, raw, v, weights):
         mixed = self.mixer(raw, v, weights)
-        return v - self._shrink(raw, weights, v.dtype) * (v - mixed)
+        return v - self._shrink(raw, weights) * (v - mixed)
 
-    def _shrink(self, raw, weights, dtype):
-        if isinstance(self.mixer, Reflections):
-            # dplr: a sum of r terms of norm k a_i; householder: each partial product has norm ≤ 1.
-            bound = self.mixer.scale * torch.sigmoid(raw[..., -self.mixer.rank :]).sum(-1, True)
-        else:
-            eye = torch.eye(self.d_inner, dtype=dtype, device=raw.device)
-            rows = self.mixer(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
-            difference = (eye - rows).abs()
-            sums = difference.sum(-1).amax(-1) * difference.sum(-2).amax(-1)
-            bound = sums.sqrt().unsqueeze(-1)
-        return self.kappa / bound.clamp_min(self.kappa)
+    def _shrink(self, raw, weights):
+        return self.kappa / self.mixer.bound(raw, weights).clamp_min(self.kappa)
 
     def flops_per_token(self):
         return self.mixer.flops_per_token() + 3 * self.d_inner

@@ -20,8 +20,9 @@ from .configuration_fprnn import FPRNNConfig
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import added
+from .non_finite import NonFiniteError, all_finite, explained
 from .scan import selective_scan
-from .solver import FixedPointStats, NonFiniteError
+from .solver import FixedPointStats
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
@@ -203,7 +204,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, another batch's or model's
                 state or cache, or both a state and a cache.
-            NonFiniteError: an iterate became NaN or infinite; names the layer.
+            NonFiniteError: something became NaN or infinite; names the layer, cause and cure.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -229,6 +230,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             input_ids = None if input_ids is None else input_ids.take_along_dim(order, 1)
         seqs = self._sequences(input_ids, attention_mask, state, return_state)
         residual, states, stats, ends = None, [], [], []
+        finite = [all_finite(hidden)]  # read once, at the end: each reading waits for the device
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(hidden if residual is None else residual + hidden)
@@ -237,10 +239,12 @@ class FPRNNModel(FPRNNPreTrainedModel):
             try:
                 hidden, residual, layer_stats, *end = layer(hidden, residual, seqs)
             except NonFiniteError as e:
-                raise NonFiniteError(f"layer {index}: {e}") from None
+                self._check_finite([*finite, torch.tensor(False)], str(e))
+            finite.append(all_finite(hidden))
             stats.append(layer_stats)
             ends += end
         hidden = self.norm_f(residual + hidden)
+        self._check_finite([*finite, all_finite(hidden)], "its output is NaN or infinite")
         states.append(hidden)
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
@@ -257,6 +261,21 @@ class FPRNNModel(FPRNNPreTrainedModel):
             states[-1], tuple(states) if output_hidden_states else None, fixed_point, end, cache
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _check_finite(self, finite, what):
+        """finite: (,) bool each, of the embeddings, the layers' outputs, and the final norm's.
+
+        Raises:
+            NonFiniteError: one is False; names the first.
+        """
+        finite = torch.stack([flag.cpu() for flag in finite]).tolist()
+        if all(finite):
+            return
+        first = finite.index(False)
+        places = [("the embeddings", self.embeddings)]
+        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
+        places += [("the final norm", self.norm_f)]
+        raise explained(*places[first], self.config, what) from None
 
     def _end(self, input_ids, seqs, state, ends):
         """The FPRNNState after the last token, from those of the layers."""
@@ -352,6 +371,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
         if loss is not None and self.training:
             loss = loss + outputs.fixed_point.penalty.mean()
+        if not all(all_finite(t) for t in (logits, loss) if t is not None):
+            what = "finite hidden states gave a logit or a loss that is NaN or infinite"
+            raise explained("the head", self.lm_head, self.config, what)
         output = FPRNNCausalLMOutput(
             loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
             outputs.past_key_values,

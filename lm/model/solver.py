@@ -13,9 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-
-class NonFiniteError(FloatingPointError):
-    """An iterate became NaN or infinite."""
+from .non_finite import NonFiniteError
 
 
 class Rule(NamedTuple):

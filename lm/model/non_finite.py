@@ -1,0 +1,47 @@
+"""What is said when a forward pass becomes NaN or infinite: where, why, and what helps.
+
+A number that is not finite is never returned: it would be a loss of NaN, or a token sampled from
+it, without a word.
+"""
+
+import torch
+
+
+class NonFiniteError(FloatingPointError):
+    """A forward pass, or the solve of a layer in it, became NaN or infinite."""
+
+
+def all_finite(x):
+    """Whether a tensor holds no NaN and no infinity: (,) bool on its device, not waited for."""
+    return torch.isfinite(x.detach()).all()
+
+
+def explained(where, module, config, what):
+    """The NonFiniteError to raise.
+
+    Args:
+        where: "layer 3" or the like: the first place that is not finite.
+        module: the module there. config: the FPRNNConfig. what: what was seen there.
+    """
+    damaged = [name for name, p in module.named_parameters() if not all_finite(p)]
+    if damaged:
+        cause = f"its parameter {damaged[0]} is NaN or infinite ({len(damaged)} are)"
+        cure = "the checkpoint is damaged, or its training had diverged: take an earlier one"
+    elif config.block == "fp_rnn" and config.contractive is None:
+        cause = (
+            f"fp_rnn iterates its state without a norm, and with mixer {config.mixer} and"
+            " contractive null nothing keeps ‖I − Q‖ below 1, so that the state may grow without"
+            " bound"
+        )
+        cure = "set contractive to a number below 1, such as 0.95"
+        if config.mixer in ("kronecker", "mixture") and config.kronecker_norm != "spectral":
+            cure += ", or kronecker_norm to spectral"
+    else:
+        cause = (
+            f"its parameters are finite: numbers of the {config.block} grew too large on the way"
+        )
+        cure = (
+            "compute in fp32 or bf16 if this was fp16; in training lower the learning rate or clip"
+            " the gradient; or bound the mixer (contractive: 0.95)"
+        )
+    return NonFiniteError(f"{where}: {what}. Cause: {cause}. What helps: {cure}.")

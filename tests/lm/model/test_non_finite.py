@@ -1,0 +1,159 @@
+"""No forward pass returns a NaN or an infinity, FP-RNN's defaults do not diverge, and a forward
+pass without gradients is the one with them."""
+
+import re
+
+import pytest
+import torch
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.non_finite import NonFiniteError
+
+MIXERS = {
+    "householder": 2, "dplr": 2, "kronecker": 1, "monarch": 8, "nonselective": 1, "mixture": 3,
+    "selective_dense": 1,
+}  # fmt: skip
+SOLVERS = {
+    "paper": dict(schedule="parallel", stopping="paper"),
+    **{name: dict(schedule=name) for name in ("parallel", "window:4", "auto", "sequential")},
+}
+
+
+def model_of(n_layer=1, seed=0, **fields):
+    torch.manual_seed(seed)
+    config = FPRNNConfig(vocab_size=40, d_model=16, n_layer=n_layer, **fields)
+    return FPRNNForCausalLM(config)
+
+
+def tokens(length=32, batch=3):
+    return torch.randint(0, 40, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("schedule", ["auto", "window:4"])
+def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
+    for seed in range(3):
+        fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXERS[mixer], schedule=schedule)
+        model = model_of(seed=seed, **fields)
+        output = model(tokens(200), labels=tokens(200))
+        output.loss.backward()
+        assert output.fixed_point.converged.all()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_what_bounds_fp_rnn_is_its_default_only():
+    kronecker = FPRNNConfig(block="fp_rnn", mixer="kronecker")
+    assert (kronecker.kronecker_norm, kronecker.contractive) == ("spectral", None)
+    assert FPRNNConfig(mixer="kronecker").kronecker_norm == "rows"
+    assert FPRNNConfig(mixer="nonselective").contractive is None
+    assert FPRNNConfig(block="fp_rnn", mixer="nonselective").contractive == 0.95
+    as_said = dict(kronecker_norm="rows", contractive=None)
+    free = FPRNNConfig(block="fp_rnn", mixer="monarch", **as_said)
+    loaded = FPRNNConfig.from_dict(free.to_dict())
+    assert (loaded.kronecker_norm, loaded.contractive) == ("rows", None)
+
+
+def wild(mixer, solver):
+    """A one-layer FP-RNN that nothing bounds, and parameters that make it diverge or nearly so."""
+    unbounded = dict(contractive=None, kronecker_norm="rows", mixer_rank=MIXERS[mixer])
+    limits = dict(max_iters=60, eval_max_iters=60)
+    model = model_of(block="fp_rnn", mixer=mixer, **unbounded, **limits, **SOLVERS[solver])
+    with torch.no_grad():
+        for parameter in model.backbone.layers[0].block.mixer.parameters():
+            parameter.mul_(3)
+    return model
+
+
+NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*contractive"
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
+    model, ids = wild("nonselective", solver), tokens(300)
+    for call in (
+        lambda: model(ids),
+        lambda: model(ids, labels=ids),
+        lambda: model(ids, labels=ids, loss_only=True),
+        lambda: model.eval()(ids),
+        lambda: torch.no_grad()(model)(ids),
+        lambda: model.backbone(ids),
+        lambda: model.generate(ids, max_new_tokens=2),
+    ):
+        with pytest.raises(NonFiniteError, match=NAMED.format("nonselective")):
+            call()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("mixer", ["kronecker", "monarch", "mixture", "householder"])
+def test_what_is_returned_is_finite_or_refused(mixer, solver):
+    model, ids = wild(mixer, solver), tokens(100)
+    try:
+        output = model(ids, labels=ids)
+    except NonFiniteError as error:
+        assert re.search(NAMED.format(mixer), str(error)), error
+    else:
+        assert output.loss.isfinite() and output.logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "broken, where",
+    [
+        ("backbone.embeddings.weight", "the embeddings"),
+        ("backbone.layers.1.norm.weight", "layer 1"),
+        ("backbone.layers.1.block.out_proj.weight", "layer 1"),
+        ("backbone.layers.0.block.mixer.u_proj.gain", "layer 0"),
+        ("backbone.norm_f.weight", "the final norm"),
+        ("lm_head.weight", "the head"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_damaged_parameter_is_named(broken, where, value):
+    model = model_of(n_layer=2, tie_embeddings=False).eval()
+    with torch.no_grad():
+        model.get_parameter(broken).view(-1)[: 16 * 40 // 2] = value
+    with pytest.raises(NonFiniteError, match=rf"^{where}: .*parameter .*NaN or infinite"):
+        model(tokens())
+
+
+def test_a_row_that_does_not_use_the_damaged_embedding_is_not_refused():
+    model = model_of().eval()
+    with torch.no_grad():
+        model.backbone.embeddings.weight[39] = 1e4
+    assert model(tokens().clamp_max(38)).logits.isfinite().all()
+
+
+GRADIENTS = {
+    "one_step": dict(),
+    "three_steps": dict(n_backwards=3),
+    "phantom": dict(gradient="phantom:3"),
+    "implicit": dict(gradient="implicit"),
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
+def test_a_forward_pass_without_gradients_is_the_one_with_them(block, gradient, solver):
+    fields = dict(block=block, headdim=8, tol=0.1, eval_tol=0.1, **GRADIENTS[gradient])
+    model = model_of(n_layer=2, **fields, **SOLVERS[solver]).double().eval()
+    with_gradients = model(tokens(), return_state=True)
+    with torch.no_grad():
+        without = model(tokens(), return_state=True)
+    torch.testing.assert_close(without.logits, with_gradients.logits, rtol=1e-9, atol=1e-9)
+    for ours, theirs in zip(without.state.layers, with_gradients.state.layers):
+        for name, a, b in zip(ours._fields, ours, theirs):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_the_steps_after_the_solve_still_shape_the_gradient():
+    found = {}
+    for name, fields in GRADIENTS.items():
+        model = model_of(schedule="auto", tol=0.1, contractive=0.5, **fields).double()
+        model(tokens(), labels=tokens()).loss.backward()
+        found[name] = model.backbone.layers[0].block.in_proj.weight.grad
+    for name in ("three_steps", "phantom"):
+        assert (found[name] - found["one_step"]).norm() > 1e-3 * found["one_step"].norm()
+    # More steps are nearer to the true gradient.
+    error = {name: (grad - found["implicit"]).norm() for name, grad in found.items()}
+    assert error["three_steps"] < error["one_step"]
