@@ -272,7 +272,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if all(finite):
             return
         first = finite.index(False)
-        places = [("the embeddings", self.embeddings)]
+        places = [("the embedded input", self.embeddings)]
         places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
         places += [("the final norm", self.norm_f)]
         raise explained(*places[first], self.config, what) from None

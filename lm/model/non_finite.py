@@ -5,6 +5,7 @@ it, without a word.
 """
 
 import torch
+from torch import nn
 
 
 class NonFiniteError(FloatingPointError):
@@ -27,6 +28,9 @@ def explained(where, module, config, what):
     if damaged:
         cause = f"its parameter {damaged[0]} is NaN or infinite ({len(damaged)} are)"
         cure = "the checkpoint is damaged, or its training had diverged: take an earlier one"
+    elif isinstance(module, nn.Embedding):
+        cause = "inputs_embeds holds a NaN or an infinity"
+        cure = "mend what computes them"
     elif config.block == "fp_rnn" and config.contractive is None:
         cause = (
             f"fp_rnn iterates its state without a norm, and with mixer {config.mixer} and"

@@ -372,7 +372,7 @@ def test_every_choice_of_the_model_section_runs(field, value):
     loss.backward()
     assert torch.isfinite(loss)
     if value != "mamba":
-        assert getattr(model.config, field, value) == value
+        assert value == "auto" or getattr(model.config, field, value) == value
 
 
 # The shipped YAMLs.

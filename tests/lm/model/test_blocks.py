@@ -137,6 +137,7 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
     model.config.tol, model.config.eval_max_iters = 1e-13, 5000
     out, _ = model(u)
     (out * cotangent).sum().backward()
+    model.config.stopping = "paper"  # there the value, too, is that of the last step
     for parameter_name, p in [("input", None), *model.named_parameters()]:
         value = (u if p is None else p).detach()
         direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(4)).double()

@@ -98,7 +98,7 @@ def test_what_is_returned_is_finite_or_refused(mixer, solver):
 @pytest.mark.parametrize(
     "broken, where",
     [
-        ("backbone.embeddings.weight", "the embeddings"),
+        ("backbone.embeddings.weight", "the embedded input"),
         ("backbone.layers.1.norm.weight", "layer 1"),
         ("backbone.layers.1.block.out_proj.weight", "layer 1"),
         ("backbone.layers.0.block.mixer.u_proj.gain", "layer 0"),
