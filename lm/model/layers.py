@@ -9,6 +9,7 @@ Shape suffixes: b batch, l length, d channels.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .scan import causal_conv, faster
 
@@ -37,11 +38,12 @@ class _WeightOf(torch.Tensor):
         self.layer.weight = value
 
 
-class WNLinear(nn.Linear):
+class WNLinear(NonDynamicallyQuantizableLinear):
     """A linear layer with weight normalisation per output row: W = gain · direction / ‖direction‖
     (Salimans & Kingma 2016). `direction`: (out,in), `gain`: (out,1), `bias`: (out,) or None.
 
-    `weight` is W: reading computes it, writing splits it into gain and direction.
+    `weight` is W: reading computes it, writing splits it into gain and direction. Quantisers leave
+    the layer as it is (the base class is torch's word for that).
     """
 
     def __init__(self, in_features, out_features, bias=False):
@@ -67,6 +69,10 @@ class WNLinear(nn.Linear):
         with torch.no_grad():
             self.direction.copy_(value)
             self.gain.copy_(torch.linalg.vector_norm(self.direction, dim=1, keepdim=True))
+
+    def __setattr__(self, name, value):
+        # A Parameter would be registered, past the property.
+        super().__setattr__(name, value.data if name == "weight" else value)
 
     def forward(self, x):
         return F.linear(x, self.matrix(), self.bias)

@@ -44,6 +44,8 @@ def test_what_is_written_to_weight_is_what_it_reads_as(layer):
     torch.testing.assert_close(layer.weight.data, W + 1)
     layer.weight += 1
     torch.testing.assert_close(layer.weight.data, W + 2)
+    layer.weight = nn.Parameter(3 * W)
+    torch.testing.assert_close(layer.weight.data, 3 * W)
     layer.weight.data = -W
     torch.testing.assert_close(layer(torch.eye(5)).T - layer.bias[:, None], -W)
 
