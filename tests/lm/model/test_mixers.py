@@ -28,6 +28,9 @@ CASES = {
     "contractive_householder": dict(mixer="householder", mixer_rank=2, contractive=0.7),
     "contractive_dplr": dict(mixer="dplr", mixer_rank=2, contractive=0.5),
     "contractive_kronecker": dict(mixer="kronecker", contractive=0.6),
+    "contractive_monarch": dict(mixer="monarch", mixer_rank=4, contractive=0.4),
+    "contractive_nonselective": dict(mixer="nonselective", contractive=0.8),
+    "contractive_mixture": dict(mixer="mixture", mixer_rank=2, contractive=0.5),
     "kronecker_prime": dict(mixer="kronecker", d_model=7, expand=1),  # 1 × 7
 }
 
@@ -106,6 +109,19 @@ def test_contractive_keeps_q_near_the_identity(name):
     assert norms.max() <= config.contractive + 1e-9
     free = torch.eye(config.d_inner, dtype=P.dtype) - mixer.mixer.matrix(P)
     assert torch.linalg.matrix_norm(free, ord=2).max() > config.contractive
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("contractive")])
+def test_the_bound_is_above_the_norm(name):
+    config, mixer = randomised(name)
+    P = 5 * torch.randn(50, 2 * config.d_inner, dtype=torch.float64)
+    weights = mixer.weights(P)
+    raw = torch.nn.functional.linear(P, weights.first, weights.bias)
+    off = torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P)
+    norm = torch.linalg.matrix_norm(off, ord=2)
+    bound = mixer.bound(raw, weights).squeeze(-1)
+    assert (norm <= bound * (1 + 1e-12)).all()
+    assert (bound <= 12 * norm.clamp_min(0.1)).all()  # and of some use
 
 
 @pytest.mark.parametrize("kind", ["householder", "kronecker", "monarch"])
