@@ -101,8 +101,10 @@ class Model(Section):
     dt_rank: PositiveInt | Literal["auto"] = "auto"
     d_conv: int = Field(4, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
+    rms_norm: bool = True
     residual_in_fp32: bool = True
     tie_embeddings: bool = True
+    bias: bool = False
     block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
     headdim: int = Field(64, gt=0)  # of fp_mamba2
     ngroups: int = Field(1, gt=0)

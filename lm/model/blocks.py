@@ -95,7 +95,7 @@ class FPMamba1(FPMamba):
     def __init__(self, config):
         super().__init__(config)
         d, n = config.d_inner, config.d_state
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
         if config.use_short_conv:
             self.conv1d = ShortConv(d, config.d_conv)
         self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
@@ -161,7 +161,7 @@ class FPMamba2(FPMamba):
         self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
         if self.heads % config.ngroups:
             raise ValueError(f"ngroups {config.ngroups} does not divide {self.heads} heads")
-        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
+        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=config.bias)
         if config.use_short_conv:
             self.conv1d = ShortConv(d + bc, config.d_conv)
         self.A_log = nn.Parameter(torch.empty(self.heads))
@@ -220,7 +220,7 @@ class FPRNN(FixedPointBlock):
         if config.glu_in_loop:
             raise ValueError("fp_rnn iterates its state itself: glu_in_loop is for fp_mamba1 and 2")
         d = config.d_inner
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
         if config.use_short_conv:
             for name in ("x", "b", "mixer", "lambda"):
                 self.add_module(f"conv1d_{name}", ShortConv(d, config.d_conv))

@@ -67,8 +67,11 @@ class FPRNNConfig(PretrainedConfig):
 
     Args:
         vocab_size, d_model, n_layer, d_state (N), expand (d_inner = expand · d_model),
-        dt_rank ("auto": ⌈d_model/16⌉), d_conv, norm_epsilon (RMSNorm of the residual stream),
+        dt_rank ("auto": ⌈d_model/16⌉), d_conv, norm_epsilon (of the residual stream's norms),
         residual_in_fp32, tie_embeddings: as in Mamba.
+        rms_norm: the residual stream's norms, one before each block and one before the head, are
+        RMSNorm; False: LayerNorm with weight and bias.
+        bias: in_proj and out_proj of every block have one.
         block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3).
@@ -122,8 +125,10 @@ class FPRNNConfig(PretrainedConfig):
         dt_rank="auto",
         d_conv=4,
         norm_epsilon=1e-5,
+        rms_norm=True,
         residual_in_fp32=True,
         tie_embeddings=True,
+        bias=False,
         block="fp_mamba1",
         headdim=64,
         ngroups=1,
@@ -188,8 +193,10 @@ class FPRNNConfig(PretrainedConfig):
         self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         self.d_conv = d_conv
         self.norm_epsilon = norm_epsilon
+        self.rms_norm = rms_norm
         self.residual_in_fp32 = residual_in_fp32
         self.tie_embeddings = kwargs.pop("tie_word_embeddings", tie_embeddings)
+        self.bias = bias
         self.block = block
         self.headdim = headdim
         self.ngroups = ngroups

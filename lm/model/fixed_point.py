@@ -64,7 +64,7 @@ class FixedPointBlock(nn.Module):
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
-        self.out_proj = nn.Linear(d, config.d_model, bias=False)
+        self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
         self.gate_in_loop = config.glu_in_loop  # a step reads z
         self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
 

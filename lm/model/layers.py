@@ -153,3 +153,19 @@ class RMSNorm(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return unit.to(self.weight.dtype) * self.weight
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with weight and bias, computed in fp32 or wider, returned in the weight's dtype."""
+
+    def forward(self, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        normed = F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps)
+        return normed.to(self.weight.dtype)
+
+
+def residual_norm(config):
+    """The norm of the residual stream, before every block and before the head."""
+    kind = RMSNorm if config.rms_norm else LayerNorm
+    return kind(config.d_model, config.norm_epsilon)

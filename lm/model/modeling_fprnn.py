@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from .blocks import FPRNN, FPMamba1, FPMamba2, build_block
 from .configuration_fprnn import FPRNNConfig
 from .fixed_point import FixedPointBlock
-from .layers import Orthogonal, RMSNorm, WNLinear
+from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
 from .mixers import added
 from .non_finite import NonFiniteError, all_finite, explained
 from .scan import selective_scan
@@ -70,7 +70,7 @@ class FPRNNLayer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = RMSNorm(config.d_model, config.norm_epsilon)
+        self.norm = residual_norm(config)
         self.block = build_block(config)
 
     def forward(self, hidden, residual, seqs=Sequences()):  # noqa: B008
@@ -155,7 +155,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config) for _ in range(config.n_layer))
-        self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
+        self.norm_f = residual_norm(config)
         self.post_init()
 
     def get_input_embeddings(self):
