@@ -13,7 +13,7 @@ from lm.engine import decays
 from lm.export import write_export
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import FPRNNCache
+from lm.model.state import FPRNNCache, Sequences
 
 EOS = 0
 BLOCKS = pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
@@ -67,6 +67,19 @@ def test_padding_changes_nothing(block, conv, pad):
 
 @BLOCKS
 @CONV
+@pytest.mark.parametrize("pad", [(3, 0), (0, 3)], ids=["left", "right"])
+@torch.no_grad()
+def test_padding_changes_nothing_in_a_block_alone(block, conv, pad):
+    """The model puts padding behind the tokens before its blocks see it; they need not trust it."""
+    block = model_with(block, conv).backbone.layers[0].block
+    hidden = torch.randn(2, 9, 8, dtype=torch.float64)
+    mask = F.pad(torch.ones(2, 9), pad).bool()
+    padded, _ = block(F.pad(hidden, (0, 0, *pad), value=0.7), Sequences(mask))
+    assert_same(padded[mask], block(hidden)[0].flatten(0, 1))
+
+
+@BLOCKS
+@CONV
 @torch.no_grad()
 def test_a_batch_of_several_lengths_equals_each_row_alone(block, conv):
     model, x = model_with(block, conv), tokens(batch=3)
@@ -80,7 +93,7 @@ def test_a_batch_of_several_lengths_equals_each_row_alone(block, conv):
 @CONV
 @torch.no_grad()
 def test_packed_documents_equal_each_alone(block, conv):
-    model, first, second = model_with(block, conv), tokens(5), tokens(6) + 0
+    model, first, second = model_with(block, conv), tokens(5), tokens(6)
     packed = torch.cat([first, torch.full((2, 1), EOS), second], 1)
     assert_same(solved(model(packed))[:, 6:], solved(model(second)))
     mask = torch.ones_like(packed)
