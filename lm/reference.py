@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from pathlib import Path
 
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
+    (r"(^|\.)_orig_mod\.", r"\1"),  # torch.compile, which the paper's code also puts on mixers
     (r"\.parametrizations\.weight\.original0$", ".gain"),
     (r"\.parametrizations\.weight\.original1$", ".direction"),
     (r"\.parametrizations\.weight\.original$", ".weight"),
@@ -24,6 +26,9 @@ RENAMES = [
     (r"\binput_trans\.", "in_proj."),
     (r"\boutput_trans\.", "out_proj."),
 ]
+EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
+
+LANGUAGE_MODEL = "FPLMHeadModel"
 BLOCKS = {
     "FPMamba": "fp_mamba1", "FPMamba1": "fp_mamba1", "FPMamba2": "fp_mamba2", "FPRNN": "fp_rnn",
 }  # fmt: skip
@@ -34,13 +39,97 @@ MIXERS = {
     "monarch": {"mixer": "monarch", "eigen_range": "positive"},
     "nonselective": {"mixer": "nonselective"},
     "mixture": {"mixer": "mixture"},
-    "dense": {"mixer": "selective_dense"},
+    "selectivedense": {"mixer": "selective_dense"},
 }
-SAME = {
-    "bc_norm", "glu_in_loop", "use_short_conv", "symm_mixer", "mixer_h_dep", "d_state", "d_conv",
-    "expand", "dt_rank", "mixer_rank", "headdim", "ngroups", "n_backwards", "d_model", "n_layer",
-    "vocab_size",
-}  # fmt: skip
+ACTIVATIONS = {name: name for name in ("silu", "relu", "identity")}
+
+# What the paper's constructors take for a key that is not given, where FPRNNConfig takes another.
+DEFAULTS = {
+    "fp_mamba1": {"mixer_type": "kronecker", "max_iter": 100},
+    "fp_mamba2": {"mixer_type": "kronecker", "max_iter": 100, "d_state": 128},
+    "fp_rnn": {"mixer_type": "householderproduct", "max_iter": 1000},
+}
+NORM_EPS = 1e-5  # theirs where a mixer is given none
+DENSE_WIDTH = 256  # d_inner of their selectivedense, whatever expand says
+
+# Every key of the paper's configuration is in exactly one of the tables below, or in `SPECIAL`.
+# Keys that mean the same under our names: theirs → (ours, type).
+MAPPED = {
+    "d_model": ("d_model", int),
+    "n_layer": ("n_layer", int),
+    "vocab_size": ("vocab_size", int),
+    "norm_epsilon": ("norm_epsilon", float),
+    "rms_norm": ("rms_norm", bool),
+    "residual_in_fp32": ("residual_in_fp32", bool),
+    "tie_embeddings": ("tie_embeddings", bool),
+    "d_state": ("d_state", int),
+    "d_conv": ("d_conv", int),
+    "expand": ("expand", int),
+    "headdim": ("headdim", int),
+    "ngroups": ("ngroups", int),
+    "bias": ("bias", bool),
+    "bc_norm": ("bc_norm", bool),
+    "glu_in_loop": ("glu_in_loop", bool),
+    "use_short_conv": ("use_short_conv", bool),
+    "mixer_rank": ("mixer_rank", int),
+    "symm_mixer": ("symm_mixer", bool),
+    "mixer_h_dep": ("mixer_h_dep", bool),
+    "n_backwards": ("n_backwards", int),
+    "max_iter": ("max_iters", int),
+    "convergence_threshold": ("tol", float),
+    "damping_decay_rate": ("stepsize_decay", float),
+    "stepsize0": ("stepsize", float),
+    "stepsize_decay": ("stepsize_decay", float),
+    "decay_patience": ("patience", int),
+}
+# Read by code of their own in `reference_config`.
+SPECIAL = (
+    "layer", "mixer_type", "mixer_ac", "mixer_proj_rank", "norm_eps", "dt_rank", "conv_bias",
+    "outlier_quantile", "pad_vocab_size_multiple", "d_ssm", "d_inner",
+)  # fmt: skip
+# Keys that change no function that a checkpoint computes: key → why.
+_START = "only where training starts from; a checkpoint has its weights"
+_PLACE = "where and in which precision the paper's code computes"
+_FASTER = "another kernel for the same function"
+_RECORD = "a record of how the case was made and what it gave, not configuration"
+NO_EFFECT = {
+    "d_mixer": "taken by every layer, read by none",
+    **dict.fromkeys(("dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor"), _START),
+    **dict.fromkeys(("A_init_range", "conv_init", "initializer_cfg"), _START),
+    **dict.fromkeys(("device", "dtype"), _PLACE),
+    "layer_idx": "which layer asks for its inference state",
+    "sequence_parallel": "acts with a process_group alone",
+    **dict.fromkeys(("fused_add_norm", "use_mem_eff_path", "use_fast_path", "chunk_size"), _FASTER),
+    "rmsnorm": "FPMamba2 always ends in an RMSNorm",
+    "norm_before_gate": "FPMamba2 always gates before its norm",
+    "attn_cfg": "of the attention layers, of which there may be none",
+    **dict.fromkeys(
+        ("name", "cls", "B", "L", "seed", "in_proj_scale", "tweak", "patched"), _RECORD
+    ),
+    **dict.fromkeys(("fixed_point_only", "loss", "losses", "params", "iters", "check"), _RECORD),
+    "files": _RECORD,
+}
+# … and those that change nothing in a layer that does not read them: layer → key → why.
+_NONE = "the layer has none"
+UNREAD = {
+    "fp_mamba1": dict.fromkeys(("headdim", "ngroups", "d_ssm", "D_has_hdim", "dt_limit"), _NONE),
+    "fp_mamba2": {"bc_norm": "FPMamba2 always normalises B and C", "dt_rank": _NONE},
+    "fp_rnn": {
+        "damping_decay_rate": "FPRNN's solver is not damped",
+        **dict.fromkeys(("headdim", "ngroups", "d_ssm", "D_has_hdim", "dt_limit"), _NONE),
+        **dict.fromkeys(("d_state", "dt_rank", "bc_norm"), _NONE),
+    },
+}
+# Keys of which we can have some values: key → (those, what any other would do).
+ONLY = {
+    "d_intermediate": ((0, None), "there would be an MLP after every block"),
+    "attn_layer_idx": (([], (), None), "some layers would be attention"),
+    "D_has_hdim": ((False,), "D would be one number a channel, not one a head"),
+    "dt_limit": (([0.0, math.inf], (0.0, math.inf), None), "the step sizes would be clamped"),
+    "process_group": ((None,), "the checkpoint would hold one rank's part of each matrix"),
+    "stepsize_thresh": ((1e-3,), "the solver would stop at another step size"),
+}
+SECTIONS = ("model_config", "ssm_cfg", "config")
 
 
 class ReferenceCheckpointError(RuntimeError):
@@ -55,6 +144,11 @@ def reference_name(name: str) -> str:
     return name
 
 
+def known_keys() -> set[str]:
+    """Every key that a configuration of the paper's code can have."""
+    return {*MAPPED, *SPECIAL, *NO_EFFECT, *ONLY}
+
+
 def _look_up(table: dict, name: str, what: str):
     if name not in table:
         near = difflib.get_close_matches(str(name), table, 1, 0.4)
@@ -63,41 +157,216 @@ def _look_up(table: dict, name: str, what: str):
     return table[name]
 
 
+def _flat(description: dict) -> dict:
+    """Every key of a description and of its sections, in one mapping.
+
+    Raises:
+        ReferenceCheckpointError: an unknown key, or a key that has two values.
+    """
+    flat, places, unknown = {}, {}, []
+
+    def read(mapping, place):
+        if not isinstance(mapping, dict):
+            raise ReferenceCheckpointError(f"`{place}` must be a mapping, not {mapping!r}")
+        for key, value in mapping.items():
+            where = f"{place}.{key}" if place else str(key)
+            if key in SECTIONS:
+                read(value or {}, where)
+            elif key not in known_keys():
+                near = difflib.get_close_matches(str(key), known_keys(), 1, 0.6)
+                unknown.append(f"`{where}`" + (f" (did you mean {near[0]}?)" if near else ""))
+            elif key in flat and flat[key] != value and key not in NO_EFFECT:
+                raise ReferenceCheckpointError(
+                    f"the configuration contradicts itself: {places[key]} is {flat[key]!r},"
+                    f" {where} is {value!r}"
+                )
+            else:
+                flat[key], places[key] = value, where
+
+    read(description, "")
+    if unknown:
+        raise ReferenceCheckpointError(
+            f"the configuration has keys that are not known here: {', '.join(unknown)};"
+            " what they do would be lost"
+        )
+    return flat
+
+
+def _typed(key: str, value, kind: type):
+    """The value as a bool, int or float; 2.0 is an int and "1e-6" a float, as in the paper's YAML.
+
+    Raises:
+        ReferenceCheckpointError: it is something else.
+    """
+    if kind is not bool and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if kind is float and math.isfinite(number):
+            return number
+        if kind is int and not isinstance(value, str) and number.is_integer():
+            return int(number)
+    if kind is bool and isinstance(value, bool):
+        return value
+    what = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+    raise ReferenceCheckpointError(f"`{key}` is {value!r}; it must be {what}")
+
+
+def _block(flat: dict) -> str:
+    """Our name of the layer that the description names."""
+    named = {flat[k] for k in ("layer", "cls") if k in flat and flat[k] != LANGUAGE_MODEL}
+    if not named:
+        raise ReferenceCheckpointError(
+            f"the configuration names no layer: ssm_cfg.layer must be one of {', '.join(BLOCKS)}"
+        )
+    blocks = {_look_up(BLOCKS, name, "layer") for name in named}
+    if len(blocks) > 1:
+        raise ReferenceCheckpointError(
+            f"the configuration contradicts itself: its layers are {' and '.join(sorted(named))}"
+        )
+    return blocks.pop()
+
+
+def _mixer(flat: dict, block: str) -> dict:
+    """Our fields of the mixer: its kind, activation, low rank, norm of S, floor of its norms."""
+    named = flat["mixer_type"]
+    fields = dict(_look_up(MIXERS, str(named).lower(), "mixer_type"))
+    mixer = fields["mixer"]
+    activation = str(flat.get("mixer_ac", "silu")).lower()
+    fields["mixer_act"] = _look_up(ACTIVATIONS, activation, "activation mixer_ac")
+
+    rank = flat.get("mixer_proj_rank")
+    rank = -1 if rank is None else _typed("mixer_proj_rank", rank, int)
+    if rank != -1 and rank < 1:
+        raise ReferenceCheckpointError(
+            f"`mixer_proj_rank` is {rank}; it must be at least 1, or -1 for a full map"
+        )
+    if rank != -1 and mixer in ("householder", "dplr"):
+        fields["mixer_proj_rank"] = rank
+    elif rank != -1 and mixer != "nonselective":  # which has no such map
+        raise ReferenceCheckpointError(
+            f"`mixer_proj_rank` is {rank}: a low-rank map is supported for householderproduct and"
+            f" dplr, not for {named}"
+        )
+
+    eps = _typed("norm_eps", flat.get("norm_eps", NORM_EPS), float)
+    fields["out_norm_epsilon"] = fields["eps"] = eps
+    if mixer == "mixture":  # its parts are built without norm_eps
+        fields["eps"] = NORM_EPS
+    # FPRNN divides by the largest eigenvalue as well; not within a mixture.
+    spectral = block == "fp_rnn" and mixer == "kronecker"
+    fields["kronecker_norm"] = "spectral" if spectral else "rows"
+    if named == "selectivedense" and block == "fp_rnn":
+        d_model = _typed("d_model", flat["d_model"], int)
+        if DENSE_WIDTH % d_model:
+            raise ReferenceCheckpointError(
+                f"selectivedense is {DENSE_WIDTH} wide, which must be a multiple of d_model:"
+                f" {d_model} does not divide it"
+            )
+        fields["expand"] = DENSE_WIDTH // d_model
+    return fields
+
+
+def _refuse_what_we_cannot_have(flat: dict, block: str) -> None:
+    for key, (allowed, otherwise) in ONLY.items():
+        if key in flat and key not in UNREAD[block] and flat[key] not in allowed:
+            raise ReferenceCheckpointError(
+                f"`{key}` is {flat[key]!r}: {otherwise}, which is not supported;"
+                f" it may be {allowed[0]!r}"
+            )
+    conv_bias = _typed("conv_bias", flat.get("conv_bias", True), bool)
+    if flat.get("use_short_conv", False) and not conv_bias:
+        raise ReferenceCheckpointError(
+            "`conv_bias` is False: a short convolution without a bias is not supported"
+        )
+    if flat.get("glu_in_loop", False) and block != "fp_mamba1":
+        why = "FPRNN has no such gate" if block == "fp_rnn" else "FPMamba2 would gate twice there"
+        raise ReferenceCheckpointError(f"`glu_in_loop` is True: {why}, which is not supported")
+
+
 def reference_config(description: dict, **overrides):
-    """A configuration under the paper's names → FPRNNConfig.
+    """A configuration under the paper's names → FPRNNConfig. Nothing of it is dropped: every key is
+    mapped, is known to have no effect (NO_EFFECT, UNREAD), or is refused.
 
     Args:
-        description: {"model_config": {d_model, n_layer, vocab_size}, "ssm_cfg": {layer, mixer_type,
-            mixer_rank, …}} for a language model, or {"cls", "config": {…}} for one block; with the
-            solver's outlier_quantile, stepsize0, stepsize_decay, decay_patience beside them.
+        description: of a language model {"model_config": {d_model, n_layer, vocab_size, …},
+            "ssm_cfg": {layer, mixer_type, mixer_rank, …}}, or as the paper's save_pretrained writes
+            it, {d_model, n_layer, …, "ssm_cfg": {…}}; of one block {"cls", "config": {…}}. Beside
+            them the solver's outlier_quantile, stepsize0, stepsize_decay, decay_patience. What is
+            not given has the paper's default. overrides: fields of FPRNNConfig.
     Raises:
-        ReferenceCheckpointError: an unknown layer or mixer.
+        ReferenceCheckpointError: an unknown key, layer, mixer or activation; a key with two values;
+            a value that has an effect which we cannot have.
     """
     from lm.model.configuration_fprnn import FPRNNConfig
 
-    inner = description.get("ssm_cfg") or description.get("config") or description
-    layer = inner.get("layer") or description.get("cls", "FPMamba1")
-    block = _look_up(BLOCKS, "FPMamba1" if layer == "FPLMHeadModel" else layer, "layer")
-    kwargs = {k: v for k, v in inner.items() if k in SAME and v is not None}
-    kwargs.update(schedule="parallel", stopping="paper")  # solved as it was trained
-    kwargs.update(block=block, **_look_up(MIXERS, inner.get("mixer_type"), "mixer_type"))
-    if block == "fp_rnn":  # there the paper's code divides by the largest eigenvalue as well
-        kwargs["kronecker_norm"] = "spectral"
-    if (inner.get("mixer_proj_rank") or -1) > 0:
-        kwargs["mixer_proj_rank"] = inner["mixer_proj_rank"]
-    if "norm_eps" in inner:
-        kwargs["out_norm_epsilon"] = float(inner["norm_eps"])
-    for ours, theirs in [
-        ("quantile", "outlier_quantile"),
-        ("stepsize", "stepsize0"),
-        ("stepsize_decay", "stepsize_decay"),
-        ("patience", "decay_patience"),
-    ]:
-        if theirs in description:
-            value = description[theirs]
-            kwargs[ours] = 1 - value if ours == "quantile" else value
-    kwargs.update({k: v for k, v in (description.get("model_config") or {}).items() if k in SAME})
-    return FPRNNConfig(**{**kwargs, **overrides})
+    flat = _flat(description)
+    block = _block(flat)
+    flat = {**DEFAULTS[block], **flat}
+    is_lm = flat.get("cls") == LANGUAGE_MODEL or bool({"ssm_cfg", "model_config"} & {*description})
+    for key in ("d_model", "n_layer") if is_lm else ("d_model",):
+        if key not in flat:
+            raise ReferenceCheckpointError(f"the configuration has no `{key}`")
+    _refuse_what_we_cannot_have(flat, block)
+
+    kwargs = {"block": block, "schedule": "parallel", "stopping": "paper"}  # as it was trained
+    read = {k: v for k, v in flat.items() if k in MAPPED and k not in UNREAD[block]}
+    for key, value in read.items():
+        ours, kind = MAPPED[key]
+        value = _typed(key, value, kind)
+        if kwargs.setdefault(ours, value) != value:
+            raise ReferenceCheckpointError(
+                f"the configuration contradicts itself: `{key}` is {value!r}, but another key says"
+                f" {kwargs[ours]!r}"
+            )
+    kwargs.update(_mixer(flat, block))
+    if block == "fp_mamba2":
+        kwargs["bc_norm"] = True
+    rank = flat.get("dt_rank", "auto")
+    if rank != "auto" and "dt_rank" not in UNREAD[block]:
+        kwargs["dt_rank"] = _typed("dt_rank", rank, int)
+    if "outlier_quantile" in flat:
+        kwargs["quantile"] = 1 - _typed("outlier_quantile", flat["outlier_quantile"], float)
+    if is_lm and "vocab_size" in kwargs:
+        multiple = _typed("pad_vocab_size_multiple", flat.get("pad_vocab_size_multiple", 8), int)
+        kwargs["vocab_size"] = -(-kwargs["vocab_size"] // multiple) * multiple
+    try:
+        config = FPRNNConfig(**{**kwargs, **overrides})
+    except ValueError as e:
+        raise ReferenceCheckpointError(
+            f"the configuration describes no model of ours: {e}"
+        ) from None
+    for key in ("d_inner", "d_ssm"):
+        if key not in UNREAD[block] and flat.get(key) not in (None, config.d_inner):
+            raise ReferenceCheckpointError(
+                f"`{key}` is {flat[key]!r}, but expand · d_model is {config.d_inner}"
+            )
+    return config
+
+
+def settle_head(state: dict, description: dict) -> bool:
+    """Whether the head of a language model is its embedding. A head that is, and is not in the
+    checkpoint, is added to `state` (under our names).
+
+    Raises:
+        ReferenceCheckpointError: the configuration says something else than the tensors.
+    """
+    import torch
+
+    said = _flat(description).get("tie_embeddings")
+    embedding, head = state[EMBEDDING], state.get(HEAD)
+    if head is None and said is False:
+        raise ReferenceCheckpointError(f"tie_embeddings is False, but the checkpoint has no {HEAD}")
+    if head is None:
+        state[HEAD] = embedding
+        return True
+    same = head.shape == embedding.shape and torch.equal(head, embedding)
+    if said and not same:
+        raise ReferenceCheckpointError(
+            f"tie_embeddings is True, but {HEAD} is not the embedding of the checkpoint"
+        )
+    return same if said is None else said
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -181,21 +450,17 @@ def import_reference(
     if not isinstance(description, dict):
         raise ReferenceCheckpointError(f"{config} must hold a mapping")
     state = read_checkpoint(checkpoint)
-    embedding = "backbone.embeddings.weight"
-    if embedding not in state:
+    if EMBEDDING not in state:
         raise ReferenceCheckpointError(
-            f"{checkpoint} is no language model of the paper's code: it has no {embedding};"
+            f"{checkpoint} is no language model of the paper's code: it has no {EMBEDDING};"
             f" its first names are {', '.join(list(state)[:3])}"
         )
-    tied = "lm_head.weight" not in state or bool(
-        (state["lm_head.weight"].shape == state[embedding].shape)
-        and (state["lm_head.weight"] == state[embedding]).all()
-    )
-    state.setdefault("lm_head.weight", state[embedding])
-    settings = {"vocab_size": state[embedding].shape[0], "tie_embeddings": tied}
     try:
+        settings = {"tie_embeddings": settle_head(state, description)}
+        if "vocab_size" not in _flat(description):
+            settings["vocab_size"] = state[EMBEDDING].shape[0]
         model = FPRNNForCausalLM(reference_config(description, **settings))
-    except ValueError as e:
+    except (ReferenceCheckpointError, ValueError) as e:
         raise ReferenceCheckpointError(f"{config}: {e}") from None
     wrong = _mismatch(state, model.state_dict())
     if wrong:
