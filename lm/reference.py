@@ -215,7 +215,7 @@ def _typed(key: str, value, kind: type):
 
 def _block(flat: dict) -> str:
     """Our name of the layer that the description names."""
-    named = {flat[k] for k in ("layer", "cls") if k in flat and flat[k] != LANGUAGE_MODEL}
+    named = {str(flat[k]) for k in ("layer", "cls") if k in flat and flat[k] != LANGUAGE_MODEL}
     if not named:
         raise ReferenceCheckpointError(
             f"the configuration names no layer: ssm_cfg.layer must be one of {', '.join(BLOCKS)}"
@@ -401,7 +401,7 @@ def read_checkpoint(path: Path) -> dict:
     return {reference_name(prefix.sub("", k)): v for k, v in state.items() if torch.is_tensor(v)}
 
 
-def _mismatch(state: dict, expected: dict) -> str:
+def mismatch(state: dict, expected: dict) -> str:
     """Every name that is missing, extra or misshapen, or ''."""
     findings = []
     for what, names in [
@@ -462,7 +462,7 @@ def import_reference(
         model = FPRNNForCausalLM(reference_config(description, **settings))
     except (ReferenceCheckpointError, ValueError) as e:
         raise ReferenceCheckpointError(f"{config}: {e}") from None
-    wrong = _mismatch(state, model.state_dict())
+    wrong = mismatch(state, model.state_dict())
     if wrong:
         raise ReferenceCheckpointError(f"{checkpoint} does not fit {config}: {wrong}")
     model.load_state_dict(state, strict=True)
