@@ -50,6 +50,18 @@ DEFAULTS = {
     "fp_rnn": {"mixer_type": "householderproduct", "max_iter": 1000},
 }
 NORM_EPS = 1e-5  # theirs where a mixer is given none
+# What the paper's code always does, where FPRNNConfig has a choice.
+ALWAYS = {
+    "schedule": "parallel",
+    "stopping": "paper",
+    "eval_max_iters": 1000,
+    "gradient": "one_step",
+    "contractive": None,
+    "b_h_dep": True,
+    "c_h_dep": True,
+    "dt_h_dep": False,
+    "reset_at_eos": False,
+}
 DENSE_WIDTH = 256  # d_inner of their selectivedense, whatever expand says
 
 # Every key of the paper's configuration is in exactly one of the tables below, or in `SPECIAL`.
@@ -310,7 +322,7 @@ def reference_config(description: dict, **overrides):
             raise ReferenceCheckpointError(f"the configuration has no `{key}`")
     _refuse_what_we_cannot_have(flat, block)
 
-    kwargs = {"block": block, "schedule": "parallel", "stopping": "paper"}  # as it was trained
+    kwargs = {"block": block, **ALWAYS}
     read = {k: v for k, v in flat.items() if k in MAPPED and k not in UNREAD[block]}
     for key, value in read.items():
         ours, kind = MAPPED[key]
