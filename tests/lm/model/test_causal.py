@@ -1,18 +1,14 @@
 """Causal stopping on models: what a token's result may depend on, and what is said of it."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError, token_residual
 from lm.model.state import Sequences
-from lm.reference import reference_name
 from tests import golden
 from tests.oracles import exact_fp_rnn_state
 
@@ -208,11 +204,9 @@ def test_token_by_token_documents_and_segments_are_exactly_their_own(name):
     "schedule", ["parallel", "window:7", "auto"]
 )  # the others find others of its fixed points
 def test_the_papers_fixed_point(schedule):
-    path = golden.HERE / "m1_dplr2.json"
-    case, tensors = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-    block = golden.build(case).double().eval()
-    state = {reference_name(k[6:]): v for k, v in tensors.items() if k.startswith("param/")}
-    block.load_state_dict({k: v.double() for k, v in state.items()})
+    case = golden.Case(golden.HERE / "m1_dplr2.json")
+    block, tensors = case.module.double().eval(), case.tensors
+    block.load_state_dict({k: v.double() for k, v in case.state.items()})
     cfg = block.config
     cfg.schedule, cfg.stopping, cfg.tol, cfg.eval_tol = schedule, "causal", 1e-9, 1e-9
     with torch.no_grad():
