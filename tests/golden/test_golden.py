@@ -155,9 +155,11 @@ def test_a_count_may_differ_in_fp32_only_where_rounding_decides():
         return golden.Solve(None, [(None, torch.tensor([v])) for v in lowest], rule)
 
     assert golden._explained(solve([1e-3, 1.02e-5, 0.8e-5]), 3)  # theirs stopped one earlier
-    assert golden._explained(solve([1e-3, 0.99e-5]), 4)  # theirs went on
+    assert golden._explained(solve([1.3e-5, 0.99e-5]), 4)  # theirs went on
+    assert golden._explained(solve([1.01e-5, 0.99e-5]), 5)
     assert not golden._explained(solve([1e-3, 1.2e-5, 0.8e-5]), 3)
-    assert not golden._explained(solve([1e-3, 0.8e-5]), 5)
+    assert not golden._explained(solve([1e-3, 0.8e-5]), 4)
+    assert not golden._explained(solve([1.3e-5, 0.99e-5]), 5)
 
 
 def test_gradients_that_are_missing_extra_or_wrong(folder, capsys):
