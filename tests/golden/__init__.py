@@ -39,7 +39,7 @@ class Setting(NamedTuple):
     gradients: float
 
 
-# Limits: three to five times the largest error of all cases of ../shared/golden in fp32: values
+# Limits: four to six times the largest error of all cases of ../shared/golden in fp32: values
 # 7.6e-6, where a count differs by one, and at tol 0.1, where an iterate has not converged and
 # rounding is still amplified, 9.1e-5; gradients 1.3e-4. In fp64 the largest is 1.3e-12.
 SETTINGS = {
@@ -47,7 +47,7 @@ SETTINGS = {
     "tight_f64": Setting(1e-6, 1000, 1e-11, 1e-11),
     "tight_f32": Setting(1e-5, 1000, 4e-5, 5e-4),
     "default_f64": Setting(0.1, 100, 1e-11, 1e-11),
-    "default_f32": Setting(0.1, 100, 3e-4, 5e-4),
+    "default_f32": Setting(0.1, 100, 5e-4, 5e-4),
 }
 # tag → the file that has its gradients, of every case, or of language models alone.
 TAGS = {

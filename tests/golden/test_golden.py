@@ -233,6 +233,17 @@ def test_a_wrong_mixer_fails_at_every_setting(tag):
     assert any(f.startswith(("output", "y_star")) for f in failures), failures
 
 
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_kronecker_of_another_norm_fails_at_every_setting(tag):
+    case = golden.Case(HERE / "m1_kron_nonsq.json")
+    case.module.mixer.norm = "spectral"
+    result = golden.run_tag(case, tag)
+    values = [name for name in ("output", "y_star", "y_final") if name in result.errors]
+    assert values
+    for name in values:
+        assert result.errors[name] > 10 * result.limits[name], name
+
+
 def test_wrong_values_and_nan_are_caught():
     def result(error):
         return Result("exact_f64_eval", errors={"output": error}, limits={"output": 1e-9})
