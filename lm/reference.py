@@ -225,6 +225,14 @@ def _typed(key: str, value, kind: type):
     raise ReferenceCheckpointError(f"`{key}` is {value!r}; it must be {what}")
 
 
+def _count(key: str, value) -> int:
+    """The value as a whole number above 0."""
+    number = _typed(key, value, int)
+    if number < 1:
+        raise ReferenceCheckpointError(f"`{key}` is {number}; it must be at least 1")
+    return number
+
+
 def _block(flat: dict) -> str:
     """Our name of the layer that the description names."""
     named = {str(flat[k]) for k in ("layer", "cls") if k in flat and flat[k] != LANGUAGE_MODEL}
@@ -270,7 +278,7 @@ def _mixer(flat: dict, block: str) -> dict:
     spectral = block == "fp_rnn" and mixer == "kronecker"
     fields["kronecker_norm"] = "spectral" if spectral else "rows"
     if named == "selectivedense" and block == "fp_rnn":
-        d_model = _typed("d_model", flat["d_model"], int)
+        d_model = _count("d_model", flat["d_model"])
         if DENSE_WIDTH % d_model:
             raise ReferenceCheckpointError(
                 f"selectivedense is {DENSE_WIDTH} wide, which must be a multiple of d_model:"
@@ -341,7 +349,8 @@ def reference_config(description: dict, **overrides):
     if "outlier_quantile" in flat:
         kwargs["quantile"] = 1 - _typed("outlier_quantile", flat["outlier_quantile"], float)
     if is_lm and "vocab_size" in kwargs:
-        multiple = _typed("pad_vocab_size_multiple", flat.get("pad_vocab_size_multiple", 8), int)
+        padded = flat.get("pad_vocab_size_multiple", 8)
+        multiple = _count("pad_vocab_size_multiple", padded)
         kwargs["vocab_size"] = -(-kwargs["vocab_size"] // multiple) * multiple
     try:
         config = FPRNNConfig(**{**kwargs, **overrides})

@@ -238,6 +238,7 @@ REFUSED = [
     ("FPMamba2", dict(process_group="x"), "`process_group` is 'x'"),
     ("FPRNN", dict(glu_in_loop=True), "FPRNN has no such gate"),
     ("FPRNN", dict(mixer_type="selectivedense", d_model=48), "48 does not divide it"),
+    ("FPRNN", dict(mixer_type="selectivedense", d_model=0), "`d_model` is 0; it must be at least"),
 ]  # fmt: skip
 
 
@@ -254,6 +255,7 @@ def test_what_we_cannot_have_is_refused_with_a_sentence(layer, keys, sentence):
         ({"attn_layer_idx": [1]}, "some layers would be attention"),
         ({"n_layers": 3}, "`model_config.n_layers` (did you mean n_layer?)"),
         ({"n_layer": None}, "`n_layer` is None; it must be a whole number"),
+        ({"pad_vocab_size_multiple": 0}, "`pad_vocab_size_multiple` is 0; it must be at least 1"),
     ],
 )
 def test_a_language_model_that_we_cannot_have(keys, sentence):
