@@ -53,6 +53,14 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         ) from e
 
 
+def seen_in_training(run_dir: Path, cfg: Config) -> set[int] | None:
+    """What a trained run has kept of its training batches (`Batch.shared`); None: it has not, or
+    `cfg` has another task, of which nothing is known."""
+    trained_on = load(Path(run_dir) / "config.yaml").task
+    kept = read_checkpoint(Path(run_dir) / "checkpoints" / "last.pt").get("seen")
+    return set(kept.tolist()) if kept is not None and trained_on == cfg.task else None
+
+
 def load_run(run_dir: Path, overrides=()):
     """A trained run → (cfg, task, model, precision), the model in evaluation mode.
 

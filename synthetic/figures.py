@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from synthetic.config import Config
-from synthetic.evaluate import solved_length
+from synthetic.results import solved_length
 
 SOLVED = 0.9  # of the headline metric: a length counts as solved
 

@@ -11,15 +11,8 @@ from torch import nn
 
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
-from synthetic.evaluate import (
-    _free_bytes,
-    at_length,
-    evaluate_all,
-    measure,
-    parse_lengths,
-    passes,
-    solved_length,
-)
+from synthetic.evaluate import _free_bytes, evaluate_all, measure, parse_lengths
+from synthetic.results import at_length, passes, solved_length
 from synthetic.tasks import TaskError
 
 S3 = tasks.build(Task(name="word_problem", group="S3"))

@@ -240,7 +240,10 @@ def test_the_command_line(cfg, tmp_path, capsys):
     bar = "bars=[{metric: token_accuracy, length: 4, least: 0.0}]"
     assert main(["train", "--config", yaml, out, "train.steps=2", bar]) == 0
     shown = capsys.readouterr().out
-    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per layer" in shown
+    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per" in shown
+    solver = "auto, causal, tol 0.01, at most 10 iterations"
+    assert f"evaluation: {solver}" in " ".join(shown.split())
+    assert f"read at once; solver: {solver}" in " ".join(shown.split())
     bar = "bars=[{metric: sequence_accuracy, length: 6, least: 1.0}]"
     assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", bar]) == 2
     assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
