@@ -11,14 +11,13 @@ AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments
 UNKNOWN = "unknown"  # said of what was not recorded when a result was written
 
 
-def solver_text(solver: dict | str) -> str:
-    """`solver` of a row in words: "auto, causal, tol 0.01, at most 1000 iterations"."""
+def solver_text(solver: dict | str, limit: bool = True) -> str:
+    """`solver` of a row in words: "auto, causal, tol 0.01, at most 1000 iterations"; without the
+    limit not the iterations."""
     if isinstance(solver, str):
         return solver
-    return (
-        f"{solver['schedule']}, {solver['stopping']}, tol {solver['tol']:g}, at most"
-        f" {solver['max_iters']} iterations"
-    )
+    text = f"{solver['schedule']}, {solver['stopping']}, tol {solver['tol']:g}"
+    return f"{text}, at most {solver['max_iters']} iterations" if limit else text
 
 
 def how(row: dict) -> tuple[str, str]:

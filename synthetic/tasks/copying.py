@@ -29,8 +29,8 @@ class Copying(Task):
     would leave almost nothing of the string to chance, it may occur again, and the first
     occurrence counts.
 
-    Strings of training, validation and test are different ones (whatever the key) from the length on
-    of which there are enough.
+    Strings of training, validation and test are different ones, whatever the key, where there are
+    enough of the length.
 
     In training every row is a context of `task.context` tokens with as many examples, one after
     another, as come before the first that no longer fits; evaluation has one example a row.
