@@ -159,8 +159,9 @@ def measure(
     and, with a solver, ℓ* per layer.
 
     A task that is one long stream (CatbAbI) is gone through once, its state carried along.
-    `solver` is what the model itself says it solves by, or "none". `in_training`: {"count", "of"},
-    how many of the samples (of a stream: the questions) training has too; count None: not known.
+    `stderr` has ℓ* (its mean over layers) too. `solver` is what the model itself says it solves by,
+    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
+    questions) training has too; a count of None: not known.
 
     Args:
         sequential: solve token by token (a model that carries its state); ℓ* is then per token.
@@ -232,6 +233,9 @@ def measure(
         "in_training": _in_training(task, length, split, shared, size * len(numbers), seen),
         "seconds": round(time.perf_counter() - began, 3),
     }
+    if stats and not sequential:
+        iters = torch.cat([s.num_iters for s in stats], 1).double().mean(0).cpu().numpy()
+        record["stderr"]["num_iters"] = standard_error(iters, np.arange(len(iters)))
     return {**record, **fixed_point_metrics(stats)}
 
 

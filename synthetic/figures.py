@@ -74,10 +74,9 @@ def _panels(titles: list[str], title: str, width: float = 4.6, height: float = 3
         1, len(titles), figsize=size, squeeze=False, layout="constrained", **kwargs
     )
     for ax, name in zip(axes[0], titles):
-        ax.set_title(name if len(titles) > 1 else title)
+        ax.set_title(name if len(titles) > 1 else "")
         ax.spines[["top", "right"]].set_visible(False)
-    if len(titles) > 1:
-        figure.suptitle(title)
+    figure.suptitle(title, x=0.01, ha="left")
     return figure, axes[0]
 
 
@@ -88,7 +87,7 @@ def _legend(figure, axes) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     figure.legend(
-        entries.values(), entries.keys(), loc="outside right upper", fontsize="small",
+        entries.values(), entries.keys(), loc="outside right center", fontsize="small",
         handlelength=2.8,
     )  # fmt: skip
 
@@ -172,10 +171,8 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
                 drawn += [value for each in values.values() for value in each.values]
                 trained = seeds[0].cfg.train.lengths[1]
                 at, last = nearest(values, trained), max(values)
-                line = {"run": label, "n": len(measured), "read": read}
-                for length in (at, last):
-                    line |= {f"at {length}": values[length].mean, f"± at {length}":
-                             values[length].error}  # fmt: skip
+                line = {"run": label, "n": len(measured), **({"read": read} if several else {})}
+                line |= {f"at {length}": str(values[length]) for length in (at, last)}
                 if metric != "num_iters":
                     means = {n: v.mean for n, v in values.items()}
                     line[f"solved (≥ {SOLVED})"] = solved(means)
@@ -222,7 +219,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
         line = {"run": model}
         for task, value in zip(wanted, place):
             name = f"{task} at {at.get(task, '2×')}".replace("_", " ")
-            line |= {name: value and value.mean, f"± {name}": value and value.error}
+            line[name] = value and str(value)
         summary.append(line)
         if None not in place:
             _draw_point(ax, model, place, styles[model])
@@ -295,8 +292,8 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
         values.append(spread(found))
         seconds = mean(run.result["training_seconds"] for run in seeds)
         summary.append({
-            "run": label, "n": len(seeds), f"{words(metric)}, {where}": values[-1].mean,
-            "±": values[-1].error, "training s": seconds,
+            "run": label, "n": len(seeds), f"{words(metric)}, {where}": str(values[-1]),
+            "training s": seconds,
         })  # fmt: skip
     figure, (ax,) = _panels([""], title, width=5.2, height=1.9 + 0.34 * len(groups))
     places = range(len(groups))
@@ -432,15 +429,15 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     double = nearest(known, 2 * trained)
     lengths = sorted({nearest(known, trained), double, known[-1]})
     figure, axes = _panels(
-        [f"test length {n} tokens" for n in lengths], title, width=0.9 + 0.62 * len(limits),
-        height=2.1 + 0.5 * len(groups), sharey=True,
+        [f"test length {n} tokens" for n in lengths], title, sharey=True,
+        width=max(2.4, 0.9 + 0.62 * len(limits)), height=2.1 + 0.5 * len(groups),
     )  # fmt: skip
     summary = []
     for (label, seeds), found in zip(groups.items(), evaluated):
         line = {"run": f"{label}, at {double}", "n": len(seeds)}
         for n in limits:
             value = found.get(n, {}).get(double)
-            line |= {f"tested with {n}": value and value.mean}
+            line[f"tested with {n}"] = value and str(value)
         summary.append(line)
     for length, ax in zip(lengths, axes):
         cells = [[found.get(n, {}).get(length) for n in limits] for found in evaluated]

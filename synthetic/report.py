@@ -72,8 +72,8 @@ REPORTS = {
         "Fig. 9", "Word problem, trained on long words", "tested to four times that length", curves,
     ),
     "fig10": Report(
-        "Fig. 10", "Parallel and sequential evaluation",
-        "the same models read all at once and token by token", curves,
+        "Fig. 10", "Read at once and token by token",
+        "the same models, in the paper parallel and sequential evaluation", curves,
     ),
     "tab2": Report(
         "Table 2", "Modular arithmetic with brackets", "scaled accuracy beyond the trained lengths",
@@ -351,7 +351,7 @@ def report(
     write_csv(paths["numbers"], drawing.rows)
     of = f"{len(runs)} of {len(sweep.configs)} runs"
     say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {of})"))
-    for note in notes([(run.label, run.result["eval"]) for run in runs]):
+    for note in notes([(run.model, run.result["eval"]) for run in runs]):
         say(note)
     for what, path in paths.items():
         say(f"{what:<8} {path}")

@@ -48,6 +48,10 @@ class Spread:
     def mean(self) -> float:
         return mean(self.values)
 
+    def __str__(self) -> str:
+        digits = 1 if self.mean >= 10 else 4  # iterations, or an accuracy
+        return f"{self.mean:.{digits}f} ±{self.error:.{min(3, digits)}f}"
+
 
 def spread(found: list[tuple[float, float]]) -> Spread:
     """(value, standard error) of each seed → what they are together."""

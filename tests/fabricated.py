@@ -24,12 +24,15 @@ def falling(length: int, reach: float) -> float:
 SOLVER = {"schedule": "auto", "stopping": "causal", "tol": 0.01, "max_iters": 1000}
 
 
+def how_of(cfg: Config) -> dict:
+    """How a row of a result says that it was made."""
+    solver = SOLVER if cfg.model.name == "fprnn" else "none"
+    return {"read": AT_ONCE, "solver": solver, "in_training": {"count": 0, "of": 400}}
+
+
 def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
     """A plausible `eval` of a model that goes to about `reach` tokens."""
-    how = {
-        "read": AT_ONCE, "solver": SOLVER if cfg.model.name == "fprnn" else "none",
-        "in_training": {"count": 0, "of": 400},
-    }  # fmt: skip
+    how = how_of(cfg)
     if cfg.task.name == "catbabi":
         metrics = {"accuracy": 0.8, **{f"qa{n}": 0.7 + n / 100 for n in cfg.task.stories}}
         how |= {"read": IN_SEGMENTS, "stderr": dict.fromkeys(metrics, 0.01)}
@@ -77,7 +80,7 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
             lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
             record["over_lengths"] = {
                 str(n): {"metrics": {"token_accuracy": 1, "sequence_accuracy": falling(n, at)},
-                         "stderr": {"sequence_accuracy": 0.01}, "read": AT_ONCE, "solver": SOLVER}
+                         "stderr": {"sequence_accuracy": 0.01}, **how_of(cfg)}
                 for n in lengths
             }  # fmt: skip
         lines.append(record)
