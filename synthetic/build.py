@@ -10,7 +10,7 @@ import torch
 from lm.build import build_section
 from lm.checkpoint import CheckpointError
 from lm.model.state import BlockState, FPRNNState
-from synthetic import tasks
+from synthetic import config, tasks
 from synthetic.config import Config, load
 
 
@@ -53,12 +53,12 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         ) from e
 
 
-def seen_in_training(run_dir: Path, cfg: Config) -> set[int] | None:
-    """What a trained run has kept of its training batches (`Batch.shared`); None: it has not, or
-    `cfg` has another task, of which nothing is known."""
-    trained_on = load(Path(run_dir) / "config.yaml").task
+def trained_on(run_dir: Path) -> tuple[config.Task, set[int] | None]:
+    """The task that a run was trained on, and what it has kept of its training batches
+    (`Batch.shared`; None: it has not)."""
     kept = read_checkpoint(Path(run_dir) / "checkpoints" / "last.pt").get("seen")
-    return set(kept.tolist()) if kept is not None and trained_on == cfg.task else None
+    task = load(Path(run_dir) / "config.yaml").task
+    return task, None if kept is None else set(kept.tolist())
 
 
 def load_run(run_dir: Path, overrides=()):

@@ -14,7 +14,7 @@ import torch
 from lm.checkpoint import write_json
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics
-from synthetic.build import load_run, seen_in_training
+from synthetic.build import load_run, trained_on
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError
 
@@ -272,8 +272,11 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip
     wanted = parse_lengths(lengths or cfg.eval.lengths, task)
-    seen = seen_in_training(run_dir, cfg)
+    trained_task, seen = trained_on(run_dir)
     results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision, seen)
+    if cfg.task != trained_task:  # which samples the other one had is not known
+        for row in results:
+            row["in_training"]["count"] = None
     tested = {None, *(r["length"] for r in results)}
     result = {
         "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,
