@@ -31,7 +31,7 @@ SPARE = {"cpu": 256, "cuda": 8192}
 
 
 class Static(NamedTuple):
-    """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
+    """Everything of one solve that depends on x alone (docs/model.md, 'One solve')."""
 
     x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate

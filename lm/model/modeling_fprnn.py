@@ -103,7 +103,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Mamba's initialisation (math.md, 'Language model'). Only `init.*` calls: they leave
+        """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
         alone what a checkpoint has loaded."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=0.02)

@@ -133,7 +133,8 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
     row = {
         "ability": "a", "task": "parity", "model": "m", "metric": "accuracy", "length": 4,
         "trained_to": 9, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
-        "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none", "in_training": "25.0%",
+        "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none",
+        "in_training": "25.0%",
     }  # fmt: skip
     caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
     assert caption.splitlines() == [
