@@ -1,9 +1,16 @@
 """What the pages and the sources say of files and commands: every file that they name is there."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+from lm import cli as lm_cli
+from lm import config
 from lm.model.configuration_fprnn import MIXED, SCHEDULES
+from synthetic import cli as synthetic_cli
+from synthetic import config as synthetic_config
 from tests.test_house import ROOT, relative, repository_files
 
 TEXT = (".md", ".py", ".yaml", ".sh", ".sbatch", ".cpp", ".toml", "Makefile")
@@ -83,3 +90,74 @@ def test_every_anchor_is_a_heading():
             if mark and "://" not in target:
                 page = path.parent / name if name else path
                 assert anchor in headings(page), f"{relative(path)}: {target}"
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The command lines of the pages, in blocks and in sentences, as (page, words)."""
+    found = []
+    for page in (p for p in repository_files() if p.suffix == ".md"):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        prose = re.sub(r"```.*?```", "", text, flags=re.S)
+        lines = [line for block in re.findall(r"```\w*\n(.*?)```", text, re.S)
+                 for line in block.splitlines()]  # fmt: skip
+        lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+        for line in lines:
+            if re.match(r"(fprnn|fprnn-synthetic|python (-m|benchmarks/\w+\.py)) .", line):
+                found.append((relative(page), shlex.split(line, comments=True)))
+    return found
+
+
+def program(words: list[str]) -> tuple[str, list[str]]:
+    """A command's program, named as a module or a file, and its arguments."""
+    short = {"fprnn": "lm", "fprnn-synthetic": "synthetic"}
+    if words[0] in short:
+        return short[words[0]], words[1:]
+    return (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+
+
+def test_every_command_of_the_pages_is_understood():
+    parsers = {"lm": lm_cli.parse, "synthetic": synthetic_cli.parse}
+    loaders = {"lm": config.load, "synthetic": synthetic_config.load}
+    seen, problems = set(), []
+    for page, words in commands():
+        name, args = program(words)
+        seen.add(name)
+        if name not in parsers or len(args) == 1 or "--help" in args:  # named, not given
+            continue
+        try:
+            parsed = parsers[name](["0" if word == "N" else word for word in args])
+        except SystemExit:
+            problems.append(f"{page}: {shlex.join(words)}")
+            continue
+        path = getattr(parsed, "config", None)
+        if args[0] == "train" and (ROOT / path).is_file():  # overrides are keys that there are
+            loaders[name](ROOT / path, parsed.override, parsed.job_index)
+    assert problems == []
+    assert {"lm", "synthetic", "tests.golden", "lm.baselines", "benchmarks/solve.py"} <= seen
+
+
+def test_every_option_of_a_benchmark_in_the_pages_is_one_it_has():
+    """`--help` of each script, all of them in one process."""
+    wanted = {}
+    for _, words in commands():
+        name, args = program(words)
+        if name.startswith("benchmarks/"):
+            options = {word for word in args if word.startswith("--")}
+            wanted.setdefault(name, set()).update(options)
+    code = (
+        "import runpy, sys\n"
+        "sys.path.insert(0, 'benchmarks')\n"
+        "for name in sys.argv[1:]:\n"
+        "    print('#', name)\n"
+        "    sys.argv = [name, '--help']\n"
+        "    try:\n"
+        "        runpy.run_path(name, run_name='__main__')\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *wanted], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    helps = dict(part.split("\n", 1) for part in result.stdout.split("# ")[1:])
+    for name, options in wanted.items():
+        assert not {option for option in options if option not in helps[name]}, name
