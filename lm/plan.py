@@ -7,6 +7,44 @@ from lm.config import Config
 
 GIB = 2**30
 
+# Tokens of hub datasets, by their own cards (in GPT-2's): about so many.
+HUB_TOKENS = {
+    ("HuggingFaceFW/fineweb", "sample-10BT"): 10e9,
+    ("HuggingFaceFW/fineweb", "sample-100BT"): 100e9,
+    ("HuggingFaceFW/fineweb", "sample-350BT"): 350e9,
+}
+
+
+def training_data(cfg: Config) -> tuple[float | None, str]:
+    """Tokens that the run can be trained on before any comes again, and where the number is from;
+    None where nothing says before the source is tokenised. Reads files of the run directory, no
+    text."""
+    d = cfg.data
+    if d.source == "fineweb":
+        name = f"{d.dataset} {d.name}"
+        if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
+            return None, f"how many {name} has is not known here"
+        return total * (1 - d.val_fraction), f"about, of {name}, less validation's share"
+    from lm.data.prepare import open_corpus
+    from lm.data.sources import DataError
+
+    try:
+        return open_corpus(cfg.run_dir).meta.train_tokens, f"as tokenised in {cfg.run_dir}"
+    except DataError:
+        return None, f"known once `{d.source}` is tokenised, when the run starts"
+
+
+def _passes(p: dict, cfg: Config) -> str:
+    """How often the run goes over its data, and what happens when they are at an end."""
+    again = "the documents come again in their order, shuffled anew in a buffer"
+    if cfg.data.source != "fineweb":
+        again = "its blocks come again in a new order"
+    if p["passes"] is None:
+        return f"not known; after each {again}"
+    if p["passes"] <= 1:
+        return f"{p['passes']:.2f}: nothing is read twice"
+    return f"{p['passes']:.2f}: data repeats; after each pass {again}"
+
 
 def saved_bytes(cfg: Config) -> tuple[float, float]:
     """Bytes that one block keeps for its backward: (per token, whatever the length). Counted on one
@@ -39,6 +77,18 @@ def saved_bytes(cfg: Config) -> tuple[float, float]:
     short, long = count(64), count(256)
     per_token = (long - short) / 192
     return per_token, short - 64 * per_token
+
+
+def fprnn_parameters(cfg: Config, vocab_size: int) -> int | None:
+    """Of the fixed-point model with a baseline's sizes (d_model, n_layer, …); None for fprnn."""
+    import torch
+
+    if cfg.model.name == "fprnn":
+        return None
+    same = cfg.model_copy(deep=True)
+    same.model.name = "fprnn"
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(same, vocab_size).parameters())
 
 
 def plan(cfg: Config, world_size: int) -> dict:
@@ -101,6 +151,8 @@ def plan(cfg: Config, world_size: int) -> dict:
             micro_tokens * m.n_layer * (8 * d * half + 8 * m.d_model)
         )
         memory["logits"] = micro_tokens * vocab_size * (half + 8)
+    tokens = tokens_per_step * t.steps
+    dataset_tokens, dataset = training_data(cfg)
     return {
         "world_size": world_size,
         "vocab_size": vocab_size,
@@ -108,10 +160,25 @@ def plan(cfg: Config, world_size: int) -> dict:
         "parameters_without_embedding": n - embedding,
         "sequences_per_step": t.micro_batch_size * t.grad_accum_steps * world_size,
         "tokens_per_step": tokens_per_step,
-        "tokens": tokens_per_step * t.steps,
+        "tokens": tokens,
+        "dataset_tokens": dataset_tokens,
+        "dataset": dataset,
+        "passes": tokens / dataset_tokens if dataset_tokens else None,
+        "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
         "flops_per_token": flops,
         "memory_per_gpu": memory,
     }
+
+
+def _tokens(count: float | None, where: str) -> str:
+    if count is None:
+        return where
+    return f"{_amount(count)} ({where})"
+
+
+def _amount(count: float) -> str:
+    """2.517 B; smaller numbers in full."""
+    return f"{count / 1e9:,.3f} B" if count >= 1e8 else f"{count:,.0f}"
 
 
 def describe(p: dict, cfg: Config):
@@ -119,14 +186,19 @@ def describe(p: dict, cfg: Config):
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
-    rows = [
-        ("parameters", f"{p['parameters'] / 1e6:,.1f} M"),
+    rows = [("parameters", f"{p['parameters'] / 1e6:,.1f} M")]
+    if beside := p["parameters_of_fprnn"]:
+        share = f"{p['parameters'] / beside:.2f} of its {beside / 1e6:,.1f} M"
+        rows.append(("… beside fprnn of these sizes", share))
+    rows += [
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),
         ("ranks (GPUs)", str(p["world_size"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
-        ("tokens in all", f"{p['tokens'] / 1e9:,.3f} B in {cfg.train.steps:,} updates"),
+        ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
+        ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
+        ("passes over the data", _passes(p, cfg)),
     ]
     for name, flops in p["flops_per_token"].items():
         total = flops * p["tokens"]

@@ -10,7 +10,7 @@ import torch
 from lm.build import build_section
 from lm.checkpoint import CheckpointError
 from lm.model.state import BlockState, FPRNNState
-from synthetic import tasks
+from synthetic import config, tasks
 from synthetic.config import Config, load
 
 
@@ -51,6 +51,14 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         raise CheckpointError(
             f"{path} is damaged ({reason}): delete it, and `train` begins anew"
         ) from e
+
+
+def trained_on(run_dir: Path) -> tuple[config.Task, set[int] | None]:
+    """The task that a run was trained on, and what it has kept of its training batches
+    (`Batch.shared`; None: it has not)."""
+    kept = read_checkpoint(Path(run_dir) / "checkpoints" / "last.pt").get("seen")
+    task = load(Path(run_dir) / "config.yaml").task
+    return task, None if kept is None else set(kept.tolist())
 
 
 def load_run(run_dir: Path, overrides=()):

@@ -17,7 +17,7 @@ EPILOG = """examples:
 def _train(args) -> int:
     from lm.console import say
     from synthetic.config import load
-    from synthetic.evaluate import summary, verdict
+    from synthetic.results import summary, verdict
     from synthetic.train import train
 
     cfg = load(args.config, args.override, args.job_index)
@@ -36,7 +36,8 @@ def _train(args) -> int:
 
 def _eval(args) -> int:
     from lm.console import say
-    from synthetic.evaluate import evaluate_run, summary, verdict
+    from synthetic.evaluate import evaluate_run
+    from synthetic.results import summary, verdict
 
     result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out)
     say(summary(result, f"{args.run}"))

@@ -95,7 +95,7 @@ class Eval(Section):
     batch_size: int = Field(100, gt=0)
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)  # of the test data
     max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
-    sequential: bool = False  # also solve token by token, as when decoding (Fig. 10)
+    sequential: bool = False  # also read token by token, as when decoding (Fig. 10)
 
     @field_validator("lengths", "during", mode="before")
     @classmethod

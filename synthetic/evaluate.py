@@ -14,7 +14,8 @@ import torch
 from lm.checkpoint import write_json
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics
-from synthetic.build import load_run
+from synthetic.build import load_run, trained_on
+from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError
 
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
@@ -126,17 +127,45 @@ def answer(model, ids, mask, state, carries: bool, sequential: bool):
     return torch.cat(logits, 1), stats, state
 
 
+def solver_of(model, length: int | None = None) -> dict | str:
+    """How the model, in the mode it is in, solves sequences of this length: {"schedule",
+    "stopping", "tol", "max_iters"}; "none" for a model without a solver."""
+    return model.solver(length) if hasattr(model, "solver") else "none"
+
+
+def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
+    """Of the mean of values (n,) that are independent between groups (n,) but not within them, as
+    the tokens of a sequence."""
+    _, group = np.unique(groups, return_inverse=True)
+    sums = np.bincount(group, values - values.mean())
+    return float(np.sqrt(np.square(sums).sum()) / len(values))
+
+
+def _in_training(task: Task, length: int, split: str, shared, samples: int, seen) -> dict:
+    if getattr(task, "streams", False):
+        count, of = task.seen[split]
+        return {"count": count, "of": of}
+    if task.held_apart(length):
+        return {"count": 0, "of": samples}
+    return {"count": None if seen is None else sum(key in seen for key in shared), "of": samples}
+
+
 @torch.no_grad()
 def measure(
     model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
-    sequential: bool = False,
+    sequential: bool = False, seen: set[int] | None = None,
 ) -> dict:  # fmt: skip
-    """One length: {"metrics", "stderr", "sequences", "seconds"} and, with a solver, ℓ* per layer.
+    """One length: {"metrics", "stderr", "sequences", "seconds", "read", "solver", "in_training"}
+    and, with a solver, ℓ* per layer.
 
     A task that is one long stream (CatbAbI) is gone through once, its state carried along.
+    `stderr` has ℓ* (its mean over layers) too. `solver` is what the model itself says it solves by,
+    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
+    questions) training has too; a count of None: not known.
 
     Args:
         sequential: solve token by token (a model that carries its state); ℓ* is then per token.
+        seen: `Batch.shared` of all training batches, None where that was not kept.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
@@ -157,11 +186,15 @@ def measure(
     model.eval()
     if cfg.eval.max_iters and limit:
         model.config.eval_max_iters = cfg.eval.max_iters
-    values, stats, state, began = {}, [], None, time.perf_counter()
+    values, groups, stats, state, began = {}, {}, [], None, time.perf_counter()
+    read = TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE
+    shared = []
     try:
+        solver = solver_of(model, 1 if sequential else length)
         for i in numbers:
             batch = task.batch(seed, split, i, size, (length, length))
             ids, _, mask = as_tensors(batch, device)
+            shared += [] if batch.shared is None else batch.shared.tolist()
             before, predicted = state if batch.carry else None, []
             for rows in (slice(first, first + at_once) for first in range(0, size, at_once)):
                 part = None if mask is None else mask[rows]
@@ -171,8 +204,11 @@ def measure(
                     )
                 stats += [s for s in solved if s is not None]
                 predicted.append(logits.argmax(-1).cpu().numpy())
+            sequences = task.sequences(batch)
             for name, items in task.score(np.concatenate(predicted), batch).items():
                 values.setdefault(name, []).append(items)
+                group = sequences.get(name, np.arange(len(items)))
+                groups.setdefault(name, []).append(group + i * batch.labels.size)
     except (MemoryError, RuntimeError) as e:
         out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
         if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
@@ -188,116 +224,38 @@ def measure(
     pooled = {name: np.concatenate(items) for name, items in values.items()}
     record = {
         "metrics": {k: float(v.mean()) for k, v in pooled.items() if len(v)},
-        "stderr": {k: float(v.std() / len(v) ** 0.5) for k, v in pooled.items() if len(v)},
+        "stderr": {
+            k: standard_error(v, np.concatenate(groups[k])) for k, v in pooled.items() if len(v)
+        },
         "sequences": size * len(numbers),
+        "read": read,
+        "solver": solver,
+        "in_training": _in_training(task, length, split, shared, size * len(numbers), seen),
         "seconds": round(time.perf_counter() - began, 3),
     }
+    if stats and not sequential:
+        iters = torch.cat([s.num_iters for s in stats], 1).double().mean(0).cpu().numpy()
+        record["stderr"]["num_iters"] = standard_error(iters, np.arange(len(iters)))
     return {**record, **fixed_point_metrics(stats)}
 
 
-def evaluate_all(model, task: Task, cfg, lengths: list[int], seeds: list[int], precision) -> list:
-    """Every length with every seed of test data → [{"length", "seed", "schedule", "metrics", …}].
+def evaluate_all(
+    model, task: Task, cfg, lengths: list[int], seeds: list[int], precision, seen=None
+) -> list:
+    """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
 
-    The schedule is "parallel" (all tokens at once), and with eval.sequential also "sequential".
+    With eval.sequential also read token by token. seen: as of `measure`.
     """
     if getattr(task, "streams", False):  # one test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], [0]
-    schedules = ["parallel", "sequential"] if cfg.eval.sequential else ["parallel"]
+    ways = [False, True] if cfg.eval.sequential else [False]
     results = []
-    with Progress(
-        "evaluating", total=len(lengths) * len(seeds) * len(schedules), unit="lengths"
-    ) as bar:
-        for length, seed, schedule in itertools.product(lengths, seeds, schedules):
-            found = measure(
-                model, task, cfg, length, "test", seed, precision, schedule == "sequential"
-            )
-            results.append({"length": length, "seed": seed, "schedule": schedule, **found})
+    with Progress("evaluating", total=len(lengths) * len(seeds) * len(ways), unit="lengths") as bar:
+        for length, seed, sequential in itertools.product(lengths, seeds, ways):
+            found = measure(model, task, cfg, length, "test", seed, precision, sequential, seen)
+            results.append({"length": length, "seed": seed, **found})
             bar.update(len(results))
     return results
-
-
-def at_length(
-    results: list, length: int | None, metric: str, schedule: str = "parallel"
-) -> float | None:
-    """Mean over seeds of a metric at a length (None: the only one)."""
-    found = [
-        r["metrics"][metric]
-        for r in results
-        if metric in r["metrics"]
-        and length in (None, r["length"])
-        and r.get("schedule", "parallel") == schedule
-    ]
-    return sum(found) / len(found) if found else None
-
-
-def solved_length(results: list, metric: str, least: float = 0.9) -> int:
-    """The longest evaluated length up to which the metric never falls below `least`; 0 if none."""
-    best = 0
-    for length in sorted({r["length"] for r in results}):
-        value = at_length(results, length, metric)
-        if value is None or value < least:
-            break
-        best = length
-    return best
-
-
-def passes(bars: list, results: list) -> list[dict]:
-    """Each bar of the config with the value reached and whether it passed."""
-    found = []
-    for bar in bars:
-        value = at_length(results, bar.length, bar.metric)
-        ok = value is not None and value >= bar.least
-        found.append({**bar.model_dump(), "value": value, "passed": ok})
-    return found
-
-
-def summary(result: dict, title: str):
-    """A run's result as a rich table: per length, metrics and ℓ*."""
-    from rich.table import Table
-
-    rows = result["eval"]
-    names = list(rows[0]["metrics"])
-    stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
-    table = Table(title=title)
-    if stream:
-        for head in ("metric", "value"):
-            table.add_column(head, justify="right")
-        for name in names:
-            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}")
-        if "num_iters" in rows[0]:
-            table.add_row(
-                "ℓ* per layer", " ".join(f"{v:.1f}" for v in rows[0]["num_iters"]["mean"])
-            )
-        return table
-    table.add_column("length", justify="right")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    solver = "num_iters" in rows[0]
-    if solver:
-        table.add_column("ℓ* per layer", justify="right")
-        table.add_column("not converged", justify="right")
-    schedules = list(dict.fromkeys(r["schedule"] for r in rows))
-    for length, schedule in itertools.product(sorted({r["length"] for r in rows}), schedules):
-        same = [r for r in rows if (r["length"], r["schedule"]) == (length, schedule)]
-        cells = [f"{at_length(rows, length, name, schedule):.4f}" for name in names]
-        if solver:
-            layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
-            missed = np.mean([r["not_converged"] for r in same])
-            cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
-        shown = f"{length}" if len(schedules) == 1 else f"{length} {schedule}"
-        table.add_row(shown, *cells)
-    return table
-
-
-def verdict(result: dict) -> str:
-    """The pass/fail lines of a recipe; '' for a config without bars."""
-    lines = []
-    for bar in result["bars"]:
-        at = f" at length {bar['length']}" if bar["length"] else ""
-        value = "not measured" if bar["value"] is None else f"{bar['value']:.4f}"
-        word = "PASS" if bar["passed"] else "FAIL"
-        lines.append(f"{word}  {bar['metric']}{at}: {value} (bar {bar['least']:g})")
-    return "\n".join(lines)
 
 
 def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> dict:
@@ -314,7 +272,11 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip
     wanted = parse_lengths(lengths or cfg.eval.lengths, task)
-    results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision)
+    trained_task, seen = trained_on(run_dir)
+    results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision, seen)
+    if cfg.task != trained_task:  # which samples the other one had is not known
+        for row in results:
+            row["in_training"]["count"] = None
     tested = {None, *(r["length"] for r in results)}
     result = {
         "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,

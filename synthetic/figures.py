@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import mean
+from textwrap import wrap
 
-from synthetic.config import Config
-from synthetic.evaluate import solved_length
+from synthetic.results import TOKEN_BY_TOKEN, solved_length
+from synthetic.trained import (
+    Spread,
+    Trained,
+    at_once,
+    by_seed,
+    counted,
+    errors,
+    notes,
+    over_lengths,
+    spread,
+    spreads,
+    tidy,
+    ways,
+)
 
 SOLVED = 0.9  # of the headline metric: a length counts as solved
 
 # Okabe & Ito's palette (without its yellow, too pale for lines), safe for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
-DASHES = {"sequential": "--"}
+DASHES = {TOKEN_BY_TOKEN: "--"}
 WORDS = {"num_iters": "ℓ* (iterations)"}
+ERRORS = (
+    "n: training seeds. Of several: their mean, dots each of them, shade or bar ± their standard"
+    " deviation; of one: bar ± standard error over test samples"
+)
 
 
 class ReportError(RuntimeError):
     """A report that cannot be made; the message says what is missing."""
-
-
-@dataclass
-class Trained:
-    """A finished run of a sweep."""
-
-    run_dir: Path
-    cfg: Config
-    point: dict  # dotted key → value, mappings flattened
-    model: str  # what the sweep says about it, readably, without the task
-    panel: str  # the task, where the sweep goes over several
-    result: dict
-    records: list[dict]  # of metrics.jsonl
-    others: dict[int, dict] = field(default_factory=dict)  # ℓmax in evaluation → eval JSON
-
-    @property
-    def headline(self) -> str:
-        return self.result["headline"]
-
-    @property
-    def label(self) -> str:
-        return ", ".join(filter(None, (self.panel, self.model)))
 
 
 @dataclass
@@ -55,43 +50,6 @@ class Drawing:
 
 def words(metric: str) -> str:
     return WORDS.get(metric, metric.replace("_", " "))
-
-
-def over_lengths(rows: list[dict], metric: str) -> dict[int, float]:
-    """Rows of a result's `eval` → per length the mean over seeds (of ℓ*, over layers as well)."""
-    values: dict[int, list[float]] = {}
-    for row in rows:
-        if metric == "num_iters":
-            value = mean(row["num_iters"]["mean"]) if "num_iters" in row else None
-        else:
-            value = row["metrics"].get(metric)
-        if value is not None:
-            values.setdefault(row["length"], []).append(value)
-    return {length: mean(v) for length, v in sorted(values.items())}
-
-
-def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
-    """Rows of an evaluation → lines of the CSV."""
-    metrics = dict.fromkeys(m for row in rows for m in row["metrics"])
-    metrics |= {"num_iters": None} if any("num_iters" in row for row in rows) else {}
-    who = {"run": str(run.run_dir), "label": run.label, **run.point, **columns}
-    return [
-        {**who, "length": length, "metric": metric, "value": value}
-        for metric in metrics
-        for length, value in over_lengths(rows, metric).items()
-    ]
-
-
-def schedules(run: Trained) -> dict[str, list[dict]]:
-    """The rows of a result by how the model was evaluated; those that do not say: in parallel."""
-    found: dict[str, list[dict]] = {}
-    for row in run.result["eval"]:
-        found.setdefault(row.get("schedule", "parallel"), []).append(row)
-    return found
-
-
-def parallel(result: dict) -> list[dict]:
-    return [row for row in result["eval"] if row.get("schedule", "parallel") == "parallel"]
 
 
 def solved(values: dict[int, float]) -> int:
@@ -116,10 +74,9 @@ def _panels(titles: list[str], title: str, width: float = 4.6, height: float = 3
         1, len(titles), figsize=size, squeeze=False, layout="constrained", **kwargs
     )
     for ax, name in zip(axes[0], titles):
-        ax.set_title(name if len(titles) > 1 else title)
+        ax.set_title(name if len(titles) > 1 else "")
         ax.spines[["top", "right"]].set_visible(False)
-    if len(titles) > 1:
-        figure.suptitle(title)
+    figure.suptitle(title, x=0.01, ha="left")
     return figure, axes[0]
 
 
@@ -130,7 +87,7 @@ def _legend(figure, axes) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     figure.legend(
-        entries.values(), entries.keys(), loc="outside right upper", fontsize="small",
+        entries.values(), entries.keys(), loc="outside right center", fontsize="small",
         handlelength=2.8,
     )  # fmt: skip
 
@@ -163,6 +120,29 @@ def _limits(ax, metric: str, values: list[float]) -> None:
         ax.set_ylim(bottom=0)
 
 
+def _footer(figure, shown, any_limit: bool = False, *more: str) -> None:
+    """Below all: what solved the models, which samples training has too, and what errors are."""
+    width = int(17 * figure.get_figwidth())
+    lines = [line for note in (*notes(shown, any_limit), *more) for line in wrap(note, width)]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="x-small")
+
+
+def _draw_curve(ax, values: dict[int, Spread], style: dict, label: str) -> None:
+    """The mean over lengths: with several seeds a band and each of them, else error bars."""
+    lengths = list(values)
+    middle = [v.mean for v in values.values()]
+    error = [v.error for v in values.values()]
+    ax.plot(lengths, middle, label=label, **style)
+    if len(next(iter(values.values())).values) == 1:
+        ax.errorbar(lengths, middle, error, fmt="none", ecolor=style["color"], capsize=2, lw=1)
+        return
+    low, high = ([m + sign * e for m, e in zip(middle, error)] for sign in (-1, 1))
+    ax.fill_between(lengths, low, high, color=style["color"], alpha=0.15, lw=0)
+    for length, each in values.items():
+        places = [length] * len(each.values)
+        ax.plot(places, each.values, ".", color=style["color"], ms=3, alpha=0.6, zorder=1)
+
+
 def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
     """A metric (default: the task's headline; `num_iters` is ℓ*) against the test length: a panel a
     task, a colour a model, dashed where the model read token by token."""
@@ -172,36 +152,40 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
         raise ReportError(f"none of the runs found has {words(metric)}: nothing to draw")
     panels = list(dict.fromkeys(run.panel for run in runs))
     figure, axes = _panels(panels, title, sharey=True)
-    styles, rows, summary, several = _styles(runs), [], [], False
+    styles, rows, summary, shown = _styles(runs), [], [], []
     for panel, ax in zip(panels, axes):
-        seen = []
-        for run in (r for r in runs if r.panel == panel):
-            found = schedules(run)
-            several |= len(found) > 1
-            for schedule, measured in found.items():
-                how = {"schedule": schedule} if len(found) > 1 else {}
-                rows += tidy(run, measured, **how)
-                values = over_lengths(measured, metric)
-                style = {**styles[run.model], "markevery": max(1, len(values) // 12)}
-                if schedule != "parallel":
-                    style["ls"] = DASHES.get(schedule, ":")
-                name = run.model + (f", {schedule}" if schedule != "parallel" else "")
-                ax.plot(*zip(*values.items()), label=name, **style)
-                seen += values.values()
-                trained = run.cfg.train.lengths[1]
+        drawn = []
+        for label, seeds in by_seed([r for r in runs if r.panel == panel]).items():
+            found = [ways(run) for run in seeds]
+            several = len({read for each in found for read in each}) > 1
+            for read in dict.fromkeys(read for each in found for read in each):
+                measured = [each[read] for each in found if read in each]
+                for run, each in zip(seeds, found):
+                    rows += tidy(run, each[read]) if read in each else []
+                name = f"{seeds[0].model}, {read}" if several else seeds[0].model
+                shown += [(name, each) for each in measured]
+                values = spreads(measured, metric)
+                style = {**styles[seeds[0].model], "markevery": max(1, len(values) // 12)}
+                style["ls"] = DASHES.get(read, style["ls"])
+                _draw_curve(ax, values, style, counted(name, measured))
+                drawn += [value for each in values.values() for value in each.values]
+                trained = seeds[0].cfg.train.lengths[1]
                 at, last = nearest(values, trained), max(values)
-                line = {"run": run.label, **how, f"at {at}": values[at], f"at {last}": values[last]}
+                line = {"run": label, "n": len(measured), **({"read": read} if several else {})}
+                line |= {f"at {length}": str(values[length]) for length in (at, last)}
                 if metric != "num_iters":
-                    line[f"solved (≥ {SOLVED})"] = solved(values)
-                line["training s"] = run.result["training_seconds"]
+                    means = {n: v.mean for n, v in values.items()}
+                    line[f"solved (≥ {SOLVED})"] = solved(means)
+                line["training s"] = mean(run.result["training_seconds"] for run in seeds)
                 summary.append(line)
         for n in {r.cfg.train.lengths[1] for r in runs if r.panel == panel}:
             ax.axvline(n, color="gray", ls=":", lw=1.3, label="training length")
         ax.set_xlabel("test length (tokens)")
         ax.grid(alpha=0.3)
-        _limits(ax, metric, seen)
+        _limits(ax, metric, drawn)
     axes[0].set_ylabel(words(metric))
     _legend(figure, axes)
+    _footer(figure, shown, False, ERRORS)
     return Drawing(figure, rows, summary)
 
 
@@ -212,31 +196,35 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     Args:
         x, y: (task.name, metric).
     """
-    models: dict[str, dict[str, Trained]] = {}
+    models: dict[str, dict[str, list[Trained]]] = {}
     for run in runs:
-        models.setdefault(run.model, {})[run.cfg.task.name] = run
+        models.setdefault(run.model, {}).setdefault(run.cfg.task.name, []).append(run)
     wanted = dict((x, y))
     figure, (ax,) = _panels([""], title)
     styles, rows, summary, families = _styles(runs), [], [], {}
-    at = {}
+    at, shown = {}, []
     for model, tasks in models.items():
-        place = []
+        place: list[Spread | None] = []
         for task, metric in wanted.items():
             if task not in tasks:
                 place.append(None)
                 continue
-            run = tasks[task]
-            values = over_lengths(parallel(run.result), metric)
-            at[task] = nearest(values, 2 * run.cfg.train.lengths[1])
-            rows += tidy(run, parallel(run.result))
+            measured = [at_once(run.result) for run in tasks[task]]
+            values = spreads(measured, metric)
+            at[task] = nearest(values, 2 * tasks[task][0].cfg.train.lengths[1])
+            for run, each in zip(tasks[task], measured):
+                rows += tidy(run, each)
+                shown.append((run.model, [row for row in each if row["length"] == at[task]]))
             place.append(values[at[task]])
-        names = [f"{task} at {at.get(task, '2×')}".replace("_", " ") for task in wanted]
-        summary.append({"run": model, **dict(zip(names, place))})
+        line = {"run": model}
+        for task, value in zip(wanted, place):
+            name = f"{task} at {at.get(task, '2×')}".replace("_", " ")
+            line[name] = value and str(value)
+        summary.append(line)
         if None not in place:
-            style = {**styles[model], "ms": 9, "lw": 0, "zorder": 3}
-            ax.plot(*place, label=model, **style)
-            kind = next(iter(tasks.values())).cfg.model.name
-            families.setdefault(kind, []).append(place)
+            _draw_point(ax, model, place, styles[model])
+            kind = next(iter(tasks.values()))[0].cfg.model.name
+            families.setdefault(kind, []).append([value.mean for value in place])
     if not families:
         raise ReportError(
             f"no model has finished both {' and '.join(wanted)} yet: a point needs both of its runs"
@@ -248,94 +236,160 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
         ax.set(**{f"{axis}lim": (0, 1.02), f"{axis}label": text})
     ax.grid(alpha=0.3)
     _legend(figure, [ax])
+    _footer(figure, shown, False, ERRORS)
     return Drawing(figure, rows, summary)
 
 
+def _draw_point(ax, model: str, place: list[Spread], style: dict) -> None:
+    """A model's mean on both axes with its errors, and each seed, paired in order."""
+    count = min(len(value.values) for value in place)
+    style = {**style, "ms": 8, "lw": 0, "zorder": 3}
+    ax.plot(*(value.mean for value in place), label=f"{model} (n = {count})", **style)
+    ax.errorbar(
+        *(value.mean for value in place), xerr=place[0].error, yerr=place[1].error, fmt="none",
+        ecolor=style["color"], capsize=2, lw=1,
+    )  # fmt: skip
+    if count > 1:
+        pairs = zip(*(value.values for value in place))
+        ax.plot(*zip(*pairs), ".", color=style["color"], ms=4, alpha=0.6, zorder=2)
+
+
+def _at(run: Trained, metric: str, at: str) -> tuple[list[int], str]:
+    """The lengths that a bar of a run is of, and how to say so; see `bars`."""
+    values = over_lengths(at_once(run.result), metric)
+    if not values:
+        raise ReportError(f"{run.run_dir} has no {words(metric)} in its result: nothing to draw")
+    trained = run.cfg.train.lengths[1]
+    if at == "double":
+        near = nearest(values, 2 * trained)
+        return [near], f"at length {near}"
+    if at == "beyond":
+        beyond = [n for n in values if n >= trained] or list(values)
+        return beyond, f"mean of lengths {min(beyond)} to {max(beyond)}"
+    return list(values), "on the test set"
+
+
 def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "double") -> Drawing:
-    """One bar a run.
+    """One bar a model.
 
     Args:
         at: "double", the metric at twice the training length; "beyond", its mean over all lengths
             from the training length on; "whole", over the whole test set.
     """
     metric = metric or runs[0].headline
-    rows, summary, where = [], [], "on the test set"
-    for run in runs:
-        rows += tidy(run, parallel(run.result))
-        values = over_lengths(parallel(run.result), metric)
-        if not values:
-            raise ReportError(
-                f"{run.run_dir} has no {words(metric)} in its result: nothing to draw"
-            )
-        trained = run.cfg.train.lengths[1]
-        if at == "double":
-            near = nearest(values, 2 * trained)
-            values, where = {near: values[near]}, f"at length {near}"
-        elif at == "beyond":
-            values = {n: v for n, v in values.items() if n >= trained} or values
-            where = f"mean of lengths {min(values)} to {max(values)}"
-        summary.append({"run": run.label, f"{words(metric)}, {where}": mean(values.values()),
-                        "training s": run.result["training_seconds"]})  # fmt: skip
-    figure, (ax,) = _panels([""], title, width=5.2, height=1.3 + 0.34 * len(runs))
-    values = [list(line.values())[1] for line in summary]
-    places = range(len(runs))
-    kinds = list(dict.fromkeys((r.cfg.model.name, r.cfg.model.mixer) for r in runs))
-    colors = [PALETTE[kinds.index((r.cfg.model.name, r.cfg.model.mixer)) % len(PALETTE)]
-              for r in runs]  # fmt: skip
-    ax.barh(places, values, color=colors, height=0.7)
+    rows, summary, shown, values, where = [], [], [], [], ""
+    groups = by_seed(runs)
+    for label, seeds in groups.items():
+        found = []
+        for run in seeds:
+            measured = at_once(run.result)
+            rows += tidy(run, measured)
+            lengths, where = _at(run, metric, at)
+            each, stderr = over_lengths(measured, metric), errors(measured, metric)
+            together = sum(stderr[n] ** 2 for n in lengths) ** 0.5 / len(lengths)
+            found.append((mean(each[n] for n in lengths), together))
+            shown.append((run.model, [row for row in measured if row["length"] in lengths]))
+        values.append(spread(found))
+        seconds = mean(run.result["training_seconds"] for run in seeds)
+        summary.append({
+            "run": label, "n": len(seeds), f"{words(metric)}, {where}": str(values[-1]),
+            "training s": seconds,
+        })  # fmt: skip
+    figure, (ax,) = _panels([""], title, width=5.2, height=1.9 + 0.34 * len(groups))
+    places = range(len(groups))
+    firsts = [seeds[0].cfg.model for seeds in groups.values()]
+    kinds = list(dict.fromkeys((m.name, m.mixer) for m in firsts))
+    colors = [PALETTE[kinds.index((m.name, m.mixer)) % len(PALETTE)] for m in firsts]
+    ax.barh(places, [v.mean for v in values], color=colors, height=0.7)
+    ax.errorbar(
+        [v.mean for v in values], places, xerr=[v.error for v in values], fmt="none", ecolor="k",
+        capsize=2, lw=1,
+    )  # fmt: skip
     for place, value in zip(places, values):
-        ax.annotate(f"{value:.3f}", (max(value, 0), place), (4, 0), textcoords="offset points",
+        if len(value.values) > 1:
+            dots = [place] * len(value.values)
+            ax.plot(value.values, dots, "o", mfc="w", mec="k", ms=3, mew=0.7)
+        edge = max(0, value.mean + (value.error if value.error == value.error else 0))
+        edge = max(edge, *value.values)
+        ax.annotate(f"{value.mean:.3f}", (edge, place), (4, 0), textcoords="offset points",
                     va="center", fontsize="small")  # fmt: skip
-    ax.set_yticks(places, [run.label for run in runs])
+    ax.set_yticks(places, [counted(label, seeds) for label, seeds in groups.items()])
     ax.invert_yaxis()
-    ax.set(xlim=(min(0, *values) * 1.05, 1.1), xlabel=f"{words(metric)}, {where}")
+    lowest = min(0, *(v.mean for v in values)) * 1.05
+    ax.set(xlim=(lowest, 1.15), xlabel=f"{words(metric)}, {where}")
     ax.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
     if not metric.startswith("scaled"):
         ax.axvline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
         _legend(figure, [ax])
+    _footer(figure, shown, False, ERRORS)
     return Drawing(figure, rows, summary)
 
 
-def progress(run: Trained) -> list[tuple[int, float, dict[int, float]]]:
-    """(update, seconds of training, length → headline metric) of every evaluation over lengths; the
-    last one is that of the finished model, where it has all these lengths."""
+def progress(run: Trained) -> list[tuple[int, float, list[dict]]]:
+    """(update, seconds of training, rows of the headline metric over lengths) of every evaluation;
+    the last one is that of the finished model, where it has all these lengths."""
     points = []
     for record in run.records:
         if "over_lengths" in record:
-            found = {int(n): m[run.headline] for n, m in record["over_lengths"].items()}
+            found = [{"length": int(n), "metrics": m, **(m if "metrics" in m else {})}
+                     for n, m in record["over_lengths"].items()]  # fmt: skip
             points.append((record["step"], record["seconds"], found))
     if points:
-        last = over_lengths(parallel(run.result), run.headline)
-        if points[-1][2].keys() <= last.keys():
-            found = {n: last[n] for n in points[-1][2]}
-            points.append((run.result["updates"], run.result["training_seconds"], found))
+        lengths = {row["length"] for row in points[-1][2]}
+        last = [row for row in at_once(run.result) if row["length"] in lengths]
+        if {row["length"] for row in last} == lengths:
+            points.append((run.result["updates"], run.result["training_seconds"], last))
     return points
+
+
+def _mean_steps(each: list[tuple[list[float], list[int]]]) -> tuple[list[float], list[float]]:
+    """The mean of several step functions (times, values), as far as all of them go."""
+    end = min(xs[-1] for xs, _ in each)
+    grid = sorted({x for xs, _ in each for x in xs if x <= end})
+
+    def at(time, xs, ys):
+        return [y for x, y in zip(xs, ys) if x <= time][-1]
+
+    return grid, [mean(at(time, *line) for line in each) for time in grid]
 
 
 def times(runs: list[Trained], title: str) -> Drawing:
     """The longest solved length against the seconds spent in training."""
     figure, (ax,) = _panels([""], title)
-    styles, rows, summary = _styles(runs), [], []
-    for run in runs:
-        points = progress(run)
-        if not points:
-            continue
-        xs, ys = [0.0], [0]
-        for step, seconds, found in points:
-            xs.append(seconds)
-            ys.append(solved(found))
-            line = [{"length": n, "metrics": {run.headline: v}} for n, v in found.items()]
-            line = tidy(run, line, step=step, seconds=seconds)
-            rows += [*line, {**line[0], "length": None, "metric": "solved_length", "value": ys[-1]}]
+    styles, rows, summary, shown = _styles(runs), [], [], []
+    for label, seeds in by_seed([run for run in runs if progress(run)]).items():
+        lines = []
+        for run in seeds:
+            xs, ys = [0.0], [0]
+            for step, seconds, found in progress(run):
+                xs.append(seconds)
+                ys.append(solved(over_lengths(found, run.headline)))
+                line = [{**row, "metrics": {run.headline: row["metrics"][run.headline]}}
+                        for row in found]  # fmt: skip
+                line = tidy(run, line, step=step, seconds=seconds)
+                line = [row for row in line if row["metric"] == run.headline]
+                last = {**line[0], "length": None, "metric": "solved_length", "value": ys[-1]}
+                rows += [*line, {**last, "stderr": None, "in_training": None}]
+                shown.append((run.model, found))
+            lines.append((xs, ys))
+        run = seeds[0]
         style = {**styles[run.model], "markevery": [-1], "ms": 6}  # many lines share their steps
-        ax.plot(xs, ys, drawstyle="steps-post", label=run.model, **style)
+        name = counted(run.model, seeds)
+        if len(seeds) > 1:
+            for xs, ys in lines:
+                ax.plot(xs, ys, drawstyle="steps-post", color=style["color"], lw=0.7, alpha=0.5)
+        ax.plot(*_mean_steps(lines), drawstyle="steps-post", label=name, **style)
         trained = run.cfg.train.lengths[1]
-        first = next((x for x, y in zip(xs, ys) if y >= trained), None)
-        summary.append({"run": run.label, f"s until {trained} was solved": first,
-                        "longest solved": max(ys), "at the end": ys[-1],
-                        "training s": run.result["training_seconds"]})  # fmt: skip
+        until = [next((x for x, y in zip(*line) if y >= trained), None) for line in lines]
+        summary.append({
+            "run": label, "n": len(seeds),
+            f"s until {trained} was solved": None if None in until else mean(until),
+            "longest solved": mean(max(ys) for _, ys in lines),
+            "at the end": mean(ys[-1] for _, ys in lines),
+            "training s": mean(run.result["training_seconds"] for run in seeds),
+        })  # fmt: skip
     if not rows:
         raise ReportError(
             "the runs found were never evaluated over lengths while they trained: set eval.during"
@@ -346,46 +400,60 @@ def times(runs: list[Trained], title: str) -> Drawing:
     ax.set_ylabel(f"longest solved length (tokens)\n{words(runs[0].headline)} ≥ {SOLVED}")
     ax.grid(alpha=0.3)
     _legend(figure, [ax])
+    _footer(
+        figure, shown, False, "n: training seeds; thin lines: each of several, thick: their mean"
+    )
     return Drawing(figure, rows, summary)
 
 
 def heatmap(runs: list[Trained], title: str) -> Drawing:
     """ℓmax in training × ℓmax in evaluation, a panel a length: the training length, its double, and
     the longest."""
-    metric = runs[0].headline
-    evaluated, rows = [], []  # per run {ℓmax in evaluation: rows}
-    for run in runs:
-        own = run.cfg.eval.max_iters or run.cfg.model.eval_max_iters
-        found = {**{n: other["eval"] for n, other in run.others.items()}, own: parallel(run.result)}
-        evaluated.append({n: over_lengths(found[n], metric) for n in sorted(found)})
-        for limit in sorted(found):
-            rows += tidy(run, found[limit], **{"eval.max_iters": limit})
+    metric, rows, shown = runs[0].headline, [], []
+    evaluated: list[dict[int, dict[int, Spread]]] = []  # a model: {ℓmax: {length: …}}
+    groups = by_seed(runs)
+    for seeds in groups.values():
+        by_limit: dict[int, list[list[dict]]] = {}
+        for run in seeds:
+            own = run.cfg.eval.max_iters or run.cfg.model.eval_max_iters
+            found = {**{n: other["eval"] for n, other in run.others.items()}}
+            found[own] = at_once(run.result)
+            for limit in sorted(found):
+                rows += tidy(run, found[limit], **{"eval.max_iters": limit})
+                by_limit.setdefault(limit, []).append(found[limit])
+        evaluated.append({n: spreads(by_limit[n], metric) for n in sorted(by_limit)})
+        shown += [(seeds[0].label, each) for several in by_limit.values() for each in several]
     limits = sorted({n for found in evaluated for n in found})
     known = sorted({n for found in evaluated for values in found.values() for n in values})
     trained = runs[0].cfg.train.lengths[1]
     double = nearest(known, 2 * trained)
     lengths = sorted({nearest(known, trained), double, known[-1]})
-    figure, axes = _panels([f"test length {n} tokens" for n in lengths], title, width=0.9 + 0.5 *
-                           len(limits), height=1.5 + 0.42 * len(runs), sharey=True)  # fmt: skip
-    summary = [
-        {"run": f"{run.label}, at {double}", **{f"tested with {n}": found.get(n, {}).get(double)
-                                                for n in limits}}
-        for run, found in zip(runs, evaluated)
-    ]  # fmt: skip
+    figure, axes = _panels(
+        [f"test length {n} tokens" for n in lengths], title, sharey=True,
+        width=max(2.4, 0.9 + 0.62 * len(limits)), height=2.1 + 0.5 * len(groups),
+    )  # fmt: skip
+    summary = []
+    for (label, seeds), found in zip(groups.items(), evaluated):
+        line = {"run": f"{label}, at {double}", "n": len(seeds)}
+        for n in limits:
+            value = found.get(n, {}).get(double)
+            line[f"tested with {n}"] = value and str(value)
+        summary.append(line)
     for length, ax in zip(lengths, axes):
-        cells = [[found.get(n, {}).get(length, float("nan")) for n in limits]
-                 for found in evaluated]  # fmt: skip
-        image = ax.imshow(cells, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+        cells = [[found.get(n, {}).get(length) for n in limits] for found in evaluated]
+        means = [[float("nan") if cell is None else cell.mean for cell in line] for line in cells]
+        image = ax.imshow(means, cmap="cividis", vmin=0, vmax=1, aspect="auto")
         ax.set_facecolor("0.85")  # what was not evaluated
         for i, line in enumerate(cells):
-            for j, value in enumerate(line):
-                text, color = (f"{value:.2f}", "w" if value < 0.5 else "k")
-                if value != value:
-                    text, color = "–", "k"
-                ax.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
+            for j, cell in enumerate(line):
+                text = "–" if cell is None else f"{cell.mean:.2f}\n±{cell.error:.2f}"
+                color = "w" if cell and cell.mean < 0.5 else "k"
+                ax.text(j, i, text, ha="center", va="center", color=color, fontsize=7)
         ax.set_xticks(range(len(limits)), limits)
         ax.set_xlabel("ℓmax in evaluation (iterations)")
-    axes[0].set_yticks(range(len(runs)), [run.cfg.train.max_iters for run in runs])
+    names = [f"{seeds[0].cfg.train.max_iters} (n = {len(seeds)})" for seeds in groups.values()]
+    axes[0].set_yticks(range(len(groups)), names)
     axes[0].set_ylabel("ℓmax in training (iterations)")
     figure.colorbar(image, ax=list(axes), label=words(metric), fraction=0.06, aspect=16)
+    _footer(figure, shown, True, ERRORS)
     return Drawing(figure, rows, summary)

@@ -17,17 +17,9 @@ from lm.console import say
 from lm.engine import TrainingError
 from lm.metrics import read_metrics
 from synthetic.config import Config, load
-from synthetic.figures import (
-    Drawing,
-    ReportError,
-    Trained,
-    bars,
-    curves,
-    heatmap,
-    scatter,
-    times,
-)
+from synthetic.figures import Drawing, ReportError, bars, curves, heatmap, scatter, times
 from synthetic.runs import differences
+from synthetic.trained import Trained, notes
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "synthetic"
 SCALES = ("small", "paper")
@@ -80,8 +72,8 @@ REPORTS = {
         "Fig. 9", "Word problem, trained on long words", "tested to four times that length", curves,
     ),
     "fig10": Report(
-        "Fig. 10", "Parallel and sequential evaluation",
-        "the same models read all at once and token by token", curves,
+        "Fig. 10", "Read at once and token by token",
+        "the same models, in the paper parallel and sequential evaluation", curves,
     ),
     "tab2": Report(
         "Table 2", "Modular arithmetic with brackets", "scaled accuracy beyond the trained lengths",
@@ -182,7 +174,8 @@ _SILENT = {"name", "block", "mixer", "mixer_rank", "n_layer", "n_householder", "
 
 
 def model_label(cfg: Config, point: dict) -> str:
-    """What a sweep point says about the model and its training: "Mamba, 2 layers", "ℓmax 8"."""
+    """What a sweep point says about the model and its training: "Mamba, 2 layers", "ℓmax 8". Runs
+    that differ in the seed alone have one label: they are drawn together."""
     m, parts = cfg.model, []
     keys = {k.removeprefix("model."): v for k, v in point.items() if k.startswith("model.")}
     if keys.keys() & {"name", "block", "mixer", "mixer_rank", "n_householder"}:
@@ -201,8 +194,11 @@ def model_label(cfg: Config, point: dict) -> str:
     if "train.max_iters" in point:
         drawn = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
         parts.append(f"ℓmax {drawn if cfg.train.max_iters == 'gamma' else cfg.train.max_iters}")
-    rest = {k: v for k, v in point.items()
-            if k != "train.max_iters" and not k.startswith(("model.", "task."))}  # fmt: skip
+    rest = {
+        k: v
+        for k, v in point.items()
+        if k not in ("train.max_iters", "seed") and not k.startswith(("model.", "task."))
+    }
     parts += [f"{key.rpartition('.')[2]} {value}" for key, value in rest.items()]
     return ", ".join(parts)
 
@@ -247,9 +243,9 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
                 {n: json.loads(limit_file(cfg, n).read_text()) for n in fresh},
             )
         )  # fmt: skip
-    labels = [run.label for run in runs]
-    for i, run in enumerate(runs):  # two curves of one name would be one in the legend
-        if labels.count(run.label) > 1:
+    labels = [(run.label, run.cfg.seed) for run in runs]
+    for i, run in enumerate(runs):  # two curves of one name and seed would be one in the legend
+        if labels.count(labels[i]) > 1:
             run.model += f" ({labels[:i].count(labels[i]) + 1})"
     return runs
 
@@ -355,6 +351,8 @@ def report(
     write_csv(paths["numbers"], drawing.rows)
     of = f"{len(runs)} of {len(sweep.configs)} runs"
     say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {of})"))
+    for note in notes([(run.model, run.result["eval"]) for run in runs]):
+        say(note)
     for what, path in paths.items():
         say(f"{what:<8} {path}")
     if lines:
@@ -365,8 +363,8 @@ def report(
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
-    """Rows of any keys; a key that a row lacks is left empty. `metric` and `value` come last."""
-    last = ("length", "metric", "value")
+    """Rows of any keys; a key that a row lacks is left empty. The numbers come last."""
+    last = ("length", "metric", "value", "stderr")
     columns = [k for k in dict.fromkeys(k for row in rows for k in row) if k not in last]
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, [*columns, *last])

@@ -19,7 +19,15 @@ from lm.metrics import Writer, fixed_point_metrics
 from synthetic import tasks
 from synthetic.build import build, read_checkpoint
 from synthetic.config import Config
-from synthetic.evaluate import answer, as_tensors, evaluate_all, measure, parse_lengths, passes
+from synthetic.evaluate import (
+    answer,
+    as_tensors,
+    evaluate_all,
+    measure,
+    parse_lengths,
+    solver_of,
+)
+from synthetic.results import passes, solver_text
 
 # What a continued run may not change.
 FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "train.curriculum",
@@ -112,12 +120,14 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     say(f"model    {cfg.model.name}, {size}, on {device} in {precision}")
     if cfg.model.name == "fprnn":
         say(f"kernels  {available(device.type)}")
+    say(f"solver   {_solver_line(model, cfg)}")
     if streams and not carries:
         say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
     if warning := missing_kernels(cfg):
         say(warning)
 
     done, seconds, solved_at, state = 0, 0.0, None, None
+    seen: set[int] | None = set()  # of training's samples those that are not held apart
     longest = min(hi, cfg.train.curriculum.start) if cfg.train.curriculum else hi
     path = run_dir / "checkpoints" / "last.pt"
     if cfg.resume == "auto" and path.exists():
@@ -131,6 +141,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         done, seconds, longest = saved["step"], saved["seconds"], saved["longest"]
         solved_at, state = saved["solved_at"], saved["state"]
+        kept = saved.get("seen")  # not of runs that began before it was kept
+        seen = None if kept is None else set(kept.tolist())
         torch.set_rng_state(saved["rng"].cpu())
         say(f"resumed  at update {done}")
     if done < cfg.train.steps and solved_at is None:  # what is there is of fewer updates
@@ -142,10 +154,14 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
             "seconds": seconds + time.perf_counter() - began, "longest": longest,
             "solved_at": solved_at, "state": state, "rng": torch.get_rng_state(),
+            "seen": None if seen is None else torch.tensor(sorted(seen), dtype=torch.uint64),
         }  # fmt: skip
         tmp = path.with_name(path.name + ".tmp")
         torch.save(saved, tmp)
         os.replace(tmp, path)
+
+    def try_out(length):
+        return measure(model, task, cfg, length, "valid", cfg.seed, precision, seen=seen)
 
     stop = []
     handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in SIGNALS}
@@ -163,6 +179,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 batch = next(batches)
+                if seen is not None and batch.shared is not None:
+                    seen.update(np.unique(batch.shared).tolist())
                 ids, labels, mask = as_tensors(batch, device)
                 if cfg.model.name == "fprnn":
                     model.config.max_iters = max_iters.at(step)
@@ -206,15 +224,12 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     bar.update(step, steps)
                 if step % cfg.eval.every == 0 and step < steps:
                     paused = time.perf_counter()
-                    tried = measure(model, task, cfg, longest, "valid", cfg.seed, precision)
+                    tried = try_out(longest)
                     score = tried["metrics"][task.headline]
                     spent = seconds + paused - began
                     record = {"step": step, "valid": tried, "seconds": round(spent, 1)}
                     if during:
-                        record["over_lengths"] = {
-                            n: measure(model, task, cfg, n, "valid", cfg.seed, precision)["metrics"]
-                            for n in during
-                        }
+                        record["over_lengths"] = {n: try_out(n) for n in during}
                     writer.write(record)
                     say(f"update {step:>6}  length {longest}: {_scores(tried)}")
                     if longest < hi and score >= cfg.train.curriculum.at:
@@ -237,7 +252,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    results = evaluate_all(model, task, cfg, lengths, cfg.eval.seeds, precision)
+    results = evaluate_all(model, task, cfg, lengths, cfg.eval.seeds, precision, seen)
     result = {
         "task": cfg.task.name, "model": cfg.model.name, "parameters": parameters,
         "updates": step, "solved_at": solved_at, "training_seconds": round(seconds, 1),
@@ -269,6 +284,18 @@ def _task_line(cfg: Config, task) -> str:
     lo, hi = cfg.train.lengths
     at = f"{lo} to {hi}" if lo < hi else f"{hi}"
     return f"{what}, {task.vocab_size} ids, training length {at} (chance {task.chance:.3g})"
+
+
+def _solver_line(model, cfg: Config) -> str:
+    """How the model solves in training and in evaluation."""
+    training, evaluation = (solver_of(model.train(mode)) for mode in (True, False))
+    if training == "none":
+        return training
+    training["max_iters"] = MaxIters(cfg).at(0)
+    if cfg.train.max_iters == "gamma":
+        training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+    evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
+    return f"training: {solver_text(training)}; evaluation: {solver_text(evaluation)}"
 
 
 def _scores(tried: dict) -> str:

@@ -10,7 +10,7 @@ from lm.checkpoint import CheckpointError, write_json
 from lm.config import ConfigError
 from lm.console import say
 from synthetic import config
-from synthetic.evaluate import passes
+from synthetic.results import error, how, in_training, passes
 from synthetic.runs import differences, is_finished, result, run_all
 
 RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
@@ -93,17 +93,35 @@ def validate(
                 "ability": ability, "task": cfg.task.name, "model": name,
                 "trained_to": cfg.train.lengths[1], **bar, "updates": found["updates"],
                 "seconds": found["training_seconds"], "parameters": found["parameters"],
+                **_how_measured(found["eval"], bar),
             })  # fmt: skip
     write_json(Path(out_dir) / "validate.json", rows)
     return rows
 
 
+def _how_measured(results: list[dict], bar: dict) -> dict:
+    """The standard error of a bar's value, how it was measured, and how many of the samples
+    training has too."""
+    rows = [r for r in results if r["length"] == bar["length"] and bar["metric"] in r["metrics"]]
+    if not rows:
+        return {"stderr": None, "read": None, "solver": None, "in_training": None}
+    read, solver = how(rows[0])
+    return {
+        "stderr": error(rows, bar["metric"]), "read": read, "solver": solver,
+        "in_training": in_training(rows),
+    }  # fmt: skip
+
+
 def table(rows: list[dict]):
-    """A rich table: a row for each bar, a column for each model."""
+    """A rich table: a row for each bar, a column for each model. Below it, what solved the models,
+    and which samples training had too."""
     from rich.table import Table
 
     labels = list(dict.fromkeys(r["model"] for r in rows))
-    t = Table(title="What the models can do (✓ reaches the bar)")
+    t = Table(
+        title="What the models can do (✓ reaches the bar; ± standard error)",
+        caption="\n".join(_notes(rows)), caption_justify="left",
+    )  # fmt: skip
     for name in ("ability", "task", "metric", "bar"):
         t.add_column(name)
     for label in labels:
@@ -123,9 +141,23 @@ def table(rows: list[dict]):
     return t
 
 
+def _notes(rows: list[dict]) -> list[str]:
+    """What solved each model, and the test samples that training has too."""
+    ways: dict[str, list[str]] = {}
+    for row in rows:
+        way = f"read {row['read']}; solver: {row['solver']}"
+        ways.setdefault(way, []).append(row["model"])
+    notes = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in ways.items()]
+    for row in rows:
+        if row["in_training"] not in ("0", None):
+            at = f"{row['model']}, {row['task']} at {row['length']}"
+            notes.append(f"{at}: {row['in_training']} of the test samples are in training too")
+    return notes
+
+
 def _cell(row: dict) -> str:
-    value = math.nan if row["value"] is None else row["value"]
-    return f"{value:.3f} {'✓' if row['passed'] else '·'}"
+    value, stderr = (math.nan if row[k] is None else row[k] for k in ("value", "stderr"))
+    return f"{value:.3f} ± {stderr:.3f} {'✓' if row['passed'] else '·'}"
 
 
 def _total(rows: list[dict], label: str, name: str) -> float:

@@ -19,7 +19,7 @@ def sequential_scan(x, dt, A, B, C, h0=None, keep=None):
 
 
 def mixer_matrix(mixer, P, config):
-    """M(P; ·) of one token as a (d,d) matrix, from the definition in math.md. P: (p,)."""
+    """M(P; ·) of one token as a (d,d) matrix, from the definition in docs/model.md. P: (p,)."""
     act, eps, d = ACTIVATIONS[config.mixer_act], config.eps, config.d_inner
     k = 2 if config.eigen_range == "signed" else 1
     eye = torch.eye(d, dtype=P.dtype)

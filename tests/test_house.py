@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for top in ("lm", "synthetic") for p in (ROOT / top).rglob("*.py"))
 
-# docs/design.md, "Floors". A module imports only from floors below its own; those on the ground,
-# and the files of one package, also from each other.
+# A module imports only from floors below its own; those on the ground, and the files of one
+# package, also from each other.
 FLOORS = {
     0: ("config", "console", "data", "kernels", "metrics", "tasks"),
     1: ("model", "plots"),

@@ -32,7 +32,7 @@ def usable() -> tuple[bool, str]:
 def mix(
     gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act="silu", sequential=True
 ):
-    """x̃ = M(x − y) + y, M the product or the sum of r reflections (math.md: householder, dplr).
+    """x̃ = M(x − y) + y, M the product or the sum of r reflections (householder, dplr).
 
         δ ← δ − a_i u_i (u_iᵀ δ)        a = scale σ(gates_x + gates_y)
                                         u = nrm(act(vectors_x + vectors_y))

@@ -31,7 +31,7 @@ SPARE = {"cpu": 256, "cuda": 8192}
 
 
 class Static(NamedTuple):
-    """Everything of one solve that depends on x alone (math.md, 'once per solve')."""
+    """Everything of one solve that depends on x alone (docs/model.md, 'One solve')."""
 
     x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate
@@ -192,16 +192,35 @@ class FixedPointBlock(nn.Module):
                 tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
+    def schedule(self):
+        """The schedule of the mode the block is in, by name: `mixed` is training's alone."""
+        c = self.config
+        mixed_evaluated = c.schedule_kind.kind == "mixed" and not self.training
+        return "auto" if mixed_evaluated else c.schedule
+
+    def solver(self, length=None):
+        """How a solve in this mode goes, for labels.
+
+        Args: length: of the sequences; one token is solved in the same way by every schedule.
+        Returns: {"schedule", "stopping", "tol", "max_iters"}.
+        """
+        rule, stopping, schedule = self.rule(), self.config.stopping, self.schedule()
+        if length == 1 and stopping == "causal" and schedule != "exact":
+            schedule = "sequential"
+        return {
+            "schedule": schedule, "stopping": stopping, "tol": rule.tol,
+            "max_iters": rule.max_iters,
+        }  # fmt: skip
+
     def _solve(self, s):
         """The Solution, by the schedule and the stopping rule of the config."""
-        c, rule = self.config, self.rule()
-        if c.stopping == "paper":
+        rule, schedule = self.rule(), parse_schedule(self.schedule())
+        if self.config.stopping == "paper":
             f = Windows(self, s)
             return solve_paper(lambda y: f.step(s, y)[:2], torch.zeros_like(s.x), rule)
-        schedule = c.schedule_kind
         if schedule.kind == "exact":
             return self.solve_exact(s)
-        if schedule.kind == "auto" or (schedule.kind == "mixed" and not self.training):
+        if schedule.kind == "auto":
             return solve_causal(Windows(self, s), rule, AUTO_START, adapt=True)
         widths = schedule.of(s.x.shape[1])
         # A fixed width draws nothing: a seed gives the same samples under every schedule.

@@ -103,7 +103,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Mamba's initialisation (math.md, 'Language model'). Only `init.*` calls: they leave
+        """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
         alone what a checkpoint has loaded."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=0.02)
@@ -394,6 +394,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         )
         total = sum(checkpoint(chunk_nll, h, t, use_reentrant=False) for h, t in pairs)
         return total / _count(targets)
+
+    def solver(self, length=None):
+        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver."""
+        return self.backbone.layers[0].block.solver(length)
 
     def flops_per_token(self, num_iters, training=True):
         """FLOPs per token with `num_iters` (ℓ*) iterations per layer.

@@ -23,10 +23,15 @@ class Batch(NamedTuple):
     mask: np.ndarray | None = None  # (b,l) bool, False at padding (always on the right)
     kinds: np.ndarray | None = None  # (b,l) int64: which sub-task a label belongs to, if there are
     carry: bool = False  # the sequences go on where those of the batch before ended
+    shared: np.ndarray | None = None  # (n,) uint64: hashes of its samples that are not held apart
 
 
 class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
+
+    Training, validation and test have no sample in common wherever `held_apart` says so
+    (synthetic/tasks/splits.py); samples of other lengths are in `Batch.shared`, by their hashes,
+    and in training also what such a sample would be the beginning of, where labels are due there.
 
     Attributes:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
@@ -43,8 +48,13 @@ class Task:
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
 
+    def held_apart(self, length: int) -> bool:
+        """Whether no test or validation sample of this length is in training, whatever the seeds.
+        If not there are too few different ones."""
+        raise NotImplementedError
+
     def sample(
-        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         """Draw a batch; each sequence's length is uniform over the valid ones in [lo, hi]."""
         raise NotImplementedError
@@ -55,7 +65,7 @@ class Task:
         """Batch `index` of a split: the same for the same arguments, whoever asks and in whatever
         order (so any number of loader processes gives the same data)."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
-        return self.sample(rng, batch_size, lengths, split == "train")
+        return self.sample(rng, batch_size, lengths, split)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """predicted (b,l): the likeliest id at each position → per metric, one value an item
@@ -66,6 +76,11 @@ class Task:
             "token_accuracy": right[due].astype(float),
             "sequence_accuracy": (right | ~due).all(1).astype(float)[due.any(1)],
         }
+
+    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Of a metric with several items a sequence, the row of the batch that each is of: such
+        items are not independent. Other metrics are left out."""
+        return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
 
 # name in a config → (file, class, arguments)

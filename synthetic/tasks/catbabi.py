@@ -33,6 +33,11 @@ class _Epoch(NamedTuple):
     lengths: np.ndarray  # (b,) int64: what lies beyond in a row is padding
 
 
+def _questions(story: babi.Story) -> list[tuple[int, str]]:
+    """Each question with all of the story that is before it."""
+    return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
+
+
 class CatBabi(Task):
     """bAbI (task.data: see `python -m lm.tasks.babi --help`) in segments that continue each other.
 
@@ -43,6 +48,9 @@ class CatBabi(Task):
     (the < batch_size tokens left over are dropped). In valid and test the order never changes,
     every stream begins with a story (else its first questions would lack their facts) and is padded
     on the right to the longest one, and each question is due exactly once.
+
+    The splits are those of the files. bAbI's own have questions in common: `seen` counts, of each
+    split, those whose story up to there is in training word for word, and all of them.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """
@@ -72,6 +80,9 @@ class CatBabi(Task):
         used = {s: [x for x in stories[s] if x.task in self.stories] for s in SPLITS}
         answers = {x.tokens[i] for split in SPLITS for x in used[split] for i in x.answers}
         self.chance = 1 / len(answers)
+        asked = {split: [q for story in used[split] for q in _questions(story)] for split in SPLITS}
+        known = set(asked["train"])
+        self.seen = {s: (sum(q in known for q in asked[s]), len(asked[s])) for s in SPLITS}
         self._corpora = {split: self._corpus(used[split]) for split in SPLITS}
         self._epochs: dict[str, tuple[tuple, _Epoch]] = {}  # of each split the one last asked for
 
@@ -90,6 +101,9 @@ class CatBabi(Task):
             raise TaskError(f"length {length}: a segment has at least one token")
         for split in SPLITS:
             self._check(split, 1, length)
+
+    def held_apart(self, length: int) -> bool:
+        return self.seen["valid"][0] == self.seen["test"][0] == 0
 
     def _check(self, split: str, batch_size: int, length: int) -> None:
         size = len(self._corpora[split].tokens)
@@ -190,3 +204,6 @@ class CatBabi(Task):
         if self.mode == "lm":
             out["token_accuracy"] = right[batch.labels != IGNORE]
         return out
+
+    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+        return {}  # of stories one after another; each question counts as one of its own

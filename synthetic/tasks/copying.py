@@ -7,7 +7,7 @@ from string import ascii_letters, digits
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
 
 CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
 
@@ -28,6 +28,9 @@ class Copying(Task):
     The key is an n-gram that occurs exactly once in s. Only with two letters and n ≤ 2, where that
     would leave almost nothing of the string to chance, it may occur again, and the first
     occurrence counts.
+
+    Strings of training, validation and test are different ones, whatever the key, where there are
+    enough of the length.
 
     In training every row is a context of `task.context` tokens with as many examples, one after
     another, as come before the first that no longer fits; evaluation has one example a row.
@@ -52,6 +55,14 @@ class Copying(Task):
                 f"{self.shortest}, {self.shortest + 1}, …{room}"
             )
 
+    def held_apart(self, length: int) -> bool:
+        return bool(self._are_apart(np.array([length]))[0])
+
+    def _are_apart(self, lengths: np.ndarray) -> np.ndarray:
+        """Whether there are enough different strings of these lengths (b,)."""
+        free = lengths - (self.n if self.name == "duplicate_ngram" else 0)
+        return free * np.log(self.letters) >= np.log(splits.LEAST)
+
     def tokens(self, length: int | np.ndarray) -> int | np.ndarray:
         """Tokens of an example with a string of this length."""
         extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
@@ -66,13 +77,14 @@ class Copying(Task):
         )
 
     def sample(
-        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         self.check_length(lengths[1])
-        if not train:
+        if split != "train":
             drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
+            tokens, due, shared = self._examples(rng, drawn, split)
             sizes = self.tokens(drawn)
-            return self._batch(*self._examples(rng, drawn), sizes, int(sizes.max()))
+            return self._batch(tokens, due, sizes, int(sizes.max()))._replace(shared=shared)
         if self.tokens(lengths[1]) > self.context:
             raise TaskError(
                 f"{self.name} with strings of length {lengths[1]} needs a context of "
@@ -84,7 +96,8 @@ class Copying(Task):
         drawn = drawn.reshape(batch_size, slots)
         fits = self.tokens(drawn).cumsum(1) <= self.context
         sizes = (self.tokens(drawn) * fits).sum(1)
-        return self._batch(*self._examples(rng, drawn[fits]), sizes, self.context)
+        tokens, due, shared = self._examples(rng, drawn[fits], split)
+        return self._batch(tokens, due, sizes, self.context)._replace(shared=shared)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """character_accuracy: of the letters; string_accuracy: of the examples, where every letter
@@ -99,6 +112,10 @@ class Copying(Task):
             "string_accuracy": (mistakes == 0).astype(float),
         }
 
+    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+        letters = (batch.labels != IGNORE) & (batch.labels < self.letters)
+        return {"character_accuracy": np.nonzero(letters)[0]}
+
     def _batch(self, tokens: np.ndarray, due: np.ndarray, sizes: np.ndarray, width: int) -> Batch:
         """Tokens one after another → rows of `sizes` tokens each, padded to `width`."""
         # The answer to a token is the next one; what follows an example's end is never due.
@@ -110,24 +127,41 @@ class Copying(Task):
         batch.input_ids[mask], batch.labels[mask] = tokens, labels
         return batch
 
-    def _examples(self, rng, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All examples one after another → tokens, and whether each belongs to an answer."""
-        s = rng.integers(self.letters, size=(len(lengths), lengths.max()))
-        s[np.arange(s.shape[1]) >= lengths[:, None]] = self.pad
+    def _examples(
+        self, rng, lengths: np.ndarray, split: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """All examples one after another → tokens, whether each belongs to an answer, and
+        `Batch.shared`."""
+        width, apart = int(lengths.max()), self._are_apart(lengths)
+        drawn = self._strings(rng, lengths, width)
+        splits.hold_apart(
+            split, drawn, apart, lambda rows: self._strings(rng, lengths[rows], width), lengths
+        )
+        s = drawn[0]
         start, bar, end = (np.full((len(s), 1), i) for i in (self.start, self.bar, self.end))
         if self.name in ("prefix_ngram", "suffix_ngram"):
-            key, value = self._look_up(rng, s, lengths)
+            _, key, value = drawn
             prefix, suffix = [start, key, bar, s, bar], [start, s, bar, key]
             prompt, answer = prefix if self.name == "prefix_ngram" else suffix, [value, end]
         else:
-            if self.name == "duplicate_ngram":
-                self._duplicate(rng, s, lengths)
             prompt, answer = [start, s, bar], [s, end]
         wide = np.hstack(prompt + answer)
         due = np.zeros(wide.shape, bool)
         due[:, -sum(part.shape[1] for part in answer) :] = True
         kept = wide != self.pad  # the strings' own padding, left out
-        return wide[kept], due[kept]
+        shared = None if apart.all() else splits.keys(s[~apart], lengths[~apart])
+        return wide[kept], due[kept], shared
+
+    def _strings(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+        """Strings of these lengths (b,), padded to `width`, and for the look-ups keys and values
+        (b,n)."""
+        s = rng.integers(self.letters, size=(len(lengths), width))
+        s[np.arange(width) >= lengths[:, None]] = self.pad
+        if self.name in ("prefix_ngram", "suffix_ngram"):
+            return s, *self._look_up(rng, s, lengths)
+        if self.name == "duplicate_ngram":
+            self._duplicate(rng, s, lengths)
+        return (s,)
 
     def _duplicate(self, rng, s: np.ndarray, lengths: np.ndarray) -> None:
         """Copy an n-gram to a later place of its string, in place."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import operator
+from functools import cached_property
 
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
 
 
 class FormalLanguage(Task):
     """What the languages share: answers at the last token or at every one, scored at the last.
 
-    A subclass says what its symbols are and what the answer after each of them is.
+    A subclass says what its symbols are and what the answer after each of them is. Samples of
+    different splits differ within their first `opening` tokens; those that are shorter are shared.
     """
 
     headline = "scaled_accuracy"
@@ -24,6 +26,17 @@ class FormalLanguage(Task):
     def __init__(self, task: config.Task):
         self.name = task.name
         self.every = task.supervision == "every"
+
+    @cached_property
+    def opening(self) -> int | None:
+        return splits.opening_length(self.count)
+
+    def count(self, length: int) -> int:
+        """The number of different samples of this length."""
+        return self.symbols**length
+
+    def held_apart(self, length: int) -> bool:
+        return self.opening is not None and length >= self.opening
 
     @property
     def pad(self) -> int:
@@ -38,11 +51,37 @@ class FormalLanguage(Task):
         raise NotImplementedError
 
     def sample(
-        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         drawn = draw_lengths(rng, batch_size, lengths)
-        ids = rng.integers(self.symbols, size=(batch_size, drawn.max()))
-        return self.label(ids, self.answers(ids), drawn)
+        ids = self.draw(rng, batch_size, int(drawn.max()))
+        self.hold_apart(rng, ids, drawn, split)
+        batch = self.label(ids, self.answers(ids), drawn)
+        return batch._replace(shared=self.shared(ids, drawn, split))
+
+    def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
+        """Random symbols (count,width)."""
+        return rng.integers(self.symbols, size=(count, width))
+
+    def hold_apart(self, rng, ids: np.ndarray, sizes: np.ndarray, split: str) -> None:
+        """Draw the openings of ids (b,w) that are of another split anew, in place."""
+        splits.hold_apart(
+            split, (ids[:, : self.opening],), self._are_apart(sizes),
+            lambda rows: (self.draw(rng, len(rows), self.opening),),
+        )  # fmt: skip
+
+    def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
+        """`held_apart` of each of these lengths (b,)."""
+        return sizes >= (self.opening or np.inf)
+
+    def shared(self, ids: np.ndarray, sizes: np.ndarray, split: str) -> np.ndarray | None:
+        """`Batch.shared` of ids (b,w), of which `sizes` a row count."""
+        if self.every and split == "train":  # what it begins with has its answer as well
+            short = ids[:, : self.opening - 1] if self.opening else ids
+            inside = np.arange(short.shape[1]) < sizes[:, None]
+            return splits.prefix_keys(short)[inside]
+        rows = ~self._are_apart(sizes)
+        return splits.keys(ids[rows], sizes[rows]) if rows.any() else None
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
         """(b,l) of which `sizes` tokens a row are valid → the batch, with the labels due."""
@@ -149,23 +188,47 @@ class ModularArithmetic(FormalLanguage):
                 f"alternate, so it has lengths 1, 3, 5, …"
             )
 
+    def count(self, length: int) -> int:
+        if not self.brackets:
+            digits = (length + 1) // 2
+            return self.modulus**digits * len(self.operators) ** (digits - 1) * (length % 2)
+        counts = [0, *[self.modulus] * 4]
+        for n in range(5, length + 1):
+            pairs = sum(counts[left] * counts[n - 3 - left] for left in range(1, n - 3))
+            counts.append(len(self.operators) * pairs)
+        return counts[length]
+
     def sample(
-        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], train: bool
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         drawn = draw_lengths(rng, batch_size, lengths, step=1 if self.brackets else 2)
-        expressions = self._bracketed if self.brackets else self._flat
-        ids, answers = expressions(rng, drawn, drawn.max() + 1)
+        width = int(drawn.max()) + 1
+        if self.brackets:
+            ids, answers = self._bracketed(rng, drawn, width)
+            splits.hold_apart(
+                split, (ids, answers), self._are_apart(drawn),
+                lambda rows: self._bracketed(rng, drawn[rows], width), drawn,
+            )  # fmt: skip
+        else:
+            ids = self.draw(rng, batch_size, width)
+            self.hold_apart(rng, ids, drawn, split)
+            answers = self._values(ids)
         rows = np.arange(batch_size)
+        shared = self.shared(ids, drawn, split)
         ids[rows, drawn] = self.equals
         answers[rows, drawn] = answers[rows, drawn - 1]
-        return self.label(ids, answers, drawn + 1)
+        return self.label(ids, answers, drawn + 1)._replace(shared=shared)
 
-    def _flat(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Without brackets → ids (b,width), the value so far (b,width) at every digit."""
-        count, m = len(lengths), self.modulus
+    def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
+        """Digits and operators by turns (count,width): an expression without brackets."""
         ids = np.empty((count, width), int)
-        ids[:, ::2] = rng.integers(m, size=(count, width // 2))  # with the `=`, widths are even
+        ids[:, ::2] = rng.integers(self.modulus, size=(count, (width + 1) // 2))
         ids[:, 1::2] = rng.choice(self.operators, (count, width // 2))
+        return ids
+
+    def _values(self, ids: np.ndarray) -> np.ndarray:
+        """Without brackets: ids (b,w) → the value so far (b,w) at every digit."""
+        (count, width), m = ids.shape, self.modulus
         answers = np.full((count, width), IGNORE)
         total, product = np.zeros(count, int), ids[:, 0]  # of the terms before, of the last so far
         answers[:, 0] = product
@@ -175,7 +238,7 @@ class ModularArithmetic(FormalLanguage):
             signed = np.where(op == self.minus, -digit, digit)
             product = np.where(op == self.times, product * digit, signed) % m
             answers[:, place] = (total + product) % m
-        return ids, answers
+        return answers
 
     def _bracketed(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
         """With brackets → ids (b,width), the value (b,width) all along. All parts of one depth, of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import Batch, Task, TaskError
+from . import Batch, Task, TaskError, splits
 
 MAX_ORDER = 5040  # S7; its table has 25 million entries
 
@@ -122,27 +122,69 @@ class WordProblem(Task):
     def __init__(self, task):
         self.group = group(task.group)
         self.vocab_size, self.chance = self.group.order, 1 / self.group.order
-        self.rows = None if task.csv is None else read_csv(task.csv, self.vocab_size)
+        # Words of different splits differ within this many elements; shorter ones are shared.
+        self.opening = splits.opening_length(lambda length: self.group.order**length)
+        self.rows = None  # of the file: split → inputs and targets, (rows,length) each
+        if task.csv is not None:
+            x, y = read_csv(task.csv, self.vocab_size)
+            self.opening = min(self.opening or x.shape[1], x.shape[1])
+            self.rows = split_rows(x, y, self.opening, task.csv)
 
     def check_length(self, length: int) -> None:
         if length < 1:
             raise TaskError(f"word problem: a sequence has at least 1 element, not {length}")
-        if self.rows is not None and length > self.rows[0].shape[1]:
-            raise TaskError(
-                f"word problem: length {length} is longer than the file's {self.rows[0].shape[1]}"
-            )
+        if self.rows is not None and length > (longest := self.rows["train"][0].shape[1]):
+            raise TaskError(f"word problem: length {length} is longer than the file's {longest}")
 
-    def sample(self, rng, batch_size, lengths, train) -> Batch:
+    def held_apart(self, length: int) -> bool:
+        return self.opening is not None and length >= self.opening
+
+    def sample(self, rng, batch_size, lengths, split) -> Batch:
         # Every prefix is a word too: one length serves a batch, drawn anew for each.
         length = int(rng.integers(lengths[0], lengths[1] + 1))
         self.check_length(length)
-        if self.rows is None:
-            x = rng.integers(0, self.group.order, (batch_size, length))
-            return Batch(x, self.group.products(x))
-        x, y = self.rows
-        cut = int(0.8 * len(x))  # four parts for training, the last for the rest
-        pick = rng.integers(0, cut, batch_size) if train else rng.integers(cut, len(x), batch_size)
-        return Batch(x[pick, :length], y[pick, :length])
+        if self.rows is not None:
+            x, y = self.rows[split]
+            pick = rng.integers(0, len(x), batch_size)
+            x, y = x[pick, :length], y[pick, :length]
+            return Batch(x, y, shared=self._shared(x, split))
+        order = self.group.order
+        x = rng.integers(0, order, (batch_size, length))
+        if self.held_apart(length):
+            splits.hold_apart(
+                split, (x[:, : self.opening],), np.ones(batch_size, bool),
+                lambda rows: (rng.integers(0, order, (len(rows), self.opening)),),
+            )  # fmt: skip
+        return Batch(x, self.group.products(x), shared=self._shared(x, split))
+
+    def _shared(self, x: np.ndarray, split: str) -> np.ndarray | None:
+        """Of training words also their beginnings: the answers there are labels as well."""
+        if split == "train":
+            short = x[:, : self.opening - 1] if self.opening else x
+            return splits.prefix_keys(short).ravel()
+        return None if self.held_apart(x.shape[1]) else splits.keys(x)
+
+
+def split_rows(
+    x: np.ndarray, y: np.ndarray, opening: int, path: str
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The rows of a file by split: eight tenths of the different openings for training, one tenth
+    each for validation and test, in the order of their hashes.
+
+    Args: x, y: (rows,length). opening: elements that decide; rows that begin alike stay together.
+    Raises:
+        TaskError: too few different openings.
+    """
+    _, opening_of = np.unique(splits.keys(x[:, :opening]), return_inverse=True)
+    count = int(opening_of.max()) + 1
+    if count < 10:
+        raise TaskError(
+            f"{path}: its rows begin with only {count} different words of {opening} elements; at"
+            " least 10 are needed, so that training, validation and test have different ones"
+        )
+    tenth = 10 * opening_of // count
+    chosen = {"train": tenth < 8, "valid": tenth == 8, "test": tenth == 9}
+    return {split: (x[rows], y[rows]) for split, rows in chosen.items()}
 
 
 def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Golden vectors of the paper's own code, run against ours (../shared/golden/README.md)."""
+"""Golden vectors of the paper's own code, run against ours (docs/model.md)."""
 
 import difflib
 import json

@@ -1,6 +1,7 @@
 """The cost of a run before it starts, against real models and a count of their products."""
 
 import io
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -199,6 +200,66 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
     assert p["tokens"] == 4800 * 256 * 2048
     assert 160e6 < p["parameters"] < 175e6
     assert 10 * 2**30 < sum(p["memory_per_gpu"].values()) < 80 * 2**30
+
+
+def parameters(name: str) -> int:
+    cfg = config.load(LM / f"{name}_fineweb2b.yaml")
+    return plan(cfg, cfg.train.world_size)["parameters"]
+
+
+def test_the_papers_baseline_has_half_of_the_parameters_and_the_matched_one_as_many():
+    ours = parameters("fpmamba_160m")
+    cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    assert p["parameters_of_fprnn"] == ours
+    assert shown(p, cfg)["… beside fprnn of these sizes"] == "0.50 of its 169.4 M"
+    assert parameters("mamba_169m") == pytest.approx(ours, rel=0.02)
+    for name in ("fpmamba_160m", "mamba_160m", "mamba_169m"):  # what the comments say
+        first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
+        assert f"{parameters(name) / 1e6:.1f} M" in first
+
+
+def shown(p: dict, cfg: Config) -> dict[str, str]:
+    """The rows of the table."""
+    table = describe(p, cfg)
+    return dict(zip(*(list(column.cells) for column in table.columns)))
+
+
+def test_the_plan_says_whether_data_repeats():
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    assert (p["tokens"], p["dataset_tokens"]) == (2_516_582_400, 9.5e9)
+    assert shown(p, cfg)["passes over the data"] == "0.26: nothing is read twice"
+    cfg.train.steps = 48_000
+    repeated = shown(plan(cfg, 4), cfg)["passes over the data"]
+    assert repeated.startswith("2.65: data repeats; after each pass the documents come again")
+    cfg.data.name = "CC-MAIN-2024-10"
+    rows = shown(plan(cfg, 4), cfg)
+    assert rows["tokens in the data"] == (
+        "how many HuggingFaceFW/fineweb CC-MAIN-2024-10 has is not known here"
+    )
+    assert rows["passes over the data"].startswith("not known; after each")
+
+
+def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path):
+    cfg = tiny()
+    cfg.out_dir = str(tmp_path)
+    p = plan(cfg, 1)
+    assert p["dataset_tokens"] is p["passes"] is None
+    assert "known once `builtin` is tokenised" in shown(p, cfg)["tokens in the data"]
+    meta = {
+        "fingerprint": "", "dtype": "uint16", "complete": True, "train_tokens": 448,
+        "train_documents": 1, "val_tokens": 3, "val_documents": 1,
+    }  # fmt: skip
+    folder = cfg.run_dir / "data"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "train.bin").write_bytes(bytes(2 * 448))
+    (folder / "val.bin").write_bytes(bytes(2 * 3))
+    p = plan(cfg, 1)
+    assert (p["tokens"], p["passes"]) == (3 * 2 * 32 * 7, 3.0)
+    said = shown(p, cfg)["passes over the data"]
+    assert said == "3.00: data repeats; after each pass its blocks come again in a new order"
 
 
 def test_the_plan_as_a_table():

@@ -1,8 +1,6 @@
 """The reports: their configs, what they draw from fabricated runs, what they say is missing."""
 
-import csv
 import json
-import math
 import shlex
 
 import pytest
@@ -11,91 +9,14 @@ import torch
 from lm.build import build_section
 from lm.config import ConfigError
 from synthetic import cli, report, tasks
-from synthetic.config import Config
 from synthetic.evaluate import parse_lengths
-from synthetic.figures import ReportError, over_lengths
+from synthetic.figures import ReportError
+from synthetic.trained import over_lengths
+from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = list(report.REPORTS)
 BOTH = pytest.mark.parametrize("scale", report.SCALES)
-DATA = ("task.data=nowhere",)
-
-
-def sweep(name, scale="small", *overrides):
-    return report.expand(report.config_path(name, scale), overrides)
-
-
-def falling(length: int, reach: float) -> float:
-    return 1 / (1 + math.exp((length - reach) / (0.15 * reach)))
-
-
-def rows(cfg: Config, reach: float) -> list[dict]:
-    """A plausible `eval` of a model that goes to about `reach` tokens."""
-    if cfg.task.name == "catbabi":
-        metrics = {"accuracy": 0.8, **{f"qa{n}": 0.7 + n / 100 for n in cfg.task.stories}}
-        return [{"length": cfg.train.lengths[1], "seed": 0, "metrics": metrics}]
-    names = {
-        "word_problem": ("token_accuracy", "sequence_accuracy"),
-        "copy": ("character_accuracy", "string_accuracy"),
-        "mod_arithmetic_brackets": ("scaled_accuracy", "accuracy"),
-    }[cfg.task.name]
-    made = []
-    schedules = ("parallel", "sequential") if cfg.eval.sequential else (None,)
-    for schedule in schedules:
-        for n in parse_lengths(cfg.eval.lengths, tasks.build(cfg.task)):
-            value = falling(n, reach) * (0.97 if schedule == "sequential" else 1)
-            row = {"length": n, "seed": 0, "metrics": dict(zip(names, (0.2 + 0.8 * value, value)))}
-            if schedule:
-                row["schedule"] = schedule
-            if cfg.model.name == "fprnn":
-                mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
-                row |= {"num_iters": {"mean": mean}}
-            made.append(row)
-    return made
-
-
-def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
-    """A finished run without its model."""
-    cfg.run_dir.mkdir(parents=True)
-    heads = {
-        "word_problem": "sequence_accuracy", "copy": "string_accuracy",
-        "mod_arithmetic_brackets": "scaled_accuracy", "catbabi": "accuracy",
-    }  # fmt: skip
-    result = {
-        "task": cfg.task.name, "model": cfg.model.name, "parameters": 1, "updates": 1000,
-        "solved_at": None, "training_seconds": seconds, "headline": heads[cfg.task.name],
-        "chance": 1 / 6, "eval": rows(cfg, reach), "bars": [],
-    }  # fmt: skip
-    (cfg.run_dir / "result.json").write_text(json.dumps(result))
-    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
-    lines = [{"step": 50, "loss": 1.0, "accuracy": 0.5}]
-    for i in range(1, 10):
-        at = max(1.0, reach * i / 9)
-        record = {"step": 100 * i, "valid": {}, "seconds": seconds * i / 10}
-        if cfg.eval.during:
-            lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
-            record["over_lengths"] = {
-                str(n): {"token_accuracy": 1, "sequence_accuracy": falling(n, at)} for n in lengths
-            }
-        lines.append(record)
-    (cfg.run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-
-
-def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
-    configs = sweep(name, scale, f"out_dir={out_dir}", *DATA).configs
-    for i, cfg in enumerate(configs):
-        reach = cfg.train.lengths[1] * (0.6 + 0.5 * i)
-        fabricate(cfg, reach, 100.0 + 40 * i)
-        if name == "ablation":
-            for n in (1, 2, 4, 8, 16):
-                found = {"eval": rows(cfg, min(reach, 8 * n))}
-                report.limit_file(cfg, n).write_text(json.dumps(found))
-    return configs
-
-
-def numbers(path) -> list[dict]:
-    with path.open(encoding="utf-8") as f:
-        return list(csv.DictReader(f))
 
 
 WORDS = {
@@ -204,11 +125,11 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
 def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
     configs = fabricate_all("fig10", tmp_path)
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
-    found = {(r["run"], r["schedule"], int(r["length"]), r["metric"]): float(r["value"])
+    found = {(r["run"], r["read"], int(r["length"]), r["metric"]): float(r["value"])
              for r in numbers(paths["numbers"])}  # fmt: skip
     for cfg in configs:
         for row in json.loads((cfg.run_dir / "result.json").read_text())["eval"]:
-            where = (str(cfg.run_dir), row["schedule"], row["length"])
+            where = (str(cfg.run_dir), row["read"], row["length"])
             for metric, value in row["metrics"].items():
                 assert found.pop((*where, metric)) == pytest.approx(value)
             iters = sum(row["num_iters"]["mean"]) / len(row["num_iters"]["mean"])

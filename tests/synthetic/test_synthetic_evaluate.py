@@ -11,15 +11,8 @@ from torch import nn
 
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
-from synthetic.evaluate import (
-    _free_bytes,
-    at_length,
-    evaluate_all,
-    measure,
-    parse_lengths,
-    passes,
-    solved_length,
-)
+from synthetic.evaluate import _free_bytes, evaluate_all, measure, parse_lengths, standard_error
+from synthetic.results import at_length, error, in_training, passes, solved_length, summary
 from synthetic.tasks import TaskError
 
 S3 = tasks.build(Task(name="word_problem", group="S3"))
@@ -158,3 +151,50 @@ def test_the_free_memory_counts_what_the_file_cache_would_give_up(monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 1)  # nothing but the cache
     free = _free_bytes(torch.device("cpu"))
     assert free == pytest.approx(1024 * kib["MemAvailable"], rel=0.1)
+
+
+def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
+    """The tokens of a sequence after a mistake are all wrong: they are no samples of their own."""
+    right = np.repeat(np.random.default_rng(0).random(400) < 0.5, 32).astype(float)
+    sequences = np.repeat(np.arange(400), 32)
+    mistaken = right.std() / len(right) ** 0.5
+    assert standard_error(right, np.arange(len(right))) == pytest.approx(mistaken)
+    assert standard_error(right, sequences) == pytest.approx(0.5 / 400**0.5, rel=0.01)
+    means = [
+        measure(Oracle(0), S3, config(examples=200), 6, "test", seed, "fp32")
+        for seed in range(40)
+    ]  # fmt: skip
+    spread = np.std([m["metrics"]["token_accuracy"] for m in means])
+    said = np.mean([m["stderr"]["token_accuracy"] for m in means])
+    assert said == pytest.approx(spread, rel=0.3)
+
+
+def test_a_model_without_a_solver_says_none_and_rows_say_how_they_were_read():
+    rows = evaluate_all(Oracle(8), S3, config(examples=50), [3, 8], [0], "fp32", seen=set())
+    assert [(r["read"], r["solver"]) for r in rows] == [("at once", "none")] * 2
+    assert [r["in_training"] for r in rows] == [{"count": 0, "of": 50}] * 2
+    table = summary({"eval": rows}, "x")
+    assert table.caption == "read at once; solver: none"
+    assert "in training" in [column.header for column in table.columns]
+
+
+def test_what_training_has_too_is_counted_where_it_is_not_held_apart():
+    cfg = config(examples=36, batch_size=36)
+    words = S3.batch(0, "test", 0, 36, (2, 2)).input_ids
+    seen = {int(key) for key in S3.batch(0, "test", 0, 36, (2, 2)).shared[:1]}
+    expected = int((words == words[0]).all(1).sum())
+    for known, shown in [(seen, f"{expected / 36:.1%}"), (set(), "0"), (None, "unknown")]:
+        row = measure(Oracle(8), S3, cfg, 2, "test", 0, "fp32", seen=known)
+        assert row["in_training"]["count"] == {"0": 0, "unknown": None}.get(shown, expected)
+        assert in_training([row]) == shown
+    # A word of five or more elements is never one of training, whether that was kept or not.
+    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=None)
+    assert row["in_training"] == {"count": 0, "of": 36}
+
+
+def test_the_error_of_several_seeds_is_smaller():
+    rows = evaluate_all(Oracle(4), S3, config(examples=50), [8], [0, 1, 2, 3], "fp32")
+    each = [r["stderr"]["token_accuracy"] for r in rows]
+    assert error(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
+    del rows[0]["stderr"]
+    assert np.isnan(error(rows, "token_accuracy"))

@@ -240,7 +240,10 @@ def test_the_command_line(cfg, tmp_path, capsys):
     bar = "bars=[{metric: token_accuracy, length: 4, least: 0.0}]"
     assert main(["train", "--config", yaml, out, "train.steps=2", bar]) == 0
     shown = capsys.readouterr().out
-    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per layer" in shown
+    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per" in shown
+    solver = "auto, causal, tol 0.01, at most 10 iterations"
+    assert f"evaluation: {solver}" in " ".join(shown.split())
+    assert f"read at once; solver: {solver}" in " ".join(shown.split())
     bar = "bars=[{metric: sequence_accuracy, length: 6, least: 1.0}]"
     assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", bar]) == 2
     assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
@@ -298,6 +301,35 @@ def test_lengths_and_seeds_of_a_stream_are_said_not_to_apply(cfg, babi, capsys):
     found = evaluate_run(c.run_dir, lengths="2:20", seeds=[1, 2])
     assert [(r["length"], r["seed"]) for r in found["eval"]] == [(10, 0)]
     assert "neither lengths nor seeds apply" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
+    c = cfg("train.steps=6", "checkpoint.every=2", "eval.lengths=2,12")
+    rows = {r["length"]: r for r in train(c)["eval"]}
+    assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are nine of them
+    assert rows[12]["in_training"] == {"count": 0, "of": 16}
+    solver = {"schedule": "auto", "stopping": "causal", "tol": 0.01, "max_iters": 10}
+    assert {json.dumps(r["solver"]) for r in rows.values()} == {json.dumps(solver)}
+    again = evaluate_run(c.run_dir, overrides=["eval.max_iters=3", "model.schedule=window:2"])
+    assert again["eval"][0]["in_training"] == {"count": 16, "of": 16}
+    assert again["eval"][0]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
+    other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
+    assert {row["in_training"]["count"] for row in other["eval"]} == {None}
+    # Of a checkpoint that has not kept it, and of another task, nothing is said.
+    path = c.run_dir / "checkpoints/last.pt"
+    saved = torch.load(path, weights_only=True)
+    seen = saved.pop("seen")
+    assert seen.dtype == torch.uint64 and len(seen) > 9
+    torch.save(saved, path)
+    assert evaluate_run(c.run_dir)["eval"][0]["in_training"] == {"count": None, "of": 16}
+
+
+def test_the_questions_that_bAbI_has_in_two_splits_are_counted(cfg, babi):
+    result = train(cfg(*babi, "model.name=lstm", "model.headdim=8", "train.steps=1"))
+    row = result["eval"][0]
+    assert (row["read"], row["solver"]) == ("in segments", "none")
+    # Three places, asked of once or twice: of so few stories the most come again.
+    assert 40 <= row["in_training"]["count"] <= row["in_training"]["of"] == 48
 
 
 def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):

@@ -107,6 +107,14 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
         assert text in shown
     rows = json.loads((tmp_path / "out/validate.json").read_text())
     assert len(rows) == 8 and {r["ability"] for r in rows} == validate.QUICK.keys()
+    assert {(r["model"], r["solver"]) for r in rows} == {
+        ("fp", "auto, causal, tol 0.01, at most 3 iterations"), ("l", "none"),
+    }  # fmt: skip
+    assert all(r["read"] == "at once" and r["stderr"] >= 0 for r in rows)
+    assert {r["in_training"] for r in rows} == {"0"}
+    words = " ".join(shown.split())
+    assert "fp: read at once; solver: auto, causal, tol 0.01, at most 3 iterations" in words
+    assert "l: read at once; solver: none" in words
     assert config.load(tmp_path / "out/fp/s3/config.yaml").optim.lr == 1e-3
     assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
     assert "8 runs, 8 of them finished already" in capsys.readouterr().out
@@ -119,6 +127,20 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
         saved.write_text(saved.read_text().replace("patience: 15", "patience: 3"))
         assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == code
     assert "of another config (model.patience was 3, is 15)" in capsys.readouterr().err
+
+
+def test_test_samples_that_training_has_too_are_named_below_the_table():
+    row = {
+        "ability": "a", "task": "parity", "model": "m", "metric": "accuracy", "length": 4,
+        "trained_to": 9, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
+        "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none",
+        "in_training": "25.0%",
+    }  # fmt: skip
+    caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
+    assert caption.splitlines() == [
+        "m: read at once; solver: none",
+        "m, parity at 4: 25.0% of the test samples are in training too",
+    ]
 
 
 @pytest.mark.slow

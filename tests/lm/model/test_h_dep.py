@@ -156,7 +156,7 @@ def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
     assert 0.9 * bound < weights.weight.abs().max() <= bound
 
 
-# One iteration against math.md, a token at a time.
+# One iteration against docs/model.md, a token at a time.
 
 
 def wn(linear):

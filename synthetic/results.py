@@ -1,0 +1,142 @@
+"""What a result says: its rows, how they were made, their errors, bars, and the table of a run."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+# How the tokens of a sequence are given to the model: `read` of a row.
+AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
+UNKNOWN = "unknown"  # said of what was not recorded when a result was written
+
+
+def solver_text(solver: dict | str, limit: bool = True) -> str:
+    """`solver` of a row in words: "auto, causal, tol 0.01, at most 1000 iterations"; without the
+    limit not the iterations."""
+    if isinstance(solver, str):
+        return solver
+    text = f"{solver['schedule']}, {solver['stopping']}, tol {solver['tol']:g}"
+    return f"{text}, at most {solver['max_iters']} iterations" if limit else text
+
+
+def how(row: dict) -> tuple[str, str]:
+    """How a row of a result was made: `read`, and `solver` in words. Results of before these were
+    recorded called all that was not read token by token `parallel`, whatever solved it."""
+    old = {"sequential": TOKEN_BY_TOKEN}.get(row.get("schedule"), AT_ONCE)
+    return row.get("read", old), solver_text(row.get("solver", UNKNOWN))
+
+
+def solved_by(rows: list[dict]) -> str:
+    """What solved the rows, a line for each way of reading where there are several."""
+    ways = list(dict.fromkeys(how(row) for row in rows))
+    if len(ways) == 1:
+        return f"read {ways[0][0]}; solver: {ways[0][1]}"
+    return "\n".join(f"{read}: {solver}" for read, solver in ways)
+
+
+def in_training(rows: list[dict]) -> str:
+    """The share of the rows' samples that training has too: "0", "12.5 %" or "unknown"."""
+    found = [row.get("in_training") for row in rows]
+    if any(each is None or each["count"] is None for each in found):
+        return UNKNOWN
+    count, of = (sum(each[k] for each in found) for k in ("count", "of"))
+    return f"{count / of:.1%}" if count else "0"
+
+
+def mean_of(rows: list[dict], metric: str) -> float:
+    """Mean over rows (the seeds of one length) of a metric."""
+    return float(np.mean([row["metrics"][metric] for row in rows if metric in row["metrics"]]))
+
+
+def error(rows: list[dict], metric: str) -> float:
+    """The standard error of `mean_of`, of rows of different samples; NaN where it is not known."""
+    errors = [row.get("stderr", {}).get(metric, np.nan) for row in rows]
+    return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
+
+
+def at_length(
+    results: list, length: int | None, metric: str, sequential: bool = False
+) -> float | None:
+    """Mean over seeds of a metric at a length (None: the only one)."""
+    found = [
+        r["metrics"][metric]
+        for r in results
+        if metric in r["metrics"]
+        and length in (None, r["length"])
+        and (how(r)[0] == TOKEN_BY_TOKEN) == sequential
+    ]
+    return sum(found) / len(found) if found else None
+
+
+def solved_length(results: list, metric: str, least: float = 0.9) -> int:
+    """The longest evaluated length up to which the metric never falls below `least`; 0 if none."""
+    best = 0
+    for length in sorted({r["length"] for r in results}):
+        value = at_length(results, length, metric)
+        if value is None or value < least:
+            break
+        best = length
+    return best
+
+
+def passes(bars: list, results: list) -> list[dict]:
+    """Each bar of the config with the value reached and whether it passed."""
+    found = []
+    for bar in bars:
+        value = at_length(results, bar.length, bar.metric)
+        ok = value is not None and value >= bar.least
+        found.append({**bar.model_dump(), "value": value, "passed": ok})
+    return found
+
+
+def summary(result: dict, title: str):
+    """A run's result as a rich table: per length, metrics ± standard error, ℓ*, and how many of the
+    samples training has too. What solved it stands below."""
+    from rich.table import Table
+
+    rows = result["eval"]
+    names = list(rows[0]["metrics"])
+    stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
+    table = Table(title=title, caption=solved_by(rows), caption_justify="left")
+    if stream:
+        for head in ("metric", "value", "± standard error"):
+            table.add_column(head, justify="right")
+        for name in names:
+            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}", f"{error(rows, name):.4f}")
+        if "num_iters" in rows[0]:
+            mean = rows[0]["num_iters"]["mean"]
+            table.add_row("ℓ* per layer", " ".join(f"{v:.1f}" for v in mean))
+        table.add_row("questions in training", in_training(rows))
+        return table
+    table.add_column("length", justify="right")
+    ways = list(dict.fromkeys(how(row) for row in rows))
+    if len(ways) > 1:
+        table.add_column("read")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    solver = "num_iters" in rows[0]
+    if solver:
+        table.add_column("ℓ* per layer", justify="right")
+        table.add_column("not converged", justify="right")
+    table.add_column("in training", justify="right")
+    for length, way in itertools.product(sorted({r["length"] for r in rows}), ways):
+        same = [r for r in rows if (r["length"], how(r)) == (length, way)]
+        cells = [f"{mean_of(same, name):.4f} ±{error(same, name):.3f}" for name in names]
+        if solver:
+            layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
+            missed = np.mean([r["not_converged"] for r in same])
+            cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
+        table.add_row(str(length), *way[: len(ways) > 1], *cells, in_training(same))
+    return table
+
+
+def verdict(result: dict) -> str:
+    """The pass/fail lines of a recipe; '' for a config without bars."""
+    lines = []
+    for bar in result["bars"]:
+        at = f" at length {bar['length']}" if bar["length"] else ""
+        value = "not measured" if bar["value"] is None else f"{bar['value']:.4f}"
+        word = "PASS" if bar["passed"] else "FAIL"
+        lines.append(f"{word}  {bar['metric']}{at}: {value} (bar {bar['least']:g})")
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""Which samples are of training, of validation and of test: a hash of their content says it.
+
+b samples, w tokens of each that are hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+# Samples fall into PARTS parts by their hash: part 0 is validation's, part 1 test's, the others are
+# training's. Where there are fewer than LEAST different samples, parts would be a handful each:
+# there all splits draw from all samples, and what they share is counted (`evaluate.measure`).
+PARTS = 16
+LEAST = 4096
+HELD_OUT = {"valid": 0, "test": 1}
+
+# Samples drawn for each that was of another split: few of training's are, most of the others' are.
+TRIES = {"train": 2, "valid": PARTS, "test": PARTS}
+
+
+@lru_cache(maxsize=32)
+def _factors(width: int) -> np.ndarray:
+    """Random odd factors of the places of a sample, (w,) uint64; a wider sample has more."""
+    return np.random.default_rng(0).integers(0, 2**64, width, np.uint64) | np.uint64(1)
+
+
+def keys(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:
+    """A hash of the content of each sample → (b,) uint64.
+
+    Args:
+        ids: (b,w), at least 0. sizes: (b,) how many of them count; None: all. The hash does not
+        depend on how many more there are.
+    """
+    content = ids.astype(np.uint64) + np.uint64(1)  # not 0, which stands for no token
+    if sizes is not None:
+        content[np.arange(ids.shape[1]) >= sizes[:, None]] = 0
+    return content @ _factors(ids.shape[1])
+
+
+def prefix_keys(ids: np.ndarray) -> np.ndarray:
+    """The hashes of the first 1, 2, … w tokens of each sample, (b,w) uint64."""
+    content = ids.astype(np.uint64) + np.uint64(1)
+    return (content * _factors(ids.shape[1])).cumsum(1)
+
+
+def is_of(split: str, keys: np.ndarray) -> np.ndarray:
+    """Whether samples of these hashes are of the split, (b,) bool."""
+    part = keys >> np.uint64(60)  # the highest bits depend on all of a sample
+    if split == "train":
+        return part >= len(HELD_OUT)
+    return part == HELD_OUT[split]
+
+
+def hold_apart(
+    split: str,
+    arrays: tuple[np.ndarray, ...],
+    apart: np.ndarray,
+    draw: Callable[[np.ndarray], tuple[np.ndarray, ...]],
+    sizes: np.ndarray | None = None,
+) -> None:
+    """Draw samples anew, in place, until all are of the split.
+
+    Args:
+        arrays: (b,…) each, all that a sample is made of; the first one, (b,w) ids, is hashed.
+        apart: (b,) bool, False where a sample is too short to be held apart.
+        draw: numbers of samples (n,) → `arrays` of n new ones in their place. sizes: as of `keys`.
+    """
+    rows = np.flatnonzero(apart & ~is_of(split, keys(arrays[0], sizes)))
+    tries = TRIES[split]
+    while len(rows):
+        again = np.repeat(rows, tries)
+        drawn = draw(again)
+        found = keys(drawn[0], None if sizes is None else sizes[again])
+        good = is_of(split, found).reshape(-1, tries)
+        hit, first = good.any(1), good.argmax(1)
+        chosen = (np.arange(len(rows)) * tries + first)[hit]
+        for array, new in zip(arrays, drawn):
+            array[rows[hit]] = new[chosen]
+        rows = rows[~hit]
+
+
+def opening_length(spaces: Callable[[int], float], longest: int = 64) -> int | None:
+    """The shortest length, at least 2, of which there are LEAST different samples.
+
+    Two samples of different splits, of this length or longer, differ in so many first tokens: then
+    no test sample is the beginning of a training sample either, whose answers may be labels too.
+
+    Args: spaces: length → number of different samples of it (0 for none).
+    Returns: None if there is none up to `longest`.
+    """
+    lengths = range(2, longest + 1)
+    return next((length for length in lengths if spaces(length) >= LEAST), None)

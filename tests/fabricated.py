@@ -1,0 +1,104 @@
+"""Finished synthetic runs without their models, for the tests of reports and figures."""
+
+import csv
+import itertools
+import json
+import math
+
+from synthetic import report, tasks
+from synthetic.config import Config
+from synthetic.evaluate import parse_lengths
+from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN
+
+DATA = ("task.data=nowhere",)
+
+
+def sweep(name, scale="small", *overrides):
+    return report.expand(report.config_path(name, scale), overrides)
+
+
+def falling(length: int, reach: float) -> float:
+    return 1 / (1 + math.exp((length - reach) / (0.15 * reach)))
+
+
+SOLVER = {"schedule": "auto", "stopping": "causal", "tol": 0.01, "max_iters": 1000}
+
+
+def how_of(cfg: Config) -> dict:
+    """How a row of a result says that it was made."""
+    solver = SOLVER if cfg.model.name == "fprnn" else "none"
+    return {"read": AT_ONCE, "solver": solver, "in_training": {"count": 0, "of": 400}}
+
+
+def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
+    """A plausible `eval` of a model that goes to about `reach` tokens."""
+    how = how_of(cfg)
+    if cfg.task.name == "catbabi":
+        metrics = {"accuracy": 0.8, **{f"qa{n}": 0.7 + n / 100 for n in cfg.task.stories}}
+        how |= {"read": IN_SEGMENTS, "stderr": dict.fromkeys(metrics, 0.01)}
+        return [{"length": cfg.train.lengths[1], "seed": 0, "metrics": metrics, **how}]
+    names = {
+        "word_problem": ("token_accuracy", "sequence_accuracy"),
+        "copy": ("character_accuracy", "string_accuracy"),
+        "mod_arithmetic_brackets": ("scaled_accuracy", "accuracy"),
+    }[cfg.task.name]
+    made = []
+    reads = (AT_ONCE, TOKEN_BY_TOKEN) if cfg.eval.sequential else (AT_ONCE,)
+    lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
+    for read, n, seed in itertools.product(reads, lengths, seeds):
+        value = falling(n, reach) * (0.97 if read == TOKEN_BY_TOKEN else 1) * (1 - 0.01 * seed)
+        values = (0.2 + 0.8 * value, value)
+        row = {"length": n, "seed": seed, "metrics": dict(zip(names, values)), **how, "read": read}
+        row["stderr"] = {k: (v * (1 - v) / 400) ** 0.5 for k, v in zip(names, values)}
+        row["in_training"] = {"count": 400 if n < 4 else 0, "of": 400}
+        if cfg.model.name == "fprnn":
+            mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
+            row |= {"num_iters": {"mean": mean}}
+        made.append(row)
+    return made
+
+
+def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
+    """A finished run without its model."""
+    cfg.run_dir.mkdir(parents=True)
+    heads = {
+        "word_problem": "sequence_accuracy", "copy": "string_accuracy",
+        "mod_arithmetic_brackets": "scaled_accuracy", "catbabi": "accuracy",
+    }  # fmt: skip
+    result = {
+        "task": cfg.task.name, "model": cfg.model.name, "parameters": 1, "updates": 1000,
+        "solved_at": None, "training_seconds": seconds, "headline": heads[cfg.task.name],
+        "chance": 1 / 6, "eval": rows(cfg, reach), "bars": [],
+    }  # fmt: skip
+    (cfg.run_dir / "result.json").write_text(json.dumps(result))
+    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
+    lines = [{"step": 50, "loss": 1.0, "accuracy": 0.5}]
+    for i in range(1, 10):
+        at = max(1.0, reach * i / 9)
+        record = {"step": 100 * i, "valid": {}, "seconds": seconds * i / 10}
+        if cfg.eval.during:
+            lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
+            record["over_lengths"] = {
+                str(n): {"metrics": {"token_accuracy": 1, "sequence_accuracy": falling(n, at)},
+                         "stderr": {"sequence_accuracy": 0.01}, **how_of(cfg)}
+                for n in lengths
+            }  # fmt: skip
+        lines.append(record)
+    (cfg.run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+
+
+def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
+    configs = sweep(name, scale, f"out_dir={out_dir}", *DATA).configs
+    for i, cfg in enumerate(configs):
+        reach = cfg.train.lengths[1] * (0.6 + 0.5 * i)
+        fabricate(cfg, reach, 100.0 + 40 * i)
+        if name == "ablation":
+            for n in (1, 2, 4, 8, 16):
+                found = {"eval": rows(cfg, min(reach, 8 * n))}
+                report.limit_file(cfg, n).write_text(json.dumps(found))
+    return configs
+
+
+def numbers(path) -> list[dict]:
+    with path.open(encoding="utf-8") as f:
+        return list(csv.DictReader(f))

@@ -1,0 +1,108 @@
+"""Figures of several seeds: means, spreads and numbers of seeds; what solved stands below them."""
+
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from synthetic import cli, report
+from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN
+from synthetic.trained import notes, over_lengths, spreads
+from tests.fabricated import fabricate, fabricate_all, numbers
+
+SEEDS = """
+name: seeds
+model: {d_model: 16, n_layer: 1}
+task: {name: word_problem, group: S3}
+train: {length: 16}
+eval: {lengths: "2:48", during: "2:32", seeds: [0, 1]}
+sweep:
+  model: [{name: fprnn}, {name: lstm}]
+  seed: [0, 1, 2]
+"""
+
+
+def seeds_of(tmp_path) -> tuple[str, ...]:
+    """A sweep over seeds, its runs fabricated: arguments of a report that draws it."""
+    (tmp_path / "seeds.yaml").write_text(SEEDS)
+    found = report.expand(tmp_path / "seeds.yaml", (f"out_dir={tmp_path}",))
+    for i, cfg in enumerate(found.configs):
+        fabricate(cfg, 14 + 12 * (i // 3) + 3 * cfg.seed)
+    return ("--config", str(tmp_path / "seeds.yaml"), "--out-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5", "ablation"])
+def test_seeds_are_drawn_together_with_their_number(name, tmp_path, monkeypatch):
+    drawn = {}
+
+    def keep(entry, runs, title):
+        drawn["it"] = made = entry(runs, title)
+        return made
+
+    entry = report.REPORTS[name]
+    metric = {} if name != "tab1" else {"metric": "token_accuracy"}
+    monkeypatch.setitem(
+        report.REPORTS, name,
+        dataclasses.replace(entry, draw=lambda r, t: keep(partial(entry.draw, **metric), r, t)),
+    )  # fmt: skip
+    monkeypatch.setattr("matplotlib.pyplot.close", lambda figure: None)
+    args = seeds_of(tmp_path)
+    assert cli.main(["report", name, *args]) == 0
+    figure = drawn["it"].figure
+    texts = [t.get_text() for t in figure.findobj(lambda a: hasattr(a, "get_text"))]
+    runs = 2 if name != "fig3c" else 1  # a baseline has no ℓ*
+    assert len({t for t in texts if "(n = 3)" in t}) == (runs if name != "ablation" else 1)
+    footer = " ".join(figure._supxlabel.get_text().split())
+    solver = "auto, causal, tol 0.01" + ", at most 1000 iterations" * (name != "ablation")
+    assert f"Solver in evaluation: {solver}" in footer
+    if runs == 2 and name != "ablation":
+        assert "Solver in evaluation: none (LSTM)" in footer
+    assert [line["n"] for line in drawn["it"].summary] == [3] * runs
+    assert {row["seed"] for row in drawn["it"].rows} == {0, 1, 2}
+
+
+def test_the_spread_of_seeds_and_the_error_of_one(tmp_path):
+    seeds_of(tmp_path)
+    files = sorted(tmp_path.glob("seeds/00[012]-*/result.json"))
+    several = [json.loads(path.read_text())["eval"] for path in files]
+    found = spreads(several, "sequence_accuracy")[16]
+    values = [over_lengths(each, "sequence_accuracy")[16] for each in several]
+    assert found.values == tuple(values) and found.mean == pytest.approx(sum(values) / 3)
+    assert found.error == pytest.approx(torch.tensor(values).double().std().item())
+    twice = [{**row, "seed": seed} for row in several[0] for seed in (0, 1)]
+    one, two = (spreads([each], "sequence_accuracy")[16] for each in (several[0], twice))
+    assert (
+        one.error == next(r for r in several[0] if r["length"] == 16)["stderr"]["sequence_accuracy"]
+    )
+    assert two.error == pytest.approx(one.error / 2**0.5)
+
+
+def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, capsys):
+    for cfg in fabricate_all("fig10", tmp_path):
+        path = cfg.run_dir / "result.json"
+        result = json.loads(path.read_text())
+        for row in result["eval"]:
+            row["schedule"] = "sequential" if row["read"] == TOKEN_BY_TOKEN else "parallel"
+            for key in ("read", "solver", "stderr", "in_training"):
+                del row[key]
+        path.write_text(json.dumps(result))
+    paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
+    found = numbers(paths["numbers"])
+    assert {r["solver"] for r in found} == {r["in_training"] for r in found} == {"unknown"}
+    assert {r["read"] for r in found} == {AT_ONCE, TOKEN_BY_TOKEN}
+    assert {r["stderr"] for r in found} == {"nan"}
+    assert "parallel" not in paths["numbers"].read_text()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Solver in evaluation: unknown" in shown
+    assert "Whether training has the test samples too is unknown of some" in shown
+
+
+def test_what_training_has_too_is_noted():
+    row = {"length": 2, "metrics": {}, "solver": "none", "in_training": {"count": 3, "of": 4}}
+    held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
+    assert notes([("a", [row, held])]) == [
+        "Solver in evaluation: none",
+        "Of the test samples training has too, at length: 2 (75.0%)",
+    ]

@@ -1,0 +1,168 @@
+"""Training, validation and test have no sample in common; where they must, it is counted."""
+
+import numpy as np
+import pytest
+
+from synthetic import tasks
+from synthetic.config import Task
+from synthetic.tasks import IGNORE, TaskError, splits
+from synthetic.tasks.word_problem import group
+
+# Each task with a length at which its splits are held apart, one at which there are too few samples
+# for that, and the training lengths.
+HELD = {
+    "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
+    "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
+    "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
+    "recall": (
+        {"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8),
+    ),
+    "prefix": ({"name": "prefix_ngram", "alphabet": 4, "ngram": 2, "context": 60}, 7, 4, (4, 9)),
+    "duplicate": ({"name": "duplicate_ngram", "alphabet": 8, "context": 60}, 6, 4, (4, 8)),
+    "arithmetic": (
+        {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"}, 11, 5, (3, 21),
+    ),
+    "brackets": ({"name": "mod_arithmetic_brackets", "modulus": 3}, 15, 7, (3, 20)),
+    "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
+    "even_pairs": ({"name": "even_pairs"}, 13, 8, (3, 16)),
+    "cycle": ({"name": "cycle_navigation"}, 8, 5, (3, 16)),
+}  # fmt: skip
+UPDATES = 300
+
+
+def samples(task, batch) -> list[tuple]:
+    """What is asked in each sequence of a batch, and of a training context in each example: the
+    word, the expression up to its answer, the string that is copied or looked up in."""
+    found = []
+    for row, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels)):
+        if hasattr(task, "letters"):
+            for text in task.text(ids).rstrip("*").split(".")[:-1]:
+                found.append(text.strip("$").split("|")[task.name == "prefix_ngram"])
+        else:
+            ids = ids if batch.mask is None else ids[batch.mask[row]]
+            ends = np.flatnonzero(labels[: len(ids)] != IGNORE) + 1
+            # An answer that is due at `=` is that of the expression before it.
+            ends = {int(end) - (ids[end - 1] == getattr(task, "equals", -1)) for end in ends}
+            found += [tuple(map(int, ids[:end])) for end in ends]
+    return found
+
+
+def one_a_row(task, batch) -> list[tuple]:
+    """The sample that each row of an evaluation batch, all of one length, is."""
+    rows = zip(batch.input_ids[:, None], batch.labels[:, None])
+    return [max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows]
+
+
+@pytest.fixture(scope="module")
+def streams():
+    """name → the task, and everything that its training asks in UPDATES batches."""
+
+    def asked(section, lengths):
+        task = tasks.build(Task(**section))
+        batches = (task.batch(0, "train", i, 64, lengths) for i in range(UPDATES))
+        return task, {sample for batch in batches for sample in samples(task, batch)}
+
+    return {name: asked(section, lengths) for name, (section, *_, lengths) in HELD.items()}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_no_sample_of_a_test_or_validation_set_is_in_training(streams, name):
+    task, trained = streams[name]
+    length = HELD[name][1]
+    assert task.held_apart(length)
+    sets = {}
+    for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
+        batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
+        assert all(batch.shared is None for batch in batches)
+        whole = {asked for batch in batches for asked in one_a_row(task, batch)}
+        assert len(whole) > 30 and {len(sample) for sample in whole} == {length}
+        assert not whole & trained
+        sets[split, seed] = whole
+    assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_training_shares_with_short_samples_is_named(streams, name):
+    """`Batch.shared` has the hash of a short test sample exactly if training asks it too."""
+    task, trained = streams[name]
+    _, _, short, lengths = HELD[name]
+    seen = set()
+    for i in range(UPDATES):
+        shared = task.batch(0, "train", i, 64, lengths).shared
+        seen |= set() if shared is None else set(shared.tolist())
+    batch = task.batch(0, "test", 0, 200, (short, short))
+    asked = one_a_row(task, batch)
+    assert batch.shared.shape == (200,) and not task.held_apart(short)
+    assert [key in seen for key in batch.shared.tolist()] == [a in trained for a in asked]
+    assert any(key in seen for key in batch.shared.tolist())
+
+
+def test_where_there_are_few_samples_all_splits_have_all_of_them():
+    for split in tasks.SPLITS:
+        task = tasks.build(Task(name="word_problem", group="S3"))
+        assert not task.held_apart(2)
+        ids = task.batch(0, split, 0, 1000, (2, 2)).input_ids
+        assert len(np.unique(ids, axis=0)) == 36
+    trivial = tasks.build(Task(name="word_problem", group="Z1"))
+    assert not trivial.held_apart(100)
+    assert trivial.batch(0, "test", 0, 3, (5, 5)).shared.tolist()[0] in set(
+        trivial.batch(0, "train", 0, 3, (7, 7)).shared.tolist()
+    )
+
+
+def test_samples_stay_as_they_were_drawn_but_for_their_split():
+    """Held apart or not, symbols are uniform: the redrawn ones are no special ones."""
+    task = tasks.build(Task(name="word_problem", group="S3"))
+    for split in tasks.SPLITS:
+        ids = np.concatenate([task.batch(0, split, i, 500, (16, 16)).input_ids for i in range(20)])
+        counts = np.bincount(ids[:, 5:].ravel(), minlength=6) / ids[:, 5:].size
+        assert np.abs(6 * counts - 1).max() < 0.03
+    ids = np.concatenate([task.batch(0, "train", i, 500, (16, 16)).input_ids for i in range(20)])
+    for place in range(5):
+        counts = np.bincount(ids[:, place], minlength=6) / len(ids)
+        assert np.abs(6 * counts - 1).max() < 0.12
+
+
+def test_hashes_depend_on_the_content_alone():
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 6, (5000, 9))
+    sizes = rng.integers(1, 10, 5000)
+    found = splits.keys(ids, sizes)
+    wider = np.hstack([ids, rng.integers(0, 6, (5000, 40))])
+    assert (splits.keys(wider, sizes) == found).all()
+    assert (splits.prefix_keys(ids)[np.arange(5000), sizes - 1] == found).all()
+    content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
+    assert len(np.unique(found)) == len(content)
+    shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]
+    assert sum(shares) == 1
+    assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
+
+
+def write(folder, x, name="words.csv"):
+    y = group("S3").products(x)
+    lines = [f"0,{' '.join(map(str, a))},{' '.join(map(str, b))}" for a, b in zip(x, y)]
+    path = folder / name
+    path.write_text("\n".join(["seed,input,target", *lines]) + "\n")
+    return Task(name="word_problem", group="S3", csv=str(path))
+
+
+def test_the_rows_of_a_file_are_split_and_none_is_in_two_splits(tmp_path):
+    x = np.random.default_rng(0).integers(0, 6, (400, 9))
+    x[200:] = x[:200]  # each row twice
+    x[0:50, 6:] = x[50:100, 6:]
+    task = tasks.build(write(tmp_path, x))
+    assert task.held_apart(9) and task.held_apart(5) and not task.held_apart(4)
+    openings = {}
+    for split in tasks.SPLITS:
+        batches = [task.batch(0, split, i, 200, (9, 9)) for i in range(30)]
+        ids = np.concatenate([b.input_ids for b in batches])
+        assert (group("S3").products(ids) == np.concatenate([b.labels for b in batches])).all()
+        assert {tuple(r) for r in ids} <= {tuple(r) for r in x}
+        openings[split] = {tuple(r[:5]) for r in ids}
+    count = len({tuple(r[:5]) for r in x})
+    assert sum(map(len, openings.values())) == count == len(set().union(*openings.values()))
+    assert len(openings["train"]) == pytest.approx(0.8 * count, abs=2)
+    assert len(openings["valid"]) == pytest.approx(0.1 * count, abs=2)
+    few = write(tmp_path, np.repeat(x[:4], 5, 0), "few.csv")
+    with pytest.raises(TaskError, match=r"few\.csv: its rows begin with only 4 different words of"):
+        tasks.build(few)
