@@ -2,7 +2,8 @@
 
 Registration waits for transformers' own registries to be imported, so that `import lm` (and
 `fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or
-`…modeling_auto` has been executed, the hook below adds our classes to it.
+`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file imports
+the latter itself: if it is what is being imported, its classes are added once they are there.
 """
 
 import importlib.abc
@@ -21,6 +22,9 @@ def _register_config():
 
 
 def _register_models():
+    ours = sys.modules.get(_MODELING)
+    if ours is not None and not hasattr(ours, "FPRNNForCausalLM"):
+        return  # it is being imported; this is called again at its end
     from transformers import AutoModel, AutoModelForCausalLM
 
     from lm.model.configuration_fprnn import FPRNNConfig
@@ -31,14 +35,16 @@ def _register_models():
     AutoModelForCausalLM.register(FPRNNConfig, FPRNNForCausalLM, exist_ok=True)
 
 
+_MODELING = "lm.model.modeling_fprnn"
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_models,
+    _MODELING: _register_models,
 }
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls the registration once the registry's module has run."""
+    """Calls the registration once a module that it waits for has run."""
 
     def find_spec(self, name, path=None, target=None):
         register = _REGISTRIES.pop(name, None)
