@@ -130,6 +130,7 @@ def after_end(input_ids, eos_token_id, last_token=None):
     return after
 
 
+@torch.no_grad()
 def ends_among(hidden, embeddings, eos_token_id):
     """The ids of embedded tokens that are end-of-sequence tokens, −1 at all others, (b,l): those
     whose embedding is an EOS token's, exactly.
@@ -138,6 +139,6 @@ def ends_among(hidden, embeddings, eos_token_id):
     """
     found = torch.full(hidden.shape[:2], -1, dtype=torch.long, device=hidden.device)
     for eos in torch.as_tensor(eos_token_id, device=hidden.device).flatten():
-        same = (hidden.detach() == embeddings(eos).detach().to(hidden.dtype)).all(-1)
+        same = (hidden == embeddings(eos).to(hidden.dtype)).all(-1)
         found = torch.where(same, eos, found)
     return found
