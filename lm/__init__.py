@@ -2,8 +2,9 @@
 
 Registration waits for transformers' own registries to be imported, so that `import lm` (and
 `fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or
-`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file imports
-the latter itself: if it is what is being imported, its classes are added once they are there.
+`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file and
+transformers.modeling_layers, which it needs, import the latter themselves: where one of them is
+what is being imported, the classes are added once it is whole.
 """
 
 import importlib.abc
@@ -22,9 +23,9 @@ def _register_config():
 
 
 def _register_models():
-    ours = sys.modules.get(_MODELING)
-    if ours is not None and not hasattr(ours, "FPRNNForCausalLM"):
-        return  # it is being imported; this is called again at its end
+    for name, last in _WHOLE.items():
+        if name in sys.modules and not hasattr(sys.modules[name], last):
+            return  # it is being imported; this is called again at its end
     from transformers import AutoModel, AutoModelForCausalLM
 
     from lm.model.configuration_fprnn import FPRNNConfig
@@ -35,11 +36,15 @@ def _register_models():
     AutoModelForCausalLM.register(FPRNNConfig, FPRNNForCausalLM, exist_ok=True)
 
 
-_MODELING = "lm.model.modeling_fprnn"
+# What importing the models runs through, and a name that a module has when it has been executed.
+_WHOLE = {
+    "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
+    "transformers.modeling_layers": "GenericForTokenClassification",
+    "lm.model.modeling_fprnn": "FPRNNForCausalLM",
+}
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": _register_config,
-    "transformers.models.auto.modeling_auto": _register_models,
-    _MODELING: _register_models,
+    **dict.fromkeys(_WHOLE, _register_models),
 }
 
 

@@ -27,14 +27,16 @@ from .loss import (
     weighted_penalty,
 )
 from .mixers import added
+from .names import let_be_known
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .scan import selective_scan
+from .solver import Rule
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (FPRNN, added, selective_scan, finish)
+_TRAVELS = (FPRNN, Rule, added, selective_scan, finish)
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
@@ -336,7 +338,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
-        _let_be_known(self)
+        let_be_known(self)
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -438,19 +440,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
 def _as_dict(return_dict, config):
     """Whether an output is returned as it is, or as a tuple."""
     return config.return_dict if return_dict is None else return_dict
-
-
-def _let_be_known(model):
-    """Enter a model's name in the lists by which transformers knows language models: the Trainer
-    shifts labels under label smoothing only for those, and pipelines warn of others."""
-    # Not at the top: the Auto classes may be importing this file.
-    from transformers.models.auto import modeling_auto
-
-    names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    names.setdefault(model.config.model_type, type(model).__name__)
-    modeling_auto.MODEL_MAPPING_NAMES.setdefault(
-        model.config.model_type, type(model.base_model).__name__
-    )
 
 
 __all__ = ["FPRNNForCausalLM", "FPRNNModel", "FPRNNPreTrainedModel"]
