@@ -254,8 +254,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         residual, states, stats, ends = None, [], [], []
         finite = [all_finite(hidden)]  # read once, at the end: each reading waits for the device
         for index, layer in enumerate(self.layers):
-            if output_hidden_states:
-                states.append(hidden if residual is None else residual + hidden)
+            if output_hidden_states:  # the layer reads the very tensor, so that it gets a gradient
+                hidden, residual = hidden if residual is None else residual + hidden, None
+                states.append(hidden)
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             try:
