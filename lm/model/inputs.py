@@ -115,7 +115,7 @@ def document_starts(position_ids, seq_idx, batch, length):
         else:
             here = F.pad(after != before, (1, 0))
         starts = here if starts is None else starts | here
-    return None if starts is None else starts.expand(batch, -1)
+    return None if starts is None else starts.repeat(batch // len(starts), 1)
 
 
 def after_end(input_ids, eos_token_id, last_token=None):

@@ -41,7 +41,7 @@ def build(name, seed=0, **fields):
 
 def exact(name, **fields):
     """The same in fp64 and, where something is solved, to the last digits."""
-    tight = {"schedule": "sequential", "tol": 1e-12, "contractive": 0.5, "eval_tol": 1e-12}
+    tight = {"schedule": "sequential", "tol": 1e-11, "contractive": 0.2, "eval_tol": 1e-11}
     return build(name, **(tight if name in BLOCKS else {}), **fields).double()
 
 
