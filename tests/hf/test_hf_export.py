@@ -19,14 +19,13 @@ HIDE = """
 import importlib.util, json, os, sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
 sys.path[:] = [p for p in sys.path if not os.path.isdir(p + "/lm")]
-sys.path[:0] = json.loads(sys.argv[1])
 """
 LOAD = """
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-ids = torch.tensor(json.loads(sys.argv[2]))
+ids = torch.tensor(json.loads(sys.argv[1]))
 totals = {}
-for path in sys.argv[3:]:
+for path in sys.argv[2:]:
     for kind in (AutoModelForCausalLM, AutoModel):
         model = kind.from_pretrained(path, trust_remote_code=True).eval()
         assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
@@ -41,22 +40,32 @@ for path in sys.argv[3:]:
 print(json.dumps(totals))
 """
 USES = """
-import torch
+import importlib, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True).eval()
-with torch.no_grad():
-    logits = [model(torch.tensor([[3, 4, 5, 6]])).logits for _ in range(2)][1]
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
 scan = sys.modules[type(model).__module__.rpartition(".")[0] + ".scan"]
-print(json.dumps([scan._kernels() is not None, logits.double().abs().sum().item()]))
+found = {}
+for folder in sys.argv[2:]:
+    for name in [m for m in sys.modules if m == "lm" or m.startswith("lm.")]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    scan._kernels.cache_clear()
+    print("##", folder, file=sys.stderr, flush=True)
+    with torch.no_grad():
+        logits = [model(torch.tensor([[3, 4, 5, 6]])).logits for _ in range(2)][1]
+    found[folder] = scan._kernels() is not None, logits.double().abs().sum().item()
+    sys.path.remove(folder)
+print(json.dumps(found))
 """
 
 
-def elsewhere(code, tmp_path, *args, path=()):
+def elsewhere(code, tmp_path, *args):
     """What the code prints last in a process without this checkout's `lm`; stderr."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1")
     done = subprocess.run(
-        [sys.executable, "-P", "-c", HIDE + code, json.dumps([str(p) for p in path]), *args],
+        [sys.executable, "-P", "-c", HIDE + code, *args],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -114,21 +123,30 @@ def lay(folder, files):
     return folder
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_kernels_of_a_stranger_are_not_used_which_is_said_once(stranger, tmp_path):
-    files, why = STRANGERS[stranger]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """For every stranger, and for this checkout ("ours"): whether its kernels were used, what two
+    forward passes gave, and what was said; in one process after the other."""
+    tmp_path = tmp_path_factory.mktemp("strangers")
     model = build("fp_mamba1").eval()
-    with torch.no_grad():
-        expected = model(torch.tensor([[3, 4, 5, 6]])).logits.double().abs().sum().item()
     out = write_export(model, tmp_path / "out", None, "x", "")
-    folder = lay(tmp_path / "site", files)
-    (used, total), said = elsewhere(USES, tmp_path, str(out), path=[folder])
-    assert not used and total == pytest.approx(expected, rel=1e-5)
-    assert said.count(SAID) == 1 and why in said
+    folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
+    folders["ours"] = Path(lm.__file__).parents[1]
+    results, said = elsewhere(USES, tmp_path, str(out), *map(str, folders.values()))
+    parts = dict(part.split("\n", 1) for part in said.split("## ")[1:])
+    with torch.no_grad():
+        total = model(torch.tensor([[3, 4, 5, 6]])).logits.double().abs().sum().item()
+    assert [total] * len(folders) == pytest.approx([t for _, t in results.values()], rel=1e-5)
+    return {name: (results[str(f)][0], parts[str(f)]) for name, f in folders.items()}
 
 
-def test_our_own_kernels_are_used_and_nothing_is_said(tmp_path):
-    out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
-    (used, _), said = elsewhere(USES, tmp_path, str(out), path=[Path(lm.__file__).parents[1]])
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_kernels_of_a_stranger_are_not_used_which_is_said_once(stranger, found):
+    used, said = found[stranger]
+    assert not used and said.count(SAID) == 1 and STRANGERS[stranger][1] in said
+
+
+def test_our_own_kernels_are_used_and_nothing_is_said(found):
+    used, said = found["ours"]
     assert used and SAID not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
