@@ -2,7 +2,9 @@
 
 Registration waits for transformers' own registries to be imported, so that `import lm` (and
 `fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or
-`…modeling_auto` has been executed, the hook below adds our classes to it.
+`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file and
+transformers.modeling_layers, which it needs, import the latter themselves: where one of them is
+what is being imported, the classes are added once it is whole.
 """
 
 import importlib.abc
@@ -21,6 +23,9 @@ def _register_config():
 
 
 def _register_models():
+    for name, last in _WHOLE.items():
+        if name in sys.modules and not hasattr(sys.modules[name], last):
+            return  # it is being imported; this is called again at its end
     from transformers import AutoModel, AutoModelForCausalLM
 
     from lm.model.configuration_fprnn import FPRNNConfig
@@ -31,14 +36,20 @@ def _register_models():
     AutoModelForCausalLM.register(FPRNNConfig, FPRNNForCausalLM, exist_ok=True)
 
 
+# What importing the models runs through, and a name that a module has when it has been executed.
+_WHOLE = {
+    "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
+    "transformers.modeling_layers": "GenericForTokenClassification",
+    "lm.model.modeling_fprnn": "FPRNNForCausalLM",
+}
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": _register_config,
-    "transformers.models.auto.modeling_auto": _register_models,
+    **dict.fromkeys(_WHOLE, _register_models),
 }
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls the registration once the registry's module has run."""
+    """Calls the registration once a module that it waits for has run."""
 
     def find_spec(self, name, path=None, target=None):
         register = _REGISTRIES.pop(name, None)

@@ -75,8 +75,7 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     out = Path(out)
     _refuse_if_other(out)
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
-        model.config.register_for_auto_class()
-        type(model).register_for_auto_class("AutoModelForCausalLM")
+        _map_auto_classes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / "export"
@@ -90,6 +89,16 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
             shutil.rmtree(out)
         os.replace(new, out)
     return out
+
+
+def _map_auto_classes(model) -> None:
+    """Have `save_pretrained` write the model's code, and for which class it stands in AutoConfig,
+    AutoModel and AutoModelForCausalLM."""
+    model.config.register_for_auto_class()
+    type(model).register_for_auto_class("AutoModelForCausalLM")
+    base = type(model.base_model)  # in the same file; it is not what is saved
+    file = base.__module__.rpartition(".")[2]
+    model.config.auto_map = {"AutoModel": f"{file}.{base.__name__}"}
 
 
 def _refuse_if_other(out: Path) -> None:

@@ -6,13 +6,16 @@ Shapes: b batch, l length. This file travels with an exported checkpoint.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
+
+from .inputs import checked_mask, document_starts, embed, refuse_unknown
+from .loss import in_fp32, kept, nll_sum, number_of, shifted
+from .names import let_be_known
 
 
 class BaselineConfig(PretrainedConfig):
@@ -23,6 +26,7 @@ class BaselineConfig(PretrainedConfig):
         "num_hidden_layers": "n_layer",
         "tie_word_embeddings": "tie_embeddings",
     }
+    keys_to_ignore_at_inference = ["state"]  # noqa: RUF012 (it is no prediction)
 
     def __init_subclass__(cls, **kwargs):
         # transformers makes a dataclass of every subclass; the __init__ that it would generate for
@@ -86,64 +90,159 @@ class BaselinePreTrainedModel(PreTrainedModel):
 
 
 @dataclass
+class BaselineOutput(BaseModelOutput):
+    """BaseModelOutput, and the state if it was asked for."""
+
+    state: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
+@dataclass
 class StatefulOutput(CausalLMOutput):
     """CausalLMOutput, and the state if it was asked for."""
 
     state: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
 
 
-class Backbone(nn.Module):
-    """Embedding, layers, final norm. A layer maps (b,l,d_model) to itself and is causal.
+class Rows:
+    """The tokens of a batch laid out in rows that a causal layer may read from left to right, and
+    what it makes of them back in their places.
+
+    Without documents: as they are, padding moved behind the other tokens, where no layer sees it.
+    With them: a row for each.
+    """
+
+    def __init__(self, mask, starts):
+        """mask: (b,l) bool, False at padding, or None; starts: (b,l) bool, True at the first token
+        of a document, or None."""
+        self.order = self.lengths = self.tokens = None
+        if starts is not None:
+            tokens = torch.ones_like(starts) if mask is None else mask
+            first = tokens & (tokens.cumsum(1) == 1)
+            self.tokens = tokens.flatten().nonzero().squeeze(1)
+            self.document = ((starts & tokens) | first).flatten()[self.tokens].cumsum(0) - 1
+            counts = self.document.bincount()
+            begin = counts.cumsum(0) - counts
+            self.place = torch.arange(len(self.tokens), device=starts.device)
+            self.place = self.place - begin[self.document]
+            self.shape = (len(counts), int(counts.max()))
+        elif mask is not None:
+            self.order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
+            self.lengths = mask.sum(1)
+
+    def lay_out(self, x):
+        """x: (b,l,·) → (rows,·,·)"""
+        if self.tokens is not None:
+            rows = x.new_zeros(*self.shape, x.shape[-1])
+            return rows.index_put((self.document, self.place), x.flatten(0, 1)[self.tokens])
+        return x if self.order is None else x.take_along_dim(self.order.unsqueeze(-1), 1)
+
+    def back(self, rows, like):
+        """What `lay_out` gave, through layers → (b,l,·); zero at padding among documents. like:
+        (b,l,·)"""
+        if self.tokens is not None:
+            flat = rows.new_zeros(like.shape[:2].numel(), rows.shape[-1])
+            flat = flat.index_put((self.tokens,), rows[self.document, self.place])
+            return flat.unflatten(0, like.shape[:2])
+        return (
+            rows if self.order is None else rows.take_along_dim(self.order.argsort(1)[..., None], 1)
+        )
+
+
+class BaselineModel(BaselinePreTrainedModel):
+    """Embedding, layers of `layer_class`, final norm. A layer maps (b,l,d_model) to itself and is
+    causal.
 
     One that carries a state also takes `layer(x, state, lengths, return_state=True)` and then
     returns its output and its state after each row's last token: a tuple of tensors with the batch
     first, without gradient. state: what it returned before, or None; lengths: (b,), or None for l.
     """
 
-    def __init__(self, config, make_layer):
-        super().__init__()
+    layer_class = None
+    carries_state = False  # whether its layers take and return a state
+
+    def __init__(self, config):
+        super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(make_layer(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings
+
+    def set_input_embeddings(self, value):
+        self.embeddings = value
 
     def forward(
         self,
         input_ids=None,
         attention_mask=None,
         inputs_embeds=None,
+        output_hidden_states=None,
+        return_dict=None,
         state=None,
         return_state=False,
+        position_ids=None,
+        seq_idx=None,
+        **kwargs,
     ):
-        """input_ids (b,l) or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding.
+        """input_ids (b,l) or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding →
+        BaselineOutput.
 
-        Padded tokens are moved behind the others, where a causal layer cannot see them, and their
-        outputs back to their places: to the states they are the identity.
-
-        Returns:
-            (b,l,d_model), and the tuple of the layers' states, None unless `return_state`.
+        Args:
+            output_hidden_states, return_dict: None as the config says.
+            state: what an earlier pass returned: the rows go on from there. return_state: return
+                the state after each row's last token, without gradient.
+            position_ids, seq_idx: (b,l) or (1,l); a document starts where position_ids do not go
+                up, or seq_idx changes, and starts from an empty state.
+            kwargs: see inputs.refuse_unknown.
+        Raises:
+            ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
+                vocabulary, a mask or positions of another shape; another batch's state, or any
+                for a model without `carries_state`, or for packed documents.
+            TypeError: an unknown keyword argument.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        name, config = type(self).__name__, self.config
+        refuse_unknown(name, kwargs, not (position_ids is None and seq_idx is None))
+        hidden = embed(self.embeddings, input_ids, inputs_embeds)
+        batch, length = hidden.shape[:2]
+        mask = checked_mask(attention_mask, batch, length)
+        starts = document_starts(position_ids, seq_idx, batch, length)
+        if starts is not None and not starts[:, 1:].any() and state is None:
+            starts = None  # every row is one document
+        if return_state or state is not None:
+            if not self.carries_state:
+                raise ValueError(f"{name} cannot start from a state or return one")
+            if starts is not None:
+                raise ValueError(
+                    f"{name} takes a state, or returns one, for rows of one document each:"
+                    " position_ids and seq_idx cannot start others"
+                )
         if state is not None:
-            _check(state, len(hidden), len(self.layers))
-        order = lengths = None
-        if attention_mask is not None and not attention_mask.all():
-            order = torch.argsort((attention_mask == 0).to(torch.int8), dim=1, stable=True)
-            hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
-            lengths = (attention_mask != 0).sum(1)
-        ends = []
+            _check(state, batch, len(self.layers))
+        rows = Rows(mask, starts)
+        whole, hidden = hidden, rows.lay_out(hidden)
+        states, ends = [], []
         for index, layer in enumerate(self.layers):
+            states.append(hidden)
             if state is None and not return_state:
                 hidden = layer(hidden)
             else:
                 start = None if state is None else state[index]
-                hidden, end = layer(hidden, start, lengths, True)
+                hidden, end = layer(hidden, start, rows.lengths, True)
                 ends.append(end)
-        hidden = self.norm(hidden)
-        if order is not None:
-            hidden = hidden.take_along_dim(order.argsort(1).unsqueeze(-1), 1)
-        return hidden, tuple(ends) if return_state else None
+        hidden = rows.back(self.norm(hidden), whole)
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        output = BaselineOutput(
+            last_hidden_state=hidden,
+            hidden_states=(*(rows.back(h, whole) for h in states), hidden)
+            if output_hidden_states
+            else None,
+            state=tuple(ends) if return_state else None,
+        )
+        as_dict = config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
 
 
 def _check(state, batch, n_layer):
@@ -156,23 +255,22 @@ def _check(state, batch, n_layer):
 
 
 class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
-    """A backbone of `layer_class` layers and a head, tied to the embedding or not."""
+    """A BaselineModel and a head, tied to the embedding or not."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    layer_class = None
-    carries_state = False  # whether its layers take and return a state (see Backbone)
+    model_class = None
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = Backbone(config, self.layer_class)
+        self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+        let_be_known(self)
 
-    def get_input_embeddings(self):
-        return self.model.embeddings
-
-    def set_input_embeddings(self, value):
-        self.model.embeddings = value
+    @property
+    def carries_state(self):
+        """Whether forward takes `state` and `return_state`."""
+        return self.model.carries_state
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -182,7 +280,12 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
         # No cache: every new token is a forward pass over the whole prefix.
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": 1}
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "output_hidden_states": kwargs.get("output_hidden_states"),
+            "logits_to_keep": 1,
+        }
 
     def forward(
         self,
@@ -190,36 +293,43 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         attention_mask=None,
         inputs_embeds=None,
         labels=None,
-        shift_labels=None,
         logits_to_keep=0,
+        output_hidden_states=None,
         return_dict=None,
         state=None,
         return_state=False,
+        position_ids=None,
+        seq_idx=None,
         **kwargs,
     ):
         """Next-token logits (fp32) and, with labels, the mean cross-entropy.
 
         Args:
             labels: (b,l), shifted inside as everywhere in HuggingFace (labels = input_ids).
-            shift_labels: (b,l), already shifted; wins over labels. −100 is ignored in both.
-            logits_to_keep: only the last so many positions' logits (0: all).
-            state: what an earlier pass returned: the rows go on from there. return_state: return
-                the state after each row's last token, without gradient.
-        Raises:
-            ValueError: another batch's state, or any for a model without `carries_state`.
+            logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
+                loss.kept. The loss is then over these alone.
+            output_hidden_states, return_dict, state, return_state, position_ids, seq_idx and what
+                is raised: see BaselineModel.forward.
+            kwargs: shift_labels, (b,l), already shifted; wins over labels. num_items_in_batch: the
+                number of targets of all micro-batches of an update, by which the sum over this
+                one's is divided. −100 is no target in both kinds of labels. (transformers' Trainer
+                would call for both kinds if both were named arguments.)
         """
-        if (return_state or state is not None) and not self.carries_state:
-            raise ValueError(f"{type(self).__name__} cannot start from a state or return one")
-        hidden, end = self.model(input_ids, attention_mask, inputs_embeds, state, return_state)
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-        keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-        logits = self.lm_head(hidden[:, keep])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        targets = kwargs.pop("shift_labels", None)
+        if targets is None and labels is not None:
+            targets = shifted(labels)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
+            return_dict=True, state=state, return_state=return_state, position_ids=position_ids,
+            seq_idx=seq_idx, **kwargs,
+        )  # fmt: skip
+        logits = in_fp32(self.lm_head(kept(outputs.last_hidden_state, logits_to_keep)))
         loss = None
-        if shift_labels is not None:
-            targets = shift_labels[:, keep].flatten()
-            nll = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-            loss = nll / (targets != -100).sum().clamp_min(1)
-        output = StatefulOutput(loss=loss, logits=logits, state=end)
-        return output if return_dict is not False else output.to_tuple()
+        if targets is not None:
+            targets = kept(targets, logits_to_keep)
+            loss = nll_sum(logits, targets) / number_of(targets, kwargs.get("num_items_in_batch"))
+        output = StatefulOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, state=outputs.state
+        )
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_lm import BaselineConfig, BaselineForCausalLM
+from .causal_lm import BaselineConfig, BaselineForCausalLM, BaselineModel, BaselinePreTrainedModel
 from .delta_rule import run
 
 
@@ -153,12 +153,15 @@ class DeltaNetLayer(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DeltaNetForCausalLM(BaselineForCausalLM):
+class DeltaNetPreTrainedModel(BaselinePreTrainedModel):
     config_class = DeltaNetConfig
-    layer_class = DeltaNetLayer
     residual_outputs = ("o_proj", "down_proj")
     _no_split_modules = ["DeltaNetLayer"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        gates = ["A_log", "dt_bias"] if config.forget_gate else []
+        self._keep_in_fp32_modules_strict = gates
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -175,4 +178,12 @@ class DeltaNetForCausalLM(BaselineForCausalLM):
             init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
 
 
-__all__ = ["DeltaNetConfig", "DeltaNetForCausalLM"]
+class DeltaNetModel(DeltaNetPreTrainedModel, BaselineModel):
+    layer_class = DeltaNetLayer
+
+
+class DeltaNetForCausalLM(DeltaNetPreTrainedModel, BaselineForCausalLM):
+    model_class = DeltaNetModel
+
+
+__all__ = ["DeltaNetConfig", "DeltaNetForCausalLM", "DeltaNetModel"]

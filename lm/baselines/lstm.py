@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .causal_lm import BaselineConfig, BaselineForCausalLM
+from .causal_lm import BaselineConfig, BaselineForCausalLM, BaselineModel, BaselinePreTrainedModel
 
 
 class LSTMConfig(BaselineConfig):
@@ -28,7 +28,7 @@ class LSTMLayer(GradientCheckpointingLayer):
 
     def forward(self, x, state=None, lengths=None, return_state=False):
         """x: (b,l,d) → (b,l,d), and with `return_state` the state after each row's first `lengths`
-        tokens (None: all): (h, c) of (b,d) each, as `state` is. See Backbone."""
+        tokens (None: all): (h, c) of (b,d) each, as `state` is. See BaselineModel."""
         normed = self.norm(x)
         if state is None and not return_state:
             return x + self.lstm(normed)[0]
@@ -48,10 +48,8 @@ class LSTMLayer(GradientCheckpointingLayer):
         return (x + y, end) if return_state else x + y
 
 
-class LSTMForCausalLM(BaselineForCausalLM):
+class LSTMPreTrainedModel(BaselinePreTrainedModel):
     config_class = LSTMConfig
-    layer_class = LSTMLayer
-    carries_state = True
     _no_split_modules = ["LSTMLayer"]  # noqa: RUF012
 
     @torch.no_grad()
@@ -68,4 +66,13 @@ class LSTMForCausalLM(BaselineForCausalLM):
             init.zeros_(module.bias_hh_l0)
 
 
-__all__ = ["LSTMConfig", "LSTMForCausalLM"]
+class LSTMModel(LSTMPreTrainedModel, BaselineModel):
+    layer_class = LSTMLayer
+    carries_state = True
+
+
+class LSTMForCausalLM(LSTMPreTrainedModel, BaselineForCausalLM):
+    model_class = LSTMModel
+
+
+__all__ = ["LSTMConfig", "LSTMForCausalLM", "LSTMModel"]

@@ -5,7 +5,14 @@ This file travels with an exported checkpoint; `position: rope` is transformers'
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+from .inputs import document_starts, refuse_unknown
+from .names import let_be_known
+
+# What LlamaModel.forward and the loss take besides what PositionModel.forward names.
+OF_LLAMA = ("output_attentions", "output_hidden_states", "return_dict", "shift_labels")
 
 
 class PositionConfig(LlamaConfig):
@@ -39,11 +46,14 @@ def alibi_slopes(n_heads):
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def alibi_bias(n_heads, queries, keys, dtype, device, attention_mask=None):
+def alibi_bias(n_heads, queries, keys, dtype, device, attention_mask=None, documents=None):
     """What ALiBi adds to the scores: −slope · (i − j) for a key j at or before the query i, −∞
     after it and at padding. The queries are the last of the keys.
 
-    Args: attention_mask: (b,keys), 0 at padding; a query sees itself in any case.
+    Args:
+        n_heads: 0 for no position at all, and one head. attention_mask: (b,keys), 0 at padding; a
+        query sees itself in any case. documents: (b,keys), the number of each token's document: a
+        query sees its own alone.
     Returns: (1 or b,n_heads,queries,keys)
     """
     j = torch.arange(keys, device=device)
@@ -51,13 +61,15 @@ def alibi_bias(n_heads, queries, keys, dtype, device, attention_mask=None):
     seen = distance >= 0
     if attention_mask is not None and not attention_mask.all():
         seen = seen & (attention_mask.bool()[:, None, None, :] | (distance == 0))
-    slopes = alibi_slopes(n_heads).to(device, torch.float32)
-    bias = (-slopes[:, None, None] * distance).to(dtype)
-    return torch.where(seen, bias, -torch.inf).reshape(-1, n_heads, queries, keys)
+    if documents is not None:
+        seen = seen & (documents[:, None, keys - queries :, None] == documents[:, None, None, :])
+    slopes = alibi_slopes(n_heads) if n_heads else torch.zeros(1)
+    bias = (-slopes.to(device, torch.float32)[:, None, None] * distance).to(dtype)
+    return torch.where(seen, bias, -torch.inf).reshape(-1, len(slopes), queries, keys)
 
 
-class PositionForCausalLM(LlamaForCausalLM):
-    """LlamaForCausalLM whose only knowledge of position is the causal mask, and ALiBi's biases."""
+class PositionModel(LlamaModel):
+    """LlamaModel whose only knowledge of position is the causal mask, and ALiBi's biases."""
 
     config_class = PositionConfig
 
@@ -65,7 +77,7 @@ class PositionForCausalLM(LlamaForCausalLM):
         if config.position not in ("nope", "alibi"):
             raise ValueError(f"position is `{config.position}`: it must be nope or alibi")
         super().__init__(config)
-        self.model.rotary_emb = NoRotation(config.hidden_size // config.num_attention_heads)
+        self.rotary_emb = NoRotation(config.hidden_size // config.num_attention_heads)
 
     def forward(
         self,
@@ -74,15 +86,33 @@ class PositionForCausalLM(LlamaForCausalLM):
         position_ids=None,
         past_key_values=None,
         inputs_embeds=None,
+        use_cache=None,
+        seq_idx=None,
         **kwargs,
     ):
-        """As LlamaForCausalLM's; attention_mask is (b,l), or (b,past + l) with a cache."""
-        if self.config.position == "alibi":
-            x = inputs_embeds if input_ids is None else input_ids
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        """As LlamaModel's; attention_mask is (b,l), or (b,past + l) with a cache. A document starts
+        where position_ids do not go up, or seq_idx changes.
+
+        Raises:
+            ValueError: documents that start within a row, and a cache: the tokens to come could not
+                tell them apart.
+            TypeError: an unknown keyword argument.
+        """
+        others = {name: value for name, value in kwargs.items() if name not in OF_LLAMA}
+        refuse_unknown(type(self).__name__, others, not (position_ids is None and seq_idx is None))
+        x = inputs_embeds if input_ids is None else input_ids
+        batch, length = x.shape[:2]
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        documents = _documents(position_ids, seq_idx, attention_mask, batch, length)
+        if documents is not None and (use_cache or past_key_values is not None):
+            raise ValueError(
+                f"{type(self).__name__} keeps no cache of packed documents: set use_cache=False"
+            )
+        alibi = self.config.position == "alibi"
+        if alibi or documents is not None:
             attention_mask = alibi_bias(
-                self.config.num_attention_heads, x.shape[1], past + x.shape[1],
-                self.model.embed_tokens.weight.dtype, x.device, attention_mask,
+                self.config.num_attention_heads if alibi else 0, length, past + length,
+                self.embed_tokens.weight.dtype, x.device, attention_mask, documents,
             )  # fmt: skip
         return super().forward(
             input_ids=input_ids,
@@ -90,8 +120,35 @@ class PositionForCausalLM(LlamaForCausalLM):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
             **kwargs,
         )
 
 
-__all__ = ["PositionConfig", "PositionForCausalLM"]
+def _documents(position_ids, seq_idx, attention_mask, batch, length):
+    """The number of each token's document, (b,l); None where every row is one document. See
+    document_starts; padding starts none."""
+    starts = document_starts(position_ids, seq_idx, batch, length)
+    if starts is None:
+        return None
+    if attention_mask is not None:
+        tokens = attention_mask[:, -length:] != 0
+        starts = starts & tokens & (tokens.cumsum(1) > 1)
+    return starts.cumsum(1) if starts[:, 1:].any() else None
+
+
+class PositionForCausalLM(LlamaForCausalLM):
+    """LlamaForCausalLM of a PositionModel."""
+
+    config_class = PositionConfig
+
+    def __init__(self, config):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = PositionModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        let_be_known(self)
+
+
+__all__ = ["PositionConfig", "PositionForCausalLM", "PositionModel"]

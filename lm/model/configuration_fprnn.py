@@ -103,6 +103,7 @@ class FPRNNConfig(PretrainedConfig):
         ‖f(y*) − f(y')‖² / (l d), y' solved at another width of `mixed`.
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
+        use_cache: a forward pass outside training returns what the next one can go on from.
     Raises:
         ValueError: a size that no model can have, or a field that the block cannot have.
     """
@@ -114,6 +115,8 @@ class FPRNNConfig(PretrainedConfig):
         "state_size": "d_state",
         "tie_word_embeddings": "tie_embeddings",
     }
+    # What an output has besides logits is no prediction, to be gathered over an evaluation.
+    keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class FPRNNConfig(PretrainedConfig):
         jacobian_reg=0.0,
         agreement_reg=0.0,
         max_position_embeddings=2048,
+        use_cache=True,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -242,6 +246,7 @@ class FPRNNConfig(PretrainedConfig):
         self.agreement_reg = agreement_reg
         _ = self.gradient_kind  # a bad name is an error now
         self.max_position_embeddings = max_position_embeddings
+        self.use_cache = use_cache
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -55,7 +55,8 @@ class FixedPointBlock(nn.Module):
     the identity (None: nowhere).
 
     forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
-    the BlockState after the last token.
+    the BlockState after the last token. checkpoint: a function like torch.utils.checkpoint's, by
+    which the backward computes the gradient steps again, never the solve; None: it stores them.
     """
 
     def __init__(self, config):
@@ -66,7 +67,6 @@ class FixedPointBlock(nn.Module):
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
         self.gate_in_loop = config.glu_in_loop  # a step reads z
-        self.gradient_checkpointing = False  # set by gradient_checkpointing_enable()
 
     def _conv(self, x, seqs, conv, index=0):
         """silu(causal convolution), within documents; x itself when short convolutions are off.
@@ -273,18 +273,17 @@ class FixedPointBlock(nn.Module):
             penalty = penalty + cfg.agreement_reg * distance
         return penalty
 
-    def forward(self, u, seqs=Sequences()):  # noqa: B008 (a NamedTuple is immutable)
-        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not checkpointed):
+    def forward(self, u, seqs=Sequences(), checkpoint=None):  # noqa: B008 (it is immutable)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and checkpoint is None):
             s = self.prepare(u, seqs)
         solution = self._solve(s)
         y_star, stats, f_y, h = solution
         if not torch.is_grad_enabled() and f_y is not None:  # all is there already
             out, end = self.finish(s, f_y), self._end(s, y_star, f_y, h)
             return (out, stats, end) if seqs.return_state else (out, stats)
-        if checkpointed:  # the backward computes these steps again, never the solve
+        if checkpoint is not None:
             del s
-            out, first, penalty, end = self._gradient_checkpointing_func(
+            out, first, penalty, end = checkpoint(
                 lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
             )
         else:

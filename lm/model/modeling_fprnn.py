@@ -4,30 +4,39 @@ Shapes: b batch, l length. This file and those it imports travel with an exporte
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from .blocks import FPRNN, FPMamba1, FPMamba2, build_block
 from .configuration_fprnn import FPRNNConfig
 from .fixed_point import FixedPointBlock
+from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
 from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
+from .loss import (
+    chunked_nll_sum,
+    in_fp32,
+    kept,
+    nll_sum,
+    number_of,
+    shifted,
+    weighted_penalty,
+)
 from .mixers import added
+from .names import let_be_known
 from .non_finite import NonFiniteError, all_finite, explained
+from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .scan import selective_scan
-from .solver import FixedPointStats
+from .solver import Rule
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (FPRNN, added, selective_scan, finish)
+_TRAVELS = (FPRNN, Rule, added, selective_scan, finish)
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
@@ -35,36 +44,19 @@ NORMED = (
     "u_down", "u_proj", "alpha_proj", "uv_proj", "gate_proj", "bc_y_proj", "dt_y_proj", "z_y_proj",
 )  # fmt: skip
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
+IN_FP32 = {"fp_mamba1": ("A_log", "D", "dt_proj.bias"), "fp_mamba2": ("A_log", "D", "dt_bias")}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
 
-@dataclass
-class FPRNNOutput(ModelOutput):
-    """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, the
-    solver's FixedPointStats with tensors of shape (n_layer,b); state, and past_key_values (an
-    FPRNNCache), if they were asked for."""
+class SolvesOnceLayer(GradientCheckpointingLayer):
+    """A layer that hands `_gradient_checkpointing_func` a part of its work itself. The base class
+    would checkpoint all of `forward`, and the backward solve a second time."""
 
-    last_hidden_state: torch.FloatTensor | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    fixed_point: FixedPointStats | None = None
-    state: FPRNNState | None = None
-    past_key_values: FPRNNCache | None = None
+    def __init_subclass__(cls, **kwargs):
+        super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
 
 
-@dataclass
-class FPRNNCausalLMOutput(ModelOutput):
-    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; the rest as in
-    FPRNNOutput."""
-
-    loss: torch.FloatTensor | None = None
-    logits: torch.FloatTensor | None = None
-    hidden_states: tuple[torch.FloatTensor, ...] | None = None
-    fixed_point: FixedPointStats | None = None
-    state: FPRNNState | None = None
-    past_key_values: FPRNNCache | None = None
-
-
-class FPRNNLayer(nn.Module):
+class FPRNNLayer(SolvesOnceLayer):
     """residual += hidden; hidden = block(norm(residual))."""
 
     def __init__(self, config):
@@ -77,7 +69,10 @@ class FPRNNLayer(nn.Module):
         residual = hidden if residual is None else residual + hidden
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
-        hidden, *rest = self.block(self.norm(residual), seqs)  # its stats, and its state if asked
+        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        checkpoint = self._gradient_checkpointing_func if checkpointed else None
+        # What the block returns after its output: its stats, and its state if asked.
+        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint)
         return hidden, residual, *rest
 
 
@@ -89,8 +84,11 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["FPRNNLayer"]  # noqa: RUF012
     _is_stateful = True
-    # exp() and softplus() of these need more digits than half precision has.
-    _keep_in_fp32_modules_strict = ["A_log", "D", "dt_proj.bias", "dt_bias"]  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        # exp() and softplus() of these need more digits than half precision has.
+        self._keep_in_fp32_modules_strict = list(IN_FP32.get(config.block, ()))
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -164,19 +162,18 @@ class FPRNNModel(FPRNNPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embeddings = value
 
-    def _sequences(self, input_ids, attention_mask, state=None, return_state=False):
-        """Padding and document starts of a batch; None where there are none."""
-        mask = starts = None
-        eos = self.config.eos_token_id
-        if attention_mask is not None and not attention_mask.all():
-            mask = attention_mask.bool()
-        if input_ids is not None and self.config.reset_at_eos and eos is not None:
-            starts = F.pad(input_ids[:, :-1] == eos, (1, 0))
-            if state is not None and state.last_token is not None:
-                starts[:, 0] = state.last_token == eos
-            if mask is not None:
-                starts &= mask  # padding may be EOS tokens; it must leave the state as it is
-            starts = starts if starts.any() else None
+    def _sequences(self, input_ids, mask=None, starts=None, state=None, return_state=False):
+        """What is known of a batch's tokens: padding, and documents, by their `starts` and by what
+        comes after an EOS token; None where there is nothing special. input_ids: None if unknown;
+        of embedded tokens −1 but where they are EOS tokens."""
+        cfg = self.config
+        if input_ids is not None and cfg.reset_at_eos and cfg.eos_token_id is not None:
+            after = after_end(input_ids, cfg.eos_token_id, state and state.last_token)
+            starts = after if starts is None else starts | after
+        if starts is not None and mask is not None:
+            starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
+        if starts is not None and not starts.any():
+            starts = None
         return Sequences(mask, starts, return_state=return_state)
 
     def forward(
@@ -190,26 +187,41 @@ class FPRNNModel(FPRNNPreTrainedModel):
         return_state=False,
         past_key_values=None,
         use_cache=None,
+        position_ids=None,
+        seq_idx=None,
         **kwargs,
     ):
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
         either side → FPRNNOutput.
 
         Args:
+            output_hidden_states, return_dict: None as the config says.
             state: the FPRNNState that an earlier pass returned: the rows go on from there.
             return_state: return the FPRNNState after each row's last token. It has no gradient, so
                 a stream processed in segments is trained by truncated backpropagation.
             past_key_values, use_cache: the same for `generate`: an FPRNNCache to start from and to
-                update, or a new one. attention_mask may then be of all tokens so far.
+                update, or a new one. attention_mask may then be of all tokens so far. use_cache
+                None: as the config says, except in training or where a state is asked for.
+            position_ids: (b,l) or (1,l). A document starts where they do not go up, and at the
+                start of a row where the first is 0; with a cache the first token goes on.
+            seq_idx: (b,l) or (1,l), the number of each token's document: the same said otherwise.
+            kwargs: see inputs.refuse_unknown.
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds, another batch's or model's
-                state or cache, or both a state and a cache.
+            ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
+                vocabulary, a mask or positions of another shape, another batch's or model's state
+                or cache, or both a state and a cache.
+            TypeError: an unknown keyword argument.
             NonFiniteError: something became NaN or infinite; names the layer, cause and cure.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        back, cache = None, past_key_values
+        cfg = self.config
+        refuse_unknown(type(self).__name__, kwargs, not (position_ids is None and seq_idx is None))
+        if output_hidden_states is None:
+            output_hidden_states = cfg.output_hidden_states
+        if use_cache is None:
+            use_cache = cfg.use_cache and not (self.training or return_state or state is not None)
+        # 1. Embed; find where the rows go on from.
+        hidden = embed(self.embeddings, input_ids, inputs_embeds)
+        cache = past_key_values
         if cache is None and use_cache:
             cache = FPRNNCache()
         if cache is not None:
@@ -217,23 +229,34 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 raise ValueError("give one of state and past_key_values")
             if not isinstance(cache, FPRNNCache):
                 raise ValueError(f"past_key_values is a {type(cache).__name__}, not an FPRNNCache")
-            state, return_state = cache.state, True
-            if attention_mask is not None:
-                attention_mask = attention_mask[:, -hidden.shape[1] :]
+            state = cache.state
         if state is not None:
-            state.check(len(hidden), self.config)
-        if attention_mask is not None and not attention_mask.all():
+            state.check(len(hidden), cfg)
+        # 2. Padding and documents.
+        batch, length = hidden.shape[:2]
+        mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
+        starts = document_starts(position_ids, seq_idx, batch, length)
+        back = None
+        if mask is not None:
             # Nothing may stand between a row's state, or the first window, and its first token.
-            order, back = padding_to_the_right(attention_mask.bool())
-            attention_mask = attention_mask.take_along_dim(order, 1)
+            order, back = padding_to_the_right(mask)
+            mask = mask.take_along_dim(order, 1)
             hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
             input_ids = None if input_ids is None else input_ids.take_along_dim(order, 1)
-        seqs = self._sequences(input_ids, attention_mask, state, return_state)
+        if starts is not None:
+            starts = starts if back is None else starts.take_along_dim(order, 1)
+            starts[:, 0] &= state is not None and cache is None
+        if input_ids is None and cfg.reset_at_eos and cfg.eos_token_id is not None:
+            input_ids = ends_among(hidden, self.embeddings, cfg.eos_token_id)
+        wants_end = return_state or cache is not None
+        seqs = self._sequences(input_ids, mask, starts, state, wants_end)
+        # 3. The layers.
         residual, states, stats, ends = None, [], [], []
         finite = [all_finite(hidden)]  # read once, at the end: each reading waits for the device
         for index, layer in enumerate(self.layers):
-            if output_hidden_states:
-                states.append(hidden if residual is None else residual + hidden)
+            if output_hidden_states:  # the layer reads the very tensor, so that it gets a gradient
+                hidden, residual = hidden if residual is None else residual + hidden, None
+                states.append(hidden)
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             try:
@@ -245,22 +268,24 @@ class FPRNNModel(FPRNNPreTrainedModel):
             ends += end
         hidden = self.norm_f(residual + hidden)
         self._check_finite([*finite, all_finite(hidden)], "its output is NaN or infinite")
+        # 4. What is returned, padding back in its place.
         states.append(hidden)
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
         stats = zip(*stats)  # layers may lie on several devices
-        stats = (torch.stack([t.to(hidden.device) for t in field]) for field in stats)
-        fixed_point = FixedPointStats(*stats)
-        if back is not None:
-            token_iters = fixed_point.token_iters.take_along_dim(back.unsqueeze(0), 2)
-            fixed_point = fixed_point._replace(token_iters=token_iters)
-        end = self._end(input_ids, seqs, state, ends) if return_state else None
-        if cache is not None:
-            cache.state, cache.length = end, cache.length + hidden.shape[1]
-        output = FPRNNOutput(
-            states[-1], tuple(states) if output_hidden_states else None, fixed_point, end, cache
+        report = FixedPointReport(
+            torch.stack([t.to(hidden.device) for t in field]) for field in stats
         )
-        return output if return_dict is not False else output.to_tuple()
+        if back is not None:
+            report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
+        end = self._end(input_ids, seqs, state, ends) if wants_end else None
+        if cache is not None:
+            cache.state, cache.length = end, cache.length + length
+        output = FPRNNOutput(
+            states[-1], tuple(states) if output_hidden_states else None, report,
+            end if return_state else None, cache,
+        )  # fmt: skip
+        return output if _as_dict(return_dict, cfg) else output.to_tuple()
 
     def _check_finite(self, finite, what):
         """finite: (,) bool each, of the embeddings, the layers' outputs, and the final norm's.
@@ -314,6 +339,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
+        let_be_known(self)
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -327,7 +353,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         attention_mask=None,
         inputs_embeds=None,
         labels=None,
-        shift_labels=None,
         logits_to_keep=0,
         loss_only=False,
         output_hidden_states=None,
@@ -336,41 +361,49 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         return_state=False,
         past_key_values=None,
         use_cache=None,
+        position_ids=None,
+        seq_idx=None,
         **kwargs,
     ):
         """Next-token logits and, with labels, the mean cross-entropy.
 
         Args:
             labels: (b,l), shifted inside as everywhere in HuggingFace (labels = input_ids).
-            shift_labels: (b,l), already shifted: shift_labels[t] is the token after input_ids[t];
-                wins over labels. −100 is ignored in both.
-            logits_to_keep: only the last so many positions' logits (0: all).
+            logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
+                loss.kept. The loss is then over these alone.
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
-            state, return_state, past_key_values, use_cache: see FPRNNModel.forward. The last target
-                of a segment is the first token of the next: segments are trained with shift_labels.
+            state, return_state, past_key_values, use_cache, position_ids, seq_idx and what is
+                raised: see FPRNNModel.forward. The last target of a segment is the first token of
+                the next: segments are trained with shift_labels.
+            kwargs: shift_labels, (b,l): labels already shifted, shift_labels[t] is the token after
+                input_ids[t]; wins over labels. num_items_in_batch: the number of targets of all
+                micro-batches of an update, by which the sum over this one's is divided instead of
+                their own number. −100 is no target in both kinds of labels.
+                (transformers' Trainer would call for both kinds if both were named arguments.)
         """
+        targets, num_items = kwargs.pop("shift_labels", None), kwargs.get("num_items_in_batch")
+        if targets is None and labels is not None:
+            targets = shifted(labels)
+        self._check_targets(targets, loss_only, num_items)
         outputs = self.backbone(
             input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
-            state=state, return_state=return_state, past_key_values=past_key_values,
-            use_cache=use_cache,
+            return_dict=True, state=state, return_state=return_state,
+            past_key_values=past_key_values, use_cache=use_cache, position_ids=position_ids,
+            seq_idx=seq_idx, **kwargs,
         )  # fmt: skip
         hidden = outputs.last_hidden_state
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         loss = logits = None
         if loss_only:
-            if shift_labels is None:
-                raise ValueError("loss_only needs labels or shift_labels")
-            loss = self._chunked_loss(hidden, shift_labels)
+            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
+            loss = total / number_of(targets, num_items)
         else:
-            keep = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-            logits = self.lm_head(hidden[:, keep])
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            if shift_labels is not None:
-                targets = shift_labels[:, keep]
-                loss = _nll(logits.flatten(0, 1), targets.flatten()) / _count(targets)
+            logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
+            if targets is not None:
+                those = kept(targets, logits_to_keep)
+                loss = nll_sum(logits, those) / number_of(those, num_items)
         if loss is not None and self.training:
-            loss = loss + outputs.fixed_point.penalty.mean()
+            count = number_of(targets, num_items)
+            loss = loss + weighted_penalty(outputs.fixed_point.penalty, targets, count)
         if not all(all_finite(t) for t in (logits, loss) if t is not None):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
@@ -378,22 +411,19 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
             outputs.past_key_values,
         )  # fmt: skip
-        return output if return_dict is not False else output.to_tuple()
+        return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
-    def _chunked_loss(self, hidden, targets):
-        """Mean cross-entropy without ever holding all logits: each chunk's are computed again in
-        the backward."""
-
-        def chunk_nll(h, t):
-            logits = self.lm_head(h)
-            return _nll(logits.to(torch.promote_types(logits.dtype, torch.float32)), t)
-
-        pairs = zip(
-            hidden.flatten(0, 1).split(LOSS_CHUNK_TOKENS),
-            targets.flatten().split(LOSS_CHUNK_TOKENS),
-        )
-        total = sum(checkpoint(chunk_nll, h, t, use_reentrant=False) for h, t in pairs)
-        return total / _count(targets)
+    def _check_targets(self, targets, loss_only, num_items):
+        """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
+        regularised = self.config.jacobian_reg or self.config.agreement_reg
+        if targets is None and loss_only:
+            raise ValueError("loss_only needs labels or shift_labels")
+        if targets is None and num_items is not None and self.training and regularised:
+            raise ValueError(
+                "jacobian_reg and agreement_reg are part of the loss that the model computes from"
+                " labels; here it gets none (the Trainer computes the loss itself with"
+                " label_smoothing_factor or compute_loss_func): turn them off"
+            )
 
     def solver(self, length=None):
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver."""
@@ -412,13 +442,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         return num_iters * step + (3 if training else 1) * differentiated
 
 
-def _nll(logits, targets):
-    """Summed cross-entropy over targets that are not −100."""
-    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-
-
-def _count(targets):
-    return (targets != -100).sum().clamp_min(1)
+def _as_dict(return_dict, config):
+    """Whether an output is returned as it is, or as a tuple."""
+    return config.return_dict if return_dict is None else return_dict
 
 
 __all__ = ["FPRNNForCausalLM", "FPRNNModel", "FPRNNPreTrainedModel"]

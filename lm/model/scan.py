@@ -14,12 +14,19 @@ rest, a slice of channels at a time.
 """
 
 import importlib
+import importlib.machinery
+import importlib.util
 import math
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+INTERFACE = ("fprnn-kernels", 1)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20
@@ -27,11 +34,37 @@ MAX_TEMPORARY = 512 * 2**20
 
 @cache
 def _kernels():
-    """lm.kernels; None in an exported model, which runs without the package."""
+    """lm.kernels; None where it is not there or not what this file knows, which is said once: an
+    exported model runs without the package, beside another version of it, or beside a stranger
+    that is called `lm` as well."""
+    kernels, why = _find_kernels()
+    if kernels is None:
+        logger.warning_once(
+            f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}"
+        )
+    return kernels
+
+
+def _find_kernels():
+    """lm.kernels and "", or None and why not."""
     try:
-        return importlib.import_module("lm.kernels")
-    except ImportError:
-        return None
+        package = importlib.util.find_spec("lm")
+    except ValueError:  # a module without a spec, that something has put into sys.modules
+        return None, "the module called `lm` here is not fprnn's"
+    if package is None:
+        return None, "the package fprnn is not installed"
+    # Looked up without running a stranger's code.
+    folders = list(package.submodule_search_locations or ())
+    if importlib.machinery.PathFinder.find_spec("lm.kernels", folders) is None:
+        return None, f"the package `lm` at {package.origin or folders} is not fprnn's"
+    try:
+        kernels = importlib.import_module("lm.kernels")
+    except Exception as wrong:  # whatever a stranger, or a broken installation, may raise
+        return None, f"`lm.kernels` cannot be imported: {type(wrong).__name__}: {wrong}"
+    found = getattr(kernels, "INTERFACE", None)
+    if found == INTERFACE:
+        return kernels, ""
+    return None, f"`lm.kernels` at {kernels.__file__} offers {found}, not {INTERFACE}"
 
 
 def backend(operation, like):

@@ -33,7 +33,8 @@ class FPRNNState(NamedTuple):
     """Where a forward pass ended, so that the next segment of the same streams can start there."""
 
     layers: tuple[BlockState, ...]
-    last_token: torch.Tensor | None  # (b,), −1 where a row had none; None: embeddings were given
+    # (b,), −1 where a row had none, or an embedding that is no EOS token's; None: unknown
+    last_token: torch.Tensor | None
 
     def check(self, batch, config):
         """Raise a ValueError unless this is the state of `batch` streams and of such a model."""

@@ -104,5 +104,5 @@ def test_a_state_that_cannot_be_used_is_refused_in_a_sentence():
     config = DeltaNetConfig(vocab_size=30, d_model=8, n_layer=1, n_heads=2, d_ff=16)
     other = DeltaNetForCausalLM(config)
     assert not other.carries_state
-    with pytest.raises(ValueError, match="DeltaNetForCausalLM cannot start from a state"):
+    with pytest.raises(ValueError, match="DeltaNetModel cannot start from a state"):
         other(ids(), return_state=True)

@@ -1,0 +1,79 @@
+"""The loss of next-token prediction: sums over targets, divided by what the caller counts.
+
+Shapes: b batch, l length. This file travels with an exported checkpoint, also with that of a
+baseline (lm/baselines has a link to it): such code imports from its own folder only.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100  # a target that is none
+
+
+def shifted(labels):
+    """Labels that are the input's own tokens → the token after each, IGNORED after the last."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def kept(x, logits_to_keep):
+    """The positions of x (b,l,…) whose logits are wanted.
+
+    Args:
+        logits_to_keep: how many of the last (0: all), or a tensor: positions (k,), positions of
+            each row (b,k), or bool (b,l), for which rows and positions become one dimension.
+    """
+    if not torch.is_tensor(logits_to_keep):
+        return x[:, -logits_to_keep:] if logits_to_keep else x
+    if logits_to_keep.dim() < 2:
+        return x[:, logits_to_keep]
+    if logits_to_keep.dtype == torch.bool:
+        return x[logits_to_keep]
+    index = logits_to_keep.reshape(*logits_to_keep.shape, *[1] * (x.dim() - 2))
+    return x.take_along_dim(index, 1)
+
+
+def in_fp32(logits):
+    """Logits in fp32, or wider where they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def nll_sum(logits, targets):
+    """Summed cross-entropy over the targets that are not IGNORED."""
+    return F.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def chunked_nll_sum(head, hidden, targets, chunk_tokens):
+    """`nll_sum` of head(hidden) without ever holding all logits: those of a chunk of tokens are
+    computed again in the backward.
+
+    Args:
+        head: hidden (…,d_model) → logits. hidden: (b,l,d_model). targets: (b,l).
+    """
+
+    def of_chunk(hidden, targets):
+        return nll_sum(in_fp32(head(hidden)), targets)
+
+    chunks = zip(hidden.flatten(0, 1).split(chunk_tokens), targets.flatten().split(chunk_tokens))
+    return sum(checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in chunks)
+
+
+def number_of(targets, num_items_in_batch=None):
+    """What a summed loss is divided by: num_items_in_batch, the number of targets in all
+    micro-batches of an update, where it is known, else the number in this one; 1 at least."""
+    if num_items_in_batch is None:
+        return (targets != IGNORED).sum().clamp_min(1)
+    return torch.as_tensor(num_items_in_batch, device=targets.device).clamp_min(1)
+
+
+def weighted_penalty(penalty, targets, count):
+    """What the regularisers add to a mean loss: each sequence counts as much as it has targets, so
+    that micro-batches add up to what one large batch gives.
+
+    Args:
+        penalty: (n_layer,b). targets: (b,l). count: see `number_of`.
+    """
+    of_sequence = (targets != IGNORED).sum(1) / count
+    return (penalty.mean(0) * of_sequence).sum()

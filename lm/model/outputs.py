@@ -1,0 +1,59 @@
+"""What the model classes return.
+
+Shapes: b batch, l length. This file travels with an exported checkpoint.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from .solver import FixedPointStats
+from .state import FPRNNCache, FPRNNState
+
+
+class FixedPointReport:
+    """The FixedPointStats of all layers: the same fields, stacked to (n_layer,b), and `token_iters`
+    to (n_layer,b,l).
+
+    No tuple, since transformers takes tuples in an output apart, to concatenate over batches or to
+    compare what is in them; these are not of that kind.
+    """
+
+    def __init__(self, fields):
+        for name, value in zip(FixedPointStats._fields, fields, strict=True):
+            setattr(self, name, value)
+
+    def __iter__(self):
+        return iter(self._asdict().values())
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self._asdict()})"
+
+    def _asdict(self):
+        return {name: getattr(self, name) for name in FixedPointStats._fields}
+
+
+@dataclass
+class FPRNNOutput(ModelOutput):
+    """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, what
+    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for."""
+
+    last_hidden_state: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    fixed_point: FixedPointReport | None = None
+    state: FPRNNState | None = None
+    past_key_values: FPRNNCache | None = None
+
+
+@dataclass
+class FPRNNCausalLMOutput(ModelOutput):
+    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; the rest as in
+    FPRNNOutput."""
+
+    loss: torch.FloatTensor | None = None
+    logits: torch.FloatTensor | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    fixed_point: FixedPointReport | None = None
+    state: FPRNNState | None = None
+    past_key_values: FPRNNCache | None = None

@@ -1,0 +1,50 @@
+"""Small models of every kind for the tests of what HuggingFace users do with them."""
+
+import torch
+
+from lm.build import build_model
+from lm.config import Config
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+VOCAB, EOS, PAD = 40, 2, 0
+BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+BASELINES = {
+    "mamba": {},
+    "mamba2": {},
+    "lstm": {},
+    "gated_deltanet": {},
+    "deltaproduct": {},
+    "rope": {"name": "transformer"},
+    "nope": {"name": "transformer", "position": "nope"},
+    "alibi": {"name": "transformer", "position": "alibi"},
+}
+# Those whose code is ours; the others are transformers' own classes.
+OUR_BASELINES = ("lstm", "gated_deltanet", "deltaproduct", "nope", "alibi")
+
+
+def fprnn_config(block, **fields):
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8}
+    tokens = {"eos_token_id": EOS, "pad_token_id": PAD, "bos_token_id": 1}
+    return FPRNNConfig(**{"block": block, **sizes, **tokens, **fields})
+
+
+def build(name, seed=0, **fields):
+    """A freshly initialised model: one of BLOCKS, or of BASELINES."""
+    torch.manual_seed(seed)
+    if name in BLOCKS:
+        return FPRNNForCausalLM(fprnn_config(name, **fields))
+    sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "d_ff": 24}
+    section = {"name": name, **sizes, **BASELINES[name], **fields}
+    return build_model(Config(model=section, data={"seq_len": 32}), VOCAB, EOS, PAD)
+
+
+def exact(name, **fields):
+    """The same in fp64 and, where something is solved, to the last digits."""
+    tight = {"schedule": "sequential", "tol": 1e-11, "contractive": 0.2, "eval_tol": 1e-11}
+    return build(name, **(tight if name in BLOCKS else {}), **fields).double()
+
+
+def ids(rows=2, length=9, seed=0):
+    """Tokens (rows,length) that are neither EOS nor padding."""
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,252 @@
+"""What transformers' ModelTesterMixin checks of every model, through public behaviour."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
+from tests.hf.models import BLOCKS, EOS, OUR_BASELINES, VOCAB, build, exact, ids
+
+OURS = (*BLOCKS, *OUR_BASELINES)
+every_block = pytest.mark.parametrize("name", BLOCKS)
+every_model = pytest.mark.parametrize("name", OURS)
+
+
+def with_end_of_document(rows=2, length=9):
+    x = ids(rows, length)
+    x[0, 3] = EOS
+    return x
+
+
+def leaves(output):
+    """The tensors in an output, taken apart as transformers' tests do: lists, tuples, dicts."""
+    if isinstance(output, list | tuple):
+        return [leaf for part in output for leaf in leaves(part)]
+    if isinstance(output, dict):
+        return [leaf for part in output.values() for leaf in leaves(part)]
+    return [output] if isinstance(output, torch.Tensor) else []
+
+
+# Outputs
+
+
+@every_model
+@pytest.mark.parametrize("base", [False, True], ids=["head", "base"])
+def test_tuple_and_dict_outputs_hold_the_same(name, base):
+    model = build(name).eval()
+    model = model.base_model if base else model
+    extra = [{}, {"output_hidden_states": True}]
+    extra += [] if base else [{"labels": ids()}]
+    for kwargs in extra:
+        with torch.no_grad():
+            as_tuple = model(ids(), return_dict=False, **kwargs)
+            as_dict = model(ids(), return_dict=True, **kwargs)
+        assert isinstance(as_tuple, tuple)
+        pairs = list(zip(leaves(as_tuple), leaves(as_dict.to_tuple()), strict=True))
+        assert len(pairs) >= 1 + len(kwargs)
+        for a, b in pairs:
+            assert a.is_floating_point() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])  # Llama raises, here too
+def test_the_configs_output_settings_are_honoured(name):
+    model = build(name).eval()
+    for part in (model, model.base_model):
+        part.config.output_hidden_states = True
+        assert len(part(ids()).hidden_states) == 3
+        assert part(ids(), output_hidden_states=False).hidden_states is None
+        part.config.output_hidden_states = False
+        part.config.return_dict = False
+        assert isinstance(part(ids()), tuple) and not isinstance(
+            part(ids(), return_dict=True), tuple
+        )
+        part.config.return_dict = True
+
+
+@every_model
+def test_hidden_states_are_those_before_each_layer_and_the_last(name):
+    model = build(name)
+    assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
+    output = model(ids(), output_hidden_states=True)
+    assert isinstance(output.hidden_states, tuple)
+    assert [h.shape for h in output.hidden_states] == [(2, 9, 16)] * 3
+    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(ids()))
+    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]).float(), output.logits)
+    for h in output.hidden_states[:-1]:
+        h.retain_grad()
+    output.logits.flatten()[0].backward(retain_graph=True)
+    output.logits.flatten()[1].backward()
+    assert all(h.grad.abs().sum() > 0 for h in output.hidden_states[:-1])
+
+
+@every_model
+@torch.no_grad()
+def test_the_same_twice_and_in_any_batch(name):
+    model, x = exact(name).eval(), ids(3)
+    first = model(x, output_hidden_states=True)
+    for a, b in zip(leaves(first), leaves(model(x, output_hidden_states=True)), strict=True):
+        assert torch.equal(a, b)
+    for row in range(3):
+        alone = model(x[row : row + 1], output_hidden_states=True)
+        for a, b in zip(leaves(first), leaves(alone), strict=True):
+            torch.testing.assert_close(a[row : row + 1], b, rtol=1e-7, atol=1e-8)
+
+
+@every_model
+@torch.no_grad()
+def test_embeddings_in_give_what_their_ids_give(name):
+    model, x = exact(name).eval(), with_end_of_document()
+    embeds = model.get_input_embeddings()(x)
+    for part in (model, model.base_model):
+        by_ids, by_embeds = part(x)[0], part(inputs_embeds=embeds)[0]
+        torch.testing.assert_close(by_embeds, by_ids, rtol=1e-9, atol=1e-9)
+
+
+# Training
+
+
+@every_model
+def test_every_parameter_learns(name):
+    model = build(name, **({"use_short_conv": True} if name in BLOCKS else {})).train()
+    loss = model(ids(), labels=ids(seed=1)).loss
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+    assert sum(p.grad.abs().sum() > 0 for p in model.parameters()) > 8
+
+
+@every_model
+def test_initialisation_reaches_every_weight_and_depends_on_the_seed_alone(name):
+    """Also of a model made without memory, as from_pretrained makes one."""
+    model = build(name)
+    assert all(p.isfinite().all() and p.abs().max() < 8 for p in model.parameters())
+    for key, tensor in build(name).state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key]), key
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), build(name, 1).parameters())
+    )
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    empty.to_empty(device="cpu")
+    for tensor in (*empty.parameters(), *empty.buffers()):
+        tensor.data.fill_(float("nan"))
+    for module in empty.modules():
+        module._is_hf_initialized = False
+    empty.initialize_weights()
+    empty.tie_weights()
+    assert all(t.isfinite().all() for t in empty.state_dict().values())
+
+
+# Embeddings
+
+
+@every_model
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_vocabulary_can_be_resized(name, tied):
+    model = build(name, tie_embeddings=tied).eval()
+    before = model.get_input_embeddings().weight.detach().clone()
+    for size in (VOCAB + 10, VOCAB - 15):
+        resized = copy.deepcopy(model)
+        resized.resize_token_embeddings(size)
+        embedding, head = resized.get_input_embeddings(), resized.get_output_embeddings()
+        assert resized.config.vocab_size == size == embedding.num_embeddings
+        assert head.weight.shape[0] == size and (head.weight is embedding.weight) == tied
+        kept = min(size, VOCAB)
+        assert torch.equal(embedding.weight[:kept], before[:kept])
+        out = resized(ids().clamp(max=size - 1), labels=ids().clamp(max=size - 1))
+        assert out.logits.shape == (2, 9, size) and out.loss.isfinite()
+
+
+@every_model
+def test_embeddings_and_head_can_be_read_and_replaced(name):
+    model = build(name)
+    assert isinstance(model.get_input_embeddings(), nn.Embedding)
+    assert model.base_model is getattr(model, model.base_model_prefix)
+    new = nn.Embedding(10, 16)
+    model.set_input_embeddings(new)
+    assert model.get_input_embeddings() is model.base_model.get_input_embeddings() is new
+    head = nn.Linear(16, 10)
+    model.set_output_embeddings(head)
+    assert model.get_output_embeddings() is head
+
+
+# Saving and loading
+
+
+@every_model
+def test_the_base_model_loads_from_the_language_model_and_back(name, tmp_path):
+    model = build(name, tie_embeddings=False).eval()
+    model.save_pretrained(tmp_path / "whole")
+    base = type(model.base_model)
+    loaded, info = base.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(loaded.eval()(ids())[0], model.base_model(ids())[0])
+    loaded.save_pretrained(tmp_path / "base")
+    again, info = type(model).from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert torch.equal(again.eval().base_model(ids())[0], model.base_model(ids())[0])
+
+
+@every_model
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_file_of_weights_holds_what_is_needed_and_loads_exactly(name, tied, tmp_path):
+    model = build(name, tie_embeddings=tied).eval()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in saved) != tied
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
+    assert torch.equal(loaded.eval()(ids()).logits, model(ids()).logits)
+    torch.save(model, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(whole(ids()).logits, model(ids()).logits)
+    assert torch.equal(copy.deepcopy(model)(ids()).logits, model(ids()).logits)
+
+
+@every_model
+def test_other_shapes_are_refused_or_left_out_on_request(name, tmp_path):
+    model = build(name, tie_embeddings=False)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError):
+        type(model).from_pretrained(tmp_path, vocab_size=10)
+    loaded, info = type(model).from_pretrained(
+        tmp_path, vocab_size=10, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert len(info["mismatched_keys"]) == 2 and loaded(ids().clamp(max=9)).logits.shape[-1] == 10
+    own = type(model)._from_config(model.config, dtype=torch.bfloat16)  # without a checkpoint
+    assert own.dtype == torch.bfloat16 and own(ids()).logits.isfinite().all()
+
+
+@every_model
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_what_needs_more(name, dtype, tmp_path):
+    build(name).save_pretrained(tmp_path)
+    for kind in (type(build(name)), type(build(name).base_model)):
+        model = kind.from_pretrained(tmp_path, dtype=dtype)
+        wide = model._keep_in_fp32_modules_strict
+        for key, parameter in model.named_parameters():
+            expected = torch.float32 if any(f".{w}" in f".{key}" for w in wide) else dtype
+            assert parameter.dtype == expected, key
+        keys = list(model.state_dict())
+        assert all(any(key.endswith(f".{w}") for key in keys) for w in wide), wide
+        if dtype == torch.bfloat16:
+            assert model.eval()(ids())[0].isfinite().all()
+    assert set(wide) == {
+        "fp_mamba1": {"A_log", "D", "dt_proj.bias"}, "fp_mamba2": {"A_log", "D", "dt_bias"},
+        "gated_deltanet": {"A_log", "dt_bias"},
+    }.get(name, set())  # fmt: skip
+
+
+@every_block
+def test_it_can_be_built_without_memory_and_under_a_device(name):
+    config = build(name).config
+    for kind in (FPRNNModel, FPRNNForCausalLM):
+        with torch.device("meta"):
+            assert {p.device.type for p in kind(config).parameters()} == {"meta"}
+        with torch.device("cpu"):
+            assert kind(config)(ids())[0].isfinite().all()

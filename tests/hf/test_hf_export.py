@@ -1,0 +1,152 @@
+"""Exports in other processes: every Auto class, saved again; and which package `lm` is used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lm
+from lm.export import write_export
+from lm.kernels import INTERFACE
+from lm.model import scan
+from tests.hf.models import BLOCKS, OUR_BASELINES, build, ids
+
+HIDE = """
+import importlib.util, json, os, sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
+sys.path[:] = [p for p in sys.path if not os.path.isdir(p + "/lm")]
+"""
+LOAD = """
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+ids = torch.tensor(json.loads(sys.argv[1]))
+totals = {}
+for path in sys.argv[2:]:
+    for kind in (AutoModelForCausalLM, AutoModel):
+        model = kind.from_pretrained(path, trust_remote_code=True).eval()
+        assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+        totals.setdefault(path, []).append(model(ids)[0].double().abs().sum().item())
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    assert type(config).__module__.startswith("transformers_modules")
+    again = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    again.save_pretrained(path + "-again")
+    for kind in (AutoModelForCausalLM, AutoModel):
+        model = kind.from_pretrained(path + "-again", trust_remote_code=True).eval()
+        totals[path].append(model(ids)[0].double().abs().sum().item())
+print(json.dumps(totals))
+"""
+USES = """
+import importlib, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+scan = sys.modules[type(model).__module__.rpartition(".")[0] + ".scan"]
+found = {}
+for folder in sys.argv[2:]:
+    for name in [m for m in sys.modules if m == "lm" or m.startswith("lm.")]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    scan._kernels.cache_clear()
+    print("##", folder, file=sys.stderr, flush=True)
+    with torch.no_grad():
+        logits = [model(torch.tensor([[3, 4, 5, 6]])).logits for _ in range(2)][1]
+    found[folder] = scan._kernels() is not None, logits.double().abs().sum().item()
+    sys.path.remove(folder)
+print(json.dumps(found))
+"""
+
+
+def elsewhere(code, tmp_path, *args):
+    """What the code prints last in a process without this checkout's `lm`; stderr."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", HIDE + code, *args],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_every_auto_class_loads_an_export_and_what_is_saved_of_it(tmp_path):
+    expected, paths = {}, []
+    for name in (*BLOCKS, *OUR_BASELINES):
+        model = build(name).eval()
+        paths.append(str(write_export(model, tmp_path / name, None, name, "")))
+        with torch.no_grad():
+            pair = [
+                part(ids())[0].double().abs().sum().item() for part in (model, model.base_model)
+            ]
+        expected[paths[-1]] = pair * 2
+    found, _ = elsewhere(LOAD, tmp_path, json.dumps(ids().tolist()), *paths)
+    assert found.keys() == expected.keys()
+    for path, totals in expected.items():
+        assert found[path] == pytest.approx(totals, rel=1e-5), path
+
+
+SAID = "fprnn's kernels are not used, and the model is computed in plain PyTorch: "
+STRANGERS = {
+    "nothing": (None, "the package fprnn is not installed"),
+    "a package without kernels": ({"__init__.py": "raise SystemExit(3)"}, "is not fprnn's"),
+    "a module": ("raise SystemExit(3)", "is not fprnn's"),
+    "kernels of another": (
+        {"__init__.py": "", "kernels/__init__.py": "find = compute = print"},
+        "offers None, not",
+    ),
+    "another version of ours": (
+        {"__init__.py": "", "kernels/__init__.py": f"INTERFACE = ({INTERFACE[0]!r}, 99)"},
+        "offers ('fprnn-kernels', 99), not",
+    ),
+    "one that raises": (
+        {"__init__.py": "raise RuntimeError('broken')", "kernels/__init__.py": ""},
+        "cannot be imported: RuntimeError: broken",
+    ),
+    "one that has no torch": (
+        {"__init__.py": "", "kernels/__init__.py": "import torch_of_tomorrow"},
+        "cannot be imported: ModuleNotFoundError: No module named 'torch_of_tomorrow'",
+    ),
+}
+
+
+def lay(folder, files):
+    """Write a package or a module called `lm` into a folder; None: nothing."""
+    folder.mkdir()
+    if isinstance(files, str):
+        (folder / "lm.py").write_text(files)
+    for name, text in (files or {}).items() if not isinstance(files, str) else ():
+        (folder / "lm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "lm" / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """For every stranger, and for this checkout ("ours"): whether its kernels were used, what two
+    forward passes gave, and what was said; in one process after the other."""
+    tmp_path = tmp_path_factory.mktemp("strangers")
+    model = build("fp_mamba1").eval()
+    out = write_export(model, tmp_path / "out", None, "x", "")
+    folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
+    folders["ours"] = Path(lm.__file__).parents[1]
+    results, said = elsewhere(USES, tmp_path, str(out), *map(str, folders.values()))
+    parts = dict(part.split("\n", 1) for part in said.split("## ")[1:])
+    with torch.no_grad():
+        total = model(torch.tensor([[3, 4, 5, 6]])).logits.double().abs().sum().item()
+    assert [total] * len(folders) == pytest.approx([t for _, t in results.values()], rel=1e-5)
+    return {name: (results[str(f)][0], parts[str(f)]) for name, f in folders.items()}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_kernels_of_a_stranger_are_not_used_which_is_said_once(stranger, found):
+    used, said = found[stranger]
+    assert not used and said.count(SAID) == 1 and STRANGERS[stranger][1] in said
+
+
+def test_our_own_kernels_are_used_and_nothing_is_said(found):
+    used, said = found["ours"]
+    assert used and SAID not in said
+    assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE

@@ -1,0 +1,168 @@
+"""What transformers' GenerationTesterMixin checks, for our blocks and for the baselines."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+
+from lm.model.state import FPRNNCache
+from tests.hf.models import BLOCKS, OUR_BASELINES, PAD, VOCAB, exact, ids
+
+CACHED = (*BLOCKS, "nope", "alibi")
+every_block = pytest.mark.parametrize("name", BLOCKS)
+every_model = pytest.mark.parametrize("name", [*BLOCKS, *OUR_BASELINES])
+GREEDY = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": PAD}
+DICT = {
+    "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    "output_hidden_states": True,
+}  # fmt: skip
+
+
+def made(name, **fields):
+    """A model whose next tokens differ: its head is not small."""
+    model = exact(name, tie_embeddings=False, **fields).eval()
+    torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(3))
+    return model
+
+
+def check_outputs(output, prompt, steps, rows, cached):
+    """Shapes of what a dictionary-like output holds."""
+    assert output.sequences.shape == (rows, prompt.shape[1] + steps)
+    assert [s.shape for s in output.scores] == [(rows, VOCAB)] * steps
+    assert [s.shape for s in output.logits] == [(rows, VOCAB)] * steps
+    assert len(output.hidden_states) == steps
+    for index, states in enumerate(output.hidden_states):
+        length = 1 if cached and index else prompt.shape[1] + index
+        assert [h.shape[1:] for h in states] == [(length, 16)] * 3
+
+
+@every_model
+def test_greedy_with_and_without_a_cache_gives_the_argmax_of_forward_passes(name):
+    model, tokens = made(name), ids(2, 6)
+    expected = tokens
+    for _ in range(5):
+        logits = model(expected, use_cache=False).logits if name in BLOCKS else model(expected)[0]
+        logits[:, -1, 2] = -torch.inf  # an end is not looked for
+        expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
+    for cached in (True, False):
+        output = model.generate(tokens, use_cache=cached, **GREEDY, **DICT)
+        assert isinstance(output, GenerateDecoderOnlyOutput)
+        assert torch.equal(output.sequences, expected)
+        check_outputs(output, tokens, 5, 2, cached and name in CACHED)
+        if name in BLOCKS:
+            assert isinstance(output.past_key_values, FPRNNCache) == cached
+    assert torch.equal(model.generate(tokens, **GREEDY), expected)
+    assert expected[:, 6:].unique().numel() > 2
+
+
+@every_model
+def test_samples_beams_and_groups_of_returns(name):
+    model, tokens = made(name), ids(2, 6)
+    for kwargs in (
+        {"do_sample": True, "num_return_sequences": 2},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": False},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+    ):
+        outputs = []
+        for cached in (True, False):
+            torch.manual_seed(4)
+            asked = {**GREEDY, **DICT, **kwargs, "use_cache": cached}
+            outputs.append(model.generate(tokens, **asked))
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        assert outputs[0].sequences.shape == (4, 11)
+        beams = isinstance(outputs[0], GenerateBeamDecoderOnlyOutput)
+        assert beams == ("num_beams" in kwargs)
+        if beams:
+            assert (outputs[0].sequences_scores < 0).all()
+
+
+@every_model
+@torch.no_grad()
+def test_left_padding_changes_nothing(name):
+    model, tokens = made(name), ids(2, 6)
+    mask = torch.ones_like(tokens)
+    padded = {"input_ids": F.pad(tokens, (3, 0)), "attention_mask": F.pad(mask, (3, 0))}
+    alone = model.generate(tokens, **GREEDY)[:, 6:]
+    assert torch.equal(model.generate(**padded, **GREEDY)[:, 9:], alone)
+    for filler in (0, 1):  # transformers has filled the positions of padding with either
+        positions = (padded["attention_mask"].cumsum(-1) - 1).masked_fill(
+            padded["attention_mask"] == 0, filler
+        )
+        logits = model(**padded, position_ids=positions).logits[:, -1]
+        torch.testing.assert_close(logits, model(tokens).logits[:, -1], rtol=1e-7, atol=1e-8)
+
+
+@every_block
+@torch.no_grad()
+def test_embeddings_start_a_generation(name):
+    model, tokens = made(name), ids(2, 6)
+    embeds = model.get_input_embeddings()(tokens)
+    expected = model.generate(tokens, **GREEDY)
+    only = model.generate(inputs_embeds=embeds, **GREEDY)
+    assert torch.equal(only, expected[:, 6:])
+    assert torch.equal(model.generate(tokens, inputs_embeds=embeds, **GREEDY), expected)
+    others = torch.zeros_like(embeds)
+    assert not torch.equal(model.generate(inputs_embeds=others, **GREEDY), only)
+    uncached = model.generate(inputs_embeds=embeds, **GREEDY, use_cache=False)
+    assert torch.equal(uncached, only)
+
+
+@every_block
+@torch.no_grad()
+def test_a_generation_goes_on_from_another_ones_cache(name):
+    model, tokens = made(name), ids(2, 6)
+    whole = model.generate(tokens, **{**GREEDY, "max_new_tokens": 8, "min_new_tokens": 8}, **DICT)
+    short = {**GREEDY, "max_new_tokens": 3, "min_new_tokens": 3}
+    first = model.generate(tokens, **short, **DICT)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == first.sequences.shape[1] - 1
+    rest = model.generate(first.sequences, past_key_values=cache, **GREEDY, **DICT)
+    assert rest.past_key_values is cache
+    assert torch.equal(rest.sequences, whole.sequences)
+    for a, b in zip(first.scores + rest.scores, whole.scores, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@every_block
+def test_the_configs_use_cache_decides(name):
+    model = made(name)
+    assert isinstance(model(ids()).past_key_values, FPRNNCache)
+    assert model(ids(), use_cache=False).past_key_values is None
+    assert model.train()(ids()).past_key_values is None
+    assert isinstance(model(ids(), use_cache=True).past_key_values, FPRNNCache)
+    model = made(name, use_cache=False)
+    assert model(ids()).past_key_values is None
+    assert isinstance(model(ids(), use_cache=True).past_key_values, FPRNNCache)
+    output = model.generate(ids(), **GREEDY, return_dict_in_generate=True)
+    assert output.past_key_values is None  # generate asks the same config
+    state = model(ids(), return_state=True)
+    assert state.past_key_values is None and state.state is not None
+
+
+@every_block
+def test_what_a_recurrence_cannot_do_is_refused_in_a_sentence(name):
+    model, tokens = made(name), ids(1, 6)
+    with pytest.raises(ValueError, match="not an FPRNNCache"):
+        model(tokens, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        model(tokens, use_cache=True).past_key_values.crop(2)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(tokens, assistant_model=made(name), **GREEDY)
+    with pytest.raises(ValueError, match=r"not used by the model: \['lables'\]"):
+        model.generate(tokens, lables=tokens, **GREEDY)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
+def test_half_precision_generates(name):
+    model = made(name).to(torch.bfloat16)
+    out = model.generate(ids(), **GREEDY)
+    assert out.shape == (2, 14) and out.max() < VOCAB
+
+
+def test_generate_knows_the_arguments():
+    parameters = inspect.signature(exact("fp_rnn").forward).parameters
+    assert {"position_ids", "attention_mask", "inputs_embeds", "use_cache"} <= set(parameters)
+    assert "shift_labels" not in parameters  # the Trainer would call it a label that is missing

@@ -1,0 +1,220 @@
+"""What a forward pass is told of its tokens besides their ids, and what it refuses to be told."""
+
+import itertools
+
+import pytest
+import torch
+
+from lm.model.inputs import document_starts
+from tests.hf.models import BLOCKS, EOS, OUR_BASELINES, PAD, exact, ids
+
+OURS = (*BLOCKS, *OUR_BASELINES)
+every_block = pytest.mark.parametrize("name", BLOCKS)
+every_model = pytest.mark.parametrize("name", OURS)
+# Two rows of eleven tokens: documents of 4, 6 and 1 tokens, and of 9 and 2.
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
+NUMBERS = torch.tensor([[0] * 4 + [1] * 6 + [5], [7] * 9 + [8] * 2])
+CUTS = ((0, 4, 10, 11), (0, 9, 11))
+
+
+def one_by_one(model, tokens, cuts=CUTS):
+    """The logits of every document alone, in their places."""
+    rows = [
+        torch.cat([model(row[None, a:b]).logits[0] for a, b in itertools.pairwise(cut)])
+        for row, cut in zip(tokens, cuts)
+    ]
+    return torch.stack(rows)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+
+
+@every_model
+@pytest.mark.parametrize("said", ["position_ids", "seq_idx", "embeddings", "both"])
+@torch.no_grad()
+def test_documents_of_a_row_do_not_see_each_other(name, said):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    expected = one_by_one(model, tokens)
+    assert (model(tokens).logits - expected).abs().max() > 1e-3
+    how = {
+        "position_ids": {"input_ids": tokens, "position_ids": POSITIONS},
+        "seq_idx": {"input_ids": tokens, "seq_idx": NUMBERS},
+        "embeddings": {"inputs_embeds": model.get_input_embeddings()(tokens)},
+        "both": {"input_ids": tokens, "position_ids": POSITIONS, "seq_idx": NUMBERS},
+    }[said]
+    how = {"position_ids": POSITIONS, **how} if said == "embeddings" else how
+    out = model(**how, output_hidden_states=True)
+    close(out.logits, expected)
+    close(model.base_model(**how)[0], out.hidden_states[-1])
+
+
+@every_model
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_documents_and_padding(name, side):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    expected = one_by_one(model, tokens)
+    pad = (3, 0) if side == "left" else (0, 3)
+    real = slice(3, None) if side == "left" else slice(None, 11)
+    padded = torch.nn.functional.pad(tokens, pad, value=PAD)
+    mask = torch.nn.functional.pad(torch.ones_like(tokens), pad)
+    positions = torch.nn.functional.pad(POSITIONS, pad)
+    out = model(padded, attention_mask=mask, position_ids=positions)
+    close(out.logits[:, real], expected)
+
+
+@every_block
+@torch.no_grad()
+def test_positions_and_eos_tokens_both_end_documents(name):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    tokens[0, 6], tokens[1, 2] = EOS, EOS
+    expected = one_by_one(model, tokens, ((0, 4, 7, 10, 11), (0, 3, 9, 11)))
+    close(model(tokens, position_ids=POSITIONS).logits, expected)
+    embeds = model.get_input_embeddings()(tokens)
+    close(model(inputs_embeds=embeds, position_ids=POSITIONS).logits, expected)
+    model.config.eos_token_id = [EOS, EOS + 1]
+    tokens[0, 6] = EOS + 1
+    expected = one_by_one(model, tokens, ((0, 4, 7, 10, 11), (0, 3, 9, 11)))
+    close(model(tokens, position_ids=POSITIONS).logits, expected)
+
+
+@every_block
+@torch.no_grad()
+def test_a_segment_starts_a_document_where_its_positions_start_at_0(name):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    whole = model(tokens, position_ids=POSITIONS).logits
+    state = model(tokens[:, :4], return_state=True).state
+    rest = model(tokens[:, 4:], position_ids=POSITIONS[:, 4:], state=state).logits
+    close(rest, whole[:, 4:])  # the first row's second document begins there, the second's goes on
+    cache = model(tokens[:, :4], use_cache=True).past_key_values
+    on = model(tokens[:, 4:], position_ids=torch.arange(7)[None], past_key_values=cache).logits
+    close(on, model(tokens).logits[:, 4:])  # with a cache the first token goes on, as in Llama
+
+
+@every_model
+@torch.no_grad()
+def test_positions_that_go_up_say_nothing_new(name):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    plain = model(tokens).logits
+    for positions in (torch.arange(11)[None], torch.arange(5, 16).expand(2, -1)):
+        assert torch.equal(model(tokens, position_ids=positions).logits, plain)
+
+
+def test_where_documents_start():
+    found = document_starts(POSITIONS, None, 2, 11)
+    assert found.nonzero().tolist() == [[0, 0], [0, 4], [0, 10], [1, 0], [1, 9]]
+    found = document_starts(None, NUMBERS, 2, 11)
+    assert found.nonzero().tolist() == [[0, 4], [0, 10], [1, 9]]
+    assert (
+        document_starts(torch.tensor([[3, 4, 9, 9]]), None, 3, 4).int().tolist()
+        == [[0, 0, 0, 1]] * 3
+    )
+    assert document_starts(None, None, 2, 11) is None
+
+
+# Logits
+
+
+@every_model
+@torch.no_grad()
+def test_the_logits_to_keep(name):
+    model, tokens = exact(name).eval(), ids(2, 11)
+    logits = model(tokens).logits
+    close(model(tokens, logits_to_keep=3).logits, logits[:, -3:])
+    close(model(tokens, logits_to_keep=torch.tensor([2, 7])).logits, logits[:, [2, 7]])
+    each = torch.tensor([[0, 4, 5], [3, 1, 9]])
+    close(model(tokens, logits_to_keep=each).logits, logits[torch.arange(2)[:, None], each])
+    some = tokens > 20
+    close(model(tokens, logits_to_keep=some).logits, logits[some])
+    if name in ("fp_mamba1", "lstm"):
+        loss = model(tokens, shift_labels=tokens, logits_to_keep=torch.tensor([2, 7])).loss
+        expected = torch.nn.functional.cross_entropy(
+            logits[:, [2, 7]].flatten(0, 1), tokens[:, [2, 7]].flatten()
+        )
+        close(loss, expected)
+
+
+# What is refused
+
+
+WRONG = {
+    "an unknown argument": ({"lables": 1}, TypeError, "does not know the argument lables"),
+    "several": ({"token_type_ids": 1, "b": 2}, TypeError, "the argument b, token_type_ids"),
+    "a mask in 4 dimensions": (
+        {"attention_mask": torch.ones(2, 1, 9, 9)}, ValueError, r"9, 9\): it must be \(2, 9\)",
+    ),
+    "a mask of another length": (
+        {"attention_mask": torch.ones(2, 8)}, ValueError, r"attention_mask has shape \(2, 8\)",
+    ),
+    "a mask of another batch": (
+        {"attention_mask": torch.ones(1, 9)}, ValueError, r"attention_mask has shape \(1, 9\)",
+    ),
+    "positions of another length": (
+        {"position_ids": torch.arange(8)[None]}, ValueError, r"position_ids has shape \(1, 8\)",
+    ),
+    "positions of another kind": (
+        {"position_ids": torch.arange(9)}, ValueError, r"position_ids has shape \(9,\)",
+    ),
+    "numbers of another length": (
+        {"seq_idx": torch.zeros(2, 3)}, ValueError, r"seq_idx has shape \(2, 3\)",
+    ),
+    "packed lengths alone": (
+        {"cu_seq_lens_q": torch.tensor([0, 4, 18])}, ValueError, "does not read cu_seq_lens_q",
+    ),
+    "not causal": ({"is_causal": False}, ValueError, "is causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_refused_in_a_sentence(name, case):
+    arguments, error, words = WRONG[case]
+    model = exact(name).eval()
+    for part in (model, model.base_model):
+        with pytest.raises(error, match=words):
+            part(ids(), **arguments)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm"])
+def test_tokens_that_cannot_be_are_refused_in_a_sentence(name):
+    model = exact(name)
+    for bad, words in (
+        (torch.tensor([[3, 40]]), "input_ids go from 3 to 40: the vocabulary's go from 0 to 39"),
+        (torch.tensor([[-1, 3]]), "input_ids go from -1 to 3"),
+        (torch.tensor([3, 4]), r"input_ids has shape \(2,\): it must be \(batch, length\)"),
+        (torch.zeros(2, 0, dtype=torch.long), r"shape \(2, 0\): there must be"),
+        (torch.zeros(0, 4, dtype=torch.long), r"shape \(0, 4\): there must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(bad)
+    for bad in (torch.zeros(2, 3), torch.zeros(2, 0, 16)):
+        with pytest.raises(ValueError, match="inputs_embeds has shape"):
+            model(inputs_embeds=bad)
+    with pytest.raises(ValueError, match="exactly one"):
+        model(ids(), inputs_embeds=torch.zeros(2, 9, 16))
+    with pytest.raises(ValueError, match="exactly one"):
+        model()
+
+
+def test_what_transformers_itself_passes_is_taken(caplog):
+    for name in ("fp_mamba1", "lstm"):
+        model = exact(name).eval()
+        plain = model(ids()).logits
+        passed = {"output_attentions": True, "is_causal": True, "num_items_in_batch": None}
+        passed |= {"cu_seq_lens_q": torch.tensor([0, 9]), "position_ids": torch.arange(9)[None]}
+        passed |= {"output_router_logits": False, "token_type_ids": None}
+        assert torch.equal(model(ids(), **passed).logits, plain)
+
+
+def test_a_baseline_refuses_what_it_cannot_tell_apart():
+    lstm, tokens = exact("lstm"), ids(2, 11)
+    state = lstm(tokens, return_state=True).state
+    for kwargs in ({"state": state}, {"return_state": True}):
+        with pytest.raises(ValueError, match="for rows of one document each"):
+            lstm(tokens, position_ids=POSITIONS, **kwargs)
+    nope = exact("nope").eval()
+    with pytest.raises(ValueError, match="keeps no cache of packed documents"):
+        nope(tokens, position_ids=POSITIONS, use_cache=True)
+    with pytest.raises(TypeError, match="does not know the argument lables"):
+        nope(tokens, lables=tokens)
