@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lm
+from lm.errors import UserError
 from lm.evaluate import write_json
 from lm.generate import PAPER, GenerationError, load_exported, set_solver
 
@@ -36,7 +37,7 @@ MEANING = {
 }
 
 
-class AgreementError(RuntimeError):
+class AgreementError(UserError, RuntimeError):
     """Solutions that cannot be compared; the message says why, and what would do."""
 
 

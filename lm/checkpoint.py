@@ -17,11 +17,12 @@ import torch
 
 from lm.config import Run, build, load_tree
 from lm.engine import Engine, consolidate_zero
+from lm.errors import UserError
 
 MANIFEST = "manifest.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be used; the message says which file and why."""
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lm
+from lm.errors import UserError
 from lm.tasks import TASKS_DIR
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(UserError, RuntimeError):
     """An evaluation that cannot be run; the message says why, and what would do."""
 
 

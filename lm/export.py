@@ -5,8 +5,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from lm.errors import UserError
 
-class ExportError(RuntimeError):
+
+class ExportError(UserError, RuntimeError):
     """An export that cannot be made; the message says why."""
 
 

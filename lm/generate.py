@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lm.errors import UserError
+
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 
-class GenerationError(RuntimeError):
+class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 

@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from lm.errors import UserError
+
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
     (r"\.parametrizations\.weight\.original0$", ".gain"),
@@ -43,7 +45,7 @@ SAME = {
 }  # fmt: skip
 
 
-class ReferenceCheckpointError(RuntimeError):
+class ReferenceCheckpointError(UserError, RuntimeError):
     """A checkpoint or configuration of the paper's code that cannot be taken over."""
 
 

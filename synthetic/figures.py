@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
+from lm.errors import UserError
 from synthetic.config import Config
 from synthetic.evaluate import solved_length
 
@@ -18,7 +19,7 @@ DASHES = {"sequential": "--"}
 WORDS = {"num_iters": "ℓ* (iterations)"}
 
 
-class ReportError(RuntimeError):
+class ReportError(UserError, RuntimeError):
     """A report that cannot be made; the message says what is missing."""
 
 

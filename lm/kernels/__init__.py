@@ -12,6 +12,8 @@ import warnings
 
 import torch
 
+from lm.errors import UserError
+
 # backend → operation → its module. An operation that a backend lacks is computed by another.
 MODULES = {
     "cpu": {"selective_scan": "cpu", "step": "cpu_step"},
@@ -26,7 +28,7 @@ NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 
 
-class BackendError(ValueError):
+class BackendError(UserError, ValueError):
     """A backend that is not known or cannot be used, and why."""
 
 
