@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -373,7 +374,18 @@ def load(
         set_key(tree, *parse_override(text, schema))
     if job_index is not None:  # last, so that every point has its own directory under any name
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
+        tree["sweep"] = {}  # of which it is one point
     return build(tree, str(path), schema)
+
+
+def refuse_sweep(cfg: Run, where: str | Path) -> None:
+    """Raises ConfigError for a config that stands for the many runs of a grid, not for one."""
+    if cfg.sweep:
+        last = math.prod(len(values) for values in cfg.sweep.values()) - 1
+        raise ConfigError(
+            f"{where} is a sweep: say which of its points to train, --job-index 0 to {last}; or"
+            " sweep={} for the config without it"
+        )
 
 
 def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> list[dict[str, Any]]:

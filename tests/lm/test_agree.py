@@ -15,6 +15,7 @@ from lm.agree import SCHEDULES, AgreementError, agree, budget, budget_table, sol
 from lm.cli import main
 from lm.data.sources import is_validation
 from lm.export import write_export
+from lm.exported import LoadError
 from lm.generate import GenerationError, generate, load_exported, set_solver
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -291,7 +292,7 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_pa
     bare = tmp_path / "bare"
     shutil.copytree(tokenizer, bare)
     (bare / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(GenerationError, match="cannot load"):
+    with pytest.raises(LoadError, match="cannot load"):
         agree(bare)
     (bare / "tokenizer.json").unlink()
     (bare / "tokenizer_config.json").unlink()
