@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers from `least` on."""
+    """Whole numbers from `least` on, to `most` where there is one."""
 
     least: int = 1
+    most: int | None = None
 
     def __call__(self, text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < self.least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {self.least} on")
+        if value is None or value < self.least or (self.most is not None and value > self.most):
+            to = "on" if self.most is None else f"to {self.most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {self.least} {to}")
         return value
 
 
@@ -40,7 +42,7 @@ class Number:
         return value
 
 
-SEED = Whole(0)
+SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
 def names(text: str) -> list[str]:

@@ -192,11 +192,11 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["task.name=parety"], ConfigError, "did you mean `parity`"),
         (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
         (["train.length=[5, 3]"], ConfigError, "shortest first"),
-        (["eval.lengths=a"], TaskError, "must be a length"),
+        (["eval.lengths=a"], ConfigError, "must be a length"),
         (["model.vocab_size=2"], TaskError, "has 3 ids"),
         (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        (["train.length=[0, 4]"], ConfigError, "the shortest is at least 1"),
+        (["train.length=[0, 4]"], ConfigError, "or a list of 2, each a whole number above 0"),
         (["eval.seeds=[]"], ConfigError, "eval.seeds"),
         (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
         (["eval.sequential=true", "model.name=mamba"], TaskError, "mamba carries no state"),
