@@ -145,7 +145,7 @@ def budget(
         shown = ",".join(map(str, iterations)) or "empty"
         raise AgreementError(f"iterations is {shown}: numbers of iterations, each at least 1")
     _check_checkpoint(checkpoint)
-    require("matplotlib", "the figure of a budget")
+    require("matplotlib", "fprnn budget")
     folder = Path(out) if out else Path(checkpoint)
     for below in ("eval", "figures"):
         check_folder(folder / below)

@@ -100,6 +100,7 @@ def _generate(args) -> int:
     print(text)
     if args.out:
         with writing(args.out):
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
             Path(args.out).write_text(text + "\n", encoding="utf-8")
     return 0
 

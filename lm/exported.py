@@ -32,7 +32,11 @@ def load_model(path: Path | str):
         model, found = AutoModelForCausalLM.from_pretrained(
             path, trust_remote_code=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except (OSError, ValueError, SafetensorError) as e:  # ValueError: a model that nobody knows
+    except SafetensorError as e:
+        raise LoadError(
+            f"the weights in {path} are cut short or damaged ({e}): export the run again"
+        ) from None
+    except (OSError, ValueError) as e:  # ValueError: a model that nobody knows
         raise LoadError(f"cannot load {path}: {str(e).strip().splitlines()[0]}") from None
     finally:
         logging.set_verbosity(verbosity)

@@ -174,10 +174,10 @@ def import_reference(
     config = Path(config)
     if not config.is_file():
         raise ReferenceCheckpointError(f"no config at {config}")
-    text = config.read_text(encoding="utf-8")
     try:
+        text = config.read_text(encoding="utf-8")
         description = json.loads(text) if config.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as e:
         reason = str(e).splitlines()[0]
         raise ReferenceCheckpointError(f"{config} is neither JSON nor YAML: {reason}") from None
     if not isinstance(description, dict):

@@ -22,7 +22,7 @@ def summarise(run_dir: Path) -> dict:
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise CheckpointError(f"{run_dir} holds no run (it has no config.yaml)")
-    require("matplotlib", "the figures of a report")
+    require("matplotlib", "fprnn report")
     check_folder(run_dir / "figures")
     summary = result(run_dir)
     solved = [r for r in read_metrics(run_dir) if "num_iters" in r]

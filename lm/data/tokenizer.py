@@ -41,7 +41,11 @@ def load_tokenizer(
                 f"{folder} was made from {made_from}, but the config asks for {wanted}; "
                 "use another run name, or the old tokenizer settings"
             )
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+            reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+            raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
     name = cfg.tokenizer.name
     tokenizer = train_bpe(cfg, log) if name == "bpe" else _from_huggingface(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
