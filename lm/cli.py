@@ -41,8 +41,9 @@ def _train(args) -> int:
         gpus = args.gpus or cfg.train.world_size or int(os.environ.get("WORLD_SIZE", "1"))
         check_resume(cfg.resume)
         deepspeed_config(cfg, gpus)
+        planned = describe(plan(cfg, gpus), cfg)
         say(cfg.to_yaml())
-        say(describe(plan(cfg, gpus), cfg))
+        say(planned)
         return 0
     from lm.train import train
 

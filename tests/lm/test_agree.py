@@ -28,27 +28,6 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """The folder of a byte-level tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(["a"], trainer)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>"
-    ).save_pretrained(folder)
-    return folder
-
-
 def exported(folder, tokenizer, **settings):
     torch.manual_seed(0)
     config = FPRNNConfig(
@@ -59,9 +38,9 @@ def exported(folder, tokenizer, **settings):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory, tokenizer):
+def checkpoint(tmp_path_factory, byte_tokenizer):
     return exported(
-        tmp_path_factory.mktemp("fp_mamba1"), tokenizer, tol=0.05, glu_in_loop=True, **EASY
+        tmp_path_factory.mktemp("fp_mamba1"), byte_tokenizer, tol=0.05, glu_in_loop=True, **EASY
     )
 
 
@@ -157,8 +136,8 @@ def test_the_seed_chooses_the_places_and_a_short_text_has_fewer(checkpoint, text
     assert perplexity(sequences=50, length=90)[0] == 2  # 184 bytes and an EOS
 
 
-def test_exact_is_there_where_the_model_has_it(tmp_path, tokenizer, text):
-    path = exported(tmp_path, tokenizer, block="fp_rnn")
+def test_exact_is_there_where_the_model_has_it(tmp_path, byte_tokenizer, text):
+    path = exported(tmp_path, byte_tokenizer, block="fp_rnn")
     results = agree(path, text, sequences=1, length=6)
     assert tuple(results["schedules"]) == (*SCHEDULES, "exact")
     assert results["schedules"]["exact"]["work"] == 1
@@ -272,7 +251,7 @@ def test_a_budget_of_nothing_is_a_sentence(checkpoint, text):
             budget(checkpoint, text, iterations=wrong)
 
 
-def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_path, tokenizer):
+def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_path, byte_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with pytest.raises(AgreementError, match=r"no checkpoint folder at .*nowhere.*fprnn export"):
@@ -280,7 +259,7 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_pa
     with pytest.raises(GenerationError, match="no export at"):
         agree(tmp_path)
     other = tmp_path / "other"
-    shutil.copytree(tokenizer, other)
+    shutil.copytree(byte_tokenizer, other)
     GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
         other
     )
@@ -290,7 +269,7 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_pa
         generate(other, "Mary", 2, schedule="auto")
     assert generate(other, "Mary", 2).startswith("Mary")
     bare = tmp_path / "bare"
-    shutil.copytree(tokenizer, bare)
+    shutil.copytree(byte_tokenizer, bare)
     (bare / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(LoadError, match="cannot load"):
         agree(bare)
