@@ -233,7 +233,7 @@ class Run(Section):
 
     name: str = Field("run", min_length=1)
     out_dir: str = Field("runs", min_length=1)
-    seed: int = Field(0, ge=0, lt=2**64)
+    seed: int = Field(0, ge=0, le=2**64 - 1)  # what torch takes
     model: Model = Model()
     sweep: dict[str, list[Any]] = {}
 

@@ -174,16 +174,14 @@ def _in_words(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     if annotation is float:
         return f"a finite number{_range(bounds)}"
     if annotation is str:
-        return (
-            "text that is not empty" if _least(bounds) else "text (in quotes, where it is a number)"
-        )
+        return "text that is not empty" if _least(bounds) else "text (a number goes in quotes)"
     if origin in (tuple, list):
         elements = [_in_words(a) for a in parts if a is not Ellipsis]
         size = f" of {len(elements)}" if origin is tuple and Ellipsis not in parts else ""
         size = " that is not empty" if _least(bounds) else size
         return f"a list{size}, each {' or '.join(dict.fromkeys(elements))}"
     if origin is dict:
-        return "a mapping of keys to values"
+        return f"a mapping of keys to {'lists' if get_origin(parts[1]) is list else 'values'}"
     if _is_section(annotation):
         return f"a section with keys of {', '.join(annotation.model_fields)}"
     return "any value"
@@ -202,5 +200,6 @@ def _range(bounds: list[Any]) -> str:
     for bound in bounds:
         if type(bound) in words:
             word, attribute = words[type(bound)]
-            said.append(f"{word} {getattr(bound, attribute):g}")
+            value = getattr(bound, attribute)
+            said.append(f"{word} {value if isinstance(value, int) else format(value, 'g')}")
     return " " + " and ".join(said) if said else ""

@@ -67,8 +67,9 @@ def parse(text: str, where: str) -> Any:
             problem = "it is indented with a tab: YAML takes spaces only"
         place = f"line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"{where} is not valid YAML, {place}: {problem}") from None
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from None
+    except yaml.reader.ReaderError as e:
+        found = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
+        raise ConfigError(f"{where} is not valid YAML: {found}") from None
     except RecursionError:
         raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
 

@@ -34,7 +34,7 @@ def parse_lengths(text: str, task: Task) -> list[int]:
     try:
         ranges = parse_ranges(text)
     except ValueError as e:
-        raise TaskError(str(e)) from None
+        raise TaskError(f"lengths: {e}") from None
     for numbers in ranges:
         first = numbers[0]
         if len(numbers) == 1:

@@ -13,19 +13,20 @@ def parse_ranges(text: str) -> list[tuple[int, ...]]:
 
 
 def _numbers(part: str, text: str) -> tuple[int, ...]:
+    of = "" if part == text else f" of `{text}`"
     try:
         numbers = tuple(int(number) for number in part.split(":"))
     except ValueError:
         numbers = ()
     if not 1 <= len(numbers) <= 3 or min(numbers) < 1:
         raise ValueError(
-            f"lengths `{text}`: `{part}` must be a length, START:STOP (×√2 from one to the next) or"
+            f"`{part}`{of} must be a length, START:STOP (×√2 from one to the next) or"
             " START:STOP:STEP, of whole numbers above 0"
         )
     if len(numbers) > 1 and numbers[0] > numbers[1]:
         turned = ":".join(map(str, (numbers[1], numbers[0], *numbers[2:])))
         raise ValueError(
-            f"lengths `{text}`: `{part}` goes down from {numbers[0]} to {numbers[1]}: it must be"
-            f" START:STOP, as {turned}"
+            f"`{part}`{of} goes down from {numbers[0]} to {numbers[1]}: it must be START:STOP, as"
+            f" {turned}"
         )
     return numbers

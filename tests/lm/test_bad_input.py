@@ -288,13 +288,13 @@ def test_evaluate_called_from_python(small_export):
         (b"a: 1\n---\nb: 2\n", "is not valid YAML, line 2"),
         (b"name: !!python/object:os.system ls\n", "is not valid YAML, line 1, column 7"),
         (b"? [a, b]\n: 2\n", "is not valid YAML, line 1"),
-        (b"name: a\0b\n", "is not valid YAML"),
+        (b"name: a\0b\n", "is not valid YAML: character 8 is '\\x00', which must be escaped"),
         (b"a: " + b"[" * 3000, "is nested too deep"),
         (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
         (b"1: 2\n", "keys should be strings"),
         (b"name: 2020-01-01\n", "`name` is 2020-01-01: it must be text"),
         (b"sweep: {a: [1]}\n", "sweep over unknown key `a`"),
-        (b"sweep: 3\n", "`sweep` is 3: it must be a mapping of keys to values"),
+        (b"sweep: 3\n", "`sweep` is 3: it must be a mapping of keys to lists"),
     ],
 )
 def test_a_bad_file(capsys, tmp_path, text, words):
