@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lm
+from lm.errors import UserError, require
 from lm.evaluate import write_json
 from lm.generate import PAPER, GenerationError, load_exported, set_solver
+from lm.outputs import check_file, check_folder, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +38,7 @@ MEANING = {
 }
 
 
-class AgreementError(RuntimeError):
+class AgreementError(UserError, RuntimeError):
     """Solutions that cannot be compared; the message says why, and what would do."""
 
 
@@ -85,9 +87,12 @@ def agree(
     Raises:
         AgreementError: sizes below 1, tol ≤ 0, no such text, or one shorter than a sequence.
         GenerationError: no such export, one without a solver, or an unknown schedule.
-        DataError: the text is not UTF-8, or empty.
+        DataError: the text is not UTF-8, or empty. OutputError: `out` cannot be written.
     """
-    _check(schedules, sequences, length, batch_size, tol=tol, tight_tol=tight_tol)
+    _check(schedules, sequences, length, batch_size, seed, tol=tol, tight_tol=tight_tol)
+    _check_checkpoint(checkpoint)
+    path = Path(out) if out else Path(checkpoint) / "eval" / "agree.json"
+    check_file(path)
     model, tokenizer = _load(checkpoint)
     names = _schedules(model, SCHEDULES if schedules is None else schedules)
     if schedules is None and _has(model, "exact"):
@@ -104,7 +109,7 @@ def agree(
         row["seconds_ratio"] = paper and row["seconds"] / paper["seconds"]
     results = _header(checkpoint, text, model, blocks, batch_size, seed)
     results |= {"max_iters": model.config.eval_max_iters, "tight": tight.numbers, "schedules": rows}
-    write_json(Path(out) if out else Path(checkpoint) / "eval" / "agree.json", results)
+    write_json(path, results)
     return results
 
 
@@ -135,10 +140,15 @@ def budget(
     Raises:
         AgreementError, GenerationError, DataError: as `agree`; an ℓmax below 1.
     """
-    _check(schedules, sequences, length, batch_size, tol=tol, tight_tol=tight_tol)
+    _check(schedules, sequences, length, batch_size, seed, tol=tol, tight_tol=tight_tol)
     if not iterations or min(iterations) < 1:
         shown = ",".join(map(str, iterations)) or "empty"
         raise AgreementError(f"iterations is {shown}: numbers of iterations, each at least 1")
+    _check_checkpoint(checkpoint)
+    require("matplotlib", "fprnn budget")
+    folder = Path(out) if out else Path(checkpoint)
+    for below in ("eval", "figures"):
+        check_folder(folder / below)
     model, tokenizer = _load(checkpoint)
     names, counts = _schedules(model, schedules), sorted(set(iterations))
     blocks = _blocks(model, tokenizer, text, sequences, length, seed, progress)
@@ -152,7 +162,6 @@ def budget(
             rows[name].append({"max_iters": count} | solved)
     results = _header(checkpoint, text, model, blocks, batch_size, seed)
     results |= {"tight": tight.numbers, "schedules": rows}
-    folder = Path(out) if out else Path(checkpoint)
     write_json(folder / "eval" / "budget.json", results)
     draw_budget(results, folder / "figures" / "budget.png")
     return results
@@ -241,8 +250,9 @@ def draw_budget(results: dict, path: Path) -> Path:
     axes[0].set_ylabel("perplexity per token")
     axes[0].legend(fontsize="small")
     figure.suptitle(f"What iterations buy: {_title(results)}", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140)
     plt.close(figure)
     return path
 
@@ -332,7 +342,7 @@ class _Run:
         return _Solved(hidden, top, numbers)
 
 
-def _check(schedules, sequences, length, batch_size, **tolerances) -> None:
+def _check(schedules, sequences, length, batch_size, seed, **tolerances) -> None:
     """Refuse what needs no model to be refused."""
     if schedules is not None and not schedules:
         raise AgreementError(f"no schedules given; by default they are {', '.join(SCHEDULES)}")
@@ -340,17 +350,22 @@ def _check(schedules, sequences, length, batch_size, **tolerances) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise AgreementError(f"{name} is {value}: it must be at least 1")
+    if seed < 0:
+        raise AgreementError(f"seed is {seed}: it must be at least 0")
     for name, value in tolerances.items():
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise AgreementError(f"{name} is {value:g}: it is a relative residual, above 0")
 
 
-def _load(checkpoint: Path | str):
-    """(model in float32, tokenizer) of an exported folder of ours."""
+def _check_checkpoint(checkpoint: Path | str) -> None:
     if not Path(checkpoint).is_dir():
         raise AgreementError(
             f"no checkpoint folder at {checkpoint}: make one with `fprnn export RUN {checkpoint}`"
         )
+
+
+def _load(checkpoint: Path | str):
+    """(model in float32, tokenizer) of an exported folder of ours."""
     model, tokenizer = load_exported(checkpoint)
     if model.config.model_type != "fprnn":
         raise AgreementError(

@@ -63,6 +63,19 @@ def build_section(model: Model, vocab_size: int, seq_len: int, precision: str, *
         logger.setLevel(level)
 
 
+def check_section(model: Model, seq_len: int, precision: str) -> None:
+    """Find out whether a model can be built, before there is data or a run directory: it is, on the
+    meta device, without weights.
+
+    Raises:
+        ConfigError: sizes that do not go together.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        build_section(model, 8, seq_len, precision)
+
+
 def missing_kernels(cfg) -> str | None:
     """A warning where a Mamba baseline would run transformers' slow reference scan on a GPU."""
     import importlib.util
@@ -99,5 +112,5 @@ def _build(model: Model, vocab_size: int, seq_len: int, precision: str, **token_
             **token_ids,
         )
     except ValueError as e:
-        raise ConfigError(str(e)) from None
+        raise ConfigError(f"model: {e}") from None
     return FPRNNForCausalLM(config)

@@ -17,19 +17,22 @@ import torch
 
 from lm.config import Run, build, load_tree
 from lm.engine import Engine, consolidate_zero
+from lm.errors import UserError
+from lm.outputs import check_folder, writing
 
 MANIFEST = "manifest.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be used; the message says which file and why."""
 
 
 def write_json(path: Path, value) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of it."""
     tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(tmp, path)
+    with writing(path):
+        tmp.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(tmp, path)
 
 
 def _digest(path: Path) -> str:
@@ -51,7 +54,7 @@ def verify(path: Path) -> dict:
             f"checkpoint {path} is incomplete: it has no {MANIFEST} (was the run killed while"
             " saving?); resume=auto picks the newest complete one"
         )
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = read_json(path / MANIFEST, ("step", "world_size", "zero_stage", "files"))
     for name, (size, digest) in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -63,6 +66,21 @@ def verify(path: Path) -> dict:
         if _digest(file) != digest:
             raise CheckpointError(f"checkpoint {path}: {name} is damaged (its SHA-256 differs)")
     return manifest
+
+
+def read_json(path: Path, keys: tuple[str, ...]) -> dict:
+    """What `write_json` has written: a mapping with (at least) these keys.
+
+    Raises:
+        CheckpointError: it is something else now.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
+        raise CheckpointError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(value, dict) or not set(keys) <= value.keys():
+        raise CheckpointError(f"{path} is damaged: it must hold {', '.join(keys)}")
+    return value
 
 
 def newest(run_dir: Path, warn=print) -> Path | None:
@@ -182,10 +200,12 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
     Raises:
         CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
             it holds something else; the run to be continued is another one.
+        OutputError: it cannot be written.
     """
     run_dir = cfg.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise CheckpointError(f"{run_dir} is a file, not a run directory")
+    check_folder(run_dir)
     saved = run_dir / "config.yaml"
     if not saved.exists() and run_dir.exists() and any(run_dir.iterdir()):
         raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
@@ -216,6 +236,15 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
     tmp = saved.with_name("config.yaml.tmp")
     tmp.write_text(cfg.to_yaml(), encoding="utf-8")
     os.replace(tmp, saved)
+
+
+def check_resume(resume: str) -> None:
+    """Raises CheckpointError unless `resume` is never, auto or the folder of a checkpoint."""
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        raise CheckpointError(
+            f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
+            " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
+        )
 
 
 def drop_after(run_dir: Path, step: int) -> None:

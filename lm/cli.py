@@ -6,6 +6,9 @@ import argparse
 import os
 import sys
 
+from lm.arguments import SEED, Number, Whole, counts, names
+from lm.errors import sentence
+
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn train --config configs/lm/fpmamba_160m_fineweb2b.yaml --dry-run
@@ -23,13 +26,24 @@ def _train(args) -> int:
     from lm import config
 
     cfg = config.load(args.config, args.override, args.job_index)
+    config.refuse_sweep(cfg, args.config)
+    if args.gpus and not args.dry_run:
+        raise config.ConfigError(
+            f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
+            f" {args.gpus} --module lm train …`"
+        )
     if args.dry_run:
+        from lm.checkpoint import check_resume
         from lm.console import say
+        from lm.engine import deepspeed_config
         from lm.plan import describe, plan
 
         gpus = args.gpus or cfg.train.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        check_resume(cfg.resume)
+        deepspeed_config(cfg, gpus)
+        planned = describe(plan(cfg, gpus), cfg)
         say(cfg.to_yaml())
-        say(describe(plan(cfg, gpus), cfg))
+        say(planned)
         return 0
     from lm.train import train
 
@@ -65,7 +79,7 @@ def _eval(args) -> int:
     from lm.evaluate import evaluate, table
 
     results = evaluate(
-        args.checkpoint, args.tasks.split(","), limit=args.limit, batch_size=args.batch_size,
+        args.checkpoint, args.tasks, limit=args.limit, batch_size=args.batch_size,
         include_path=args.include_path, num_fewshot=args.num_fewshot, out=args.out,
     )  # fmt: skip
     say(table(results))
@@ -76,14 +90,19 @@ def _generate(args) -> int:
     from pathlib import Path
 
     from lm.generate import generate
+    from lm.outputs import check_file, writing
 
+    if args.out:
+        check_file(args.out)
     text = generate(
         args.checkpoint, args.prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed,
         args.schedule, args.tol, args.max_iters,
     )  # fmt: skip
     print(text)
     if args.out:
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+        with writing(args.out):
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.out).write_text(text + "\n", encoding="utf-8")
     return 0
 
 
@@ -127,41 +146,37 @@ def _report(args) -> int:
     return 0
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in _names(text)]
-
-
-# argparse names the type in its message: "invalid list of whole numbers value: 'a'".
-_integers.__name__ = "list of whole numbers"
-
-
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     """The options that `agree` and `budget` share."""
     c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
     c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
     c.add_argument(
-        "--schedules", type=_names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
+        "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
     )
     c.add_argument(
-        "--tol", type=float, help="relative residual of all schedules (default: the checkpoint's)"
-    )
-    c.add_argument("--sequences", type=int, default=8, metavar="N", help="how many (default: 8)")
-    c.add_argument(
-        "--length", type=int, default=256, metavar="L", help="their tokens (default: 256)"
-    )
-    c.add_argument(
-        "--tight-tol", type=float, default=1e-5, metavar="TOL",
-        help="relative residual of the solution to compare with (default: 1e-5)",
+        "--tol", type=Number(),
+        help="relative residual of all schedules, above 0 (default: the checkpoint's)",
     )  # fmt: skip
     c.add_argument(
-        "--batch-size", type=int, default=4, metavar="B",
-        help="sequences solved at once (default: 4); the paper's stopping depends on it",
+        "--sequences", type=Whole(), default=8, metavar="N",
+        help="how many, at least 1 (default: 8)",
     )  # fmt: skip
-    c.add_argument("--seed", type=int, default=0, help="of the places in the text")
+    c.add_argument(
+        "--length", type=Whole(), default=256, metavar="L",
+        help="their tokens, at least 1 (default: 256)",
+    )  # fmt: skip
+    c.add_argument(
+        "--tight-tol", type=Number(), default=1e-5, metavar="TOL",
+        help="relative residual of the solution to compare with, above 0 (default: 1e-5)",
+    )  # fmt: skip
+    c.add_argument(
+        "--batch-size", type=Whole(), default=4, metavar="B",
+        help="sequences solved at once, at least 1 (default: 4); the paper's stopping depends on"
+        " it",
+    )  # fmt: skip
+    c.add_argument(
+        "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -185,8 +200,13 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
-    c.add_argument("--gpus", type=int, help="number of GPUs a --dry-run plans for")
-    c.add_argument("--job-index", type=int, metavar="I", help="train point I of the sweep grid")
+    c.add_argument(
+        "--gpus", type=Whole(), metavar="N", help="GPUs that a --dry-run plans for, at least 1"
+    )
+    c.add_argument(
+        "--job-index", type=Whole(0), metavar="I",
+        help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
+    )  # fmt: skip
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
@@ -215,28 +235,54 @@ def parser() -> argparse.ArgumentParser:
 
     c = commands.add_parser("eval", help="lm-eval on an exported directory")
     c.add_argument("checkpoint", metavar="OUT")
-    c.add_argument("--tasks", required=True, help="comma-separated; ours and lm-eval's own")
-    c.add_argument("--limit", type=int, help="documents per task")
-    c.add_argument("--batch-size", type=int, default=8)
-    c.add_argument("--num-fewshot", type=int)
+    c.add_argument(
+        "--tasks", required=True, type=names, metavar="A,B,…",
+        help="comma-separated; ours and lm-eval's own",
+    )  # fmt: skip
+    c.add_argument(
+        "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
+    )
+    c.add_argument(
+        "--batch-size", type=Whole(), default=8, metavar="B",
+        help="documents at once, at least 1 (default: 8)",
+    )  # fmt: skip
+    c.add_argument(
+        "--num-fewshot", type=Whole(0), metavar="N",
+        help="examples shown before each document, at least 0 (default: the task's)",
+    )  # fmt: skip
     c.add_argument("--include-path", help="a folder with more task YAMLs")
     c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
     c.set_defaults(run_command=_eval)
 
     c = commands.add_parser("generate", help="sample from an exported directory")
     c.add_argument("checkpoint", metavar="OUT")
-    c.add_argument("--prompt", required=True)
-    c.add_argument("--max-new-tokens", type=int, default=64)
-    c.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
-    c.add_argument("--top-k", type=int, default=50)
-    c.add_argument("--seed", type=int, default=0)
+    c.add_argument("--prompt", required=True, help="text to go on from, at least one character")
+    c.add_argument(
+        "--max-new-tokens", type=Whole(), default=64, metavar="N", help="at least 1 (default: 64)"
+    )
+    c.add_argument(
+        "--temperature", type=Number(zero=True), default=0.8, metavar="T",
+        help="at least 0, which is greedy (default: 0.8)",
+    )  # fmt: skip
+    c.add_argument(
+        "--top-k", type=Whole(0), default=50, metavar="K",
+        help="draw from the K likeliest tokens; 0: from all (default: 50)",
+    )  # fmt: skip
+    c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
     c.add_argument(
         "--schedule",
         help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
         " paper (default: the checkpoint's)",
     )
-    c.add_argument("--tol", type=float, help="relative residual at which a token has converged")
-    c.add_argument("--max-iters", type=int, metavar="N", help="iterations a token may have")
+    c.add_argument(
+        "--tol", type=Number(),
+        help="relative residual at which a token has converged, above 0 (default: the"
+        " checkpoint's)",
+    )  # fmt: skip
+    c.add_argument(
+        "--max-iters", type=Whole(), metavar="N",
+        help="iterations a token may have, at least 1 (default: the checkpoint's)",
+    )  # fmt: skip
     c.add_argument("--out", help="also write the text to this file")
     c.set_defaults(run_command=_generate)
 
@@ -264,8 +310,8 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_solved_text(c, "parallel, auto, sequential")
     c.add_argument(
-        "--iterations", type=_integers, metavar="N,N,…", default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-        help="values of ℓmax (default: 1,2,3,4,6,8,12,16,24,32)",
+        "--iterations", type=counts, metavar="N,N,…", default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+        help="values of ℓmax, each at least 1 (default: 1,2,3,4,6,8,12,16,24,32)",
     )  # fmt: skip
     c.add_argument("--out", metavar="DIR", help="folder of eval/ and figures/ (default: CKPT)")
     c.set_defaults(run_command=_budget)
@@ -290,7 +336,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Errors of ours are printed as a sentence, with exit status 1."""
+    """Run one command. An error that is the user's to mend is printed as a sentence, with exit
+    status 1 (2 where the command line itself is wrong); any other is a bug, with its traceback."""
     args = parse(argv)
     try:
         return args.run_command(args)
@@ -298,9 +345,10 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as e:
-        if not type(e).__module__.startswith("lm."):
+        text = sentence(e)
+        if text is None:
             raise
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         return 1
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
-import re
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,48 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message says which key, why, and what would do."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of version 1.2 (PyYAML has those of 1.1) and no key twice."""
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"key `{key.value}` appears twice in one section"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would otherwise read as a number, and escapes what is not printable."""
-
-    def represent_text(self, value):
-        style = None if value.isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-for _class in (_Loader, _Dumper):
-    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text; 1.2 and people do not.
-    _class.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
-        for first, resolvers in _class.yaml_implicit_resolvers.items()
-    }
-    for _tag, _pattern in [
-        (_INT, r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)"),
-        (_FLOAT, r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"),
-        (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-    ]:  # fmt: skip
-        _class.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
+from lm.config_messages import all_keys, explain, nearest
+from lm.errors import ConfigError
+from lm.yaml_text import Dumper, load_tree, parse
 
 
 class Section(BaseModel):
@@ -71,6 +31,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value, info):
+        """Python counts true as 1, and `train.steps: true` would train for one step."""
+        annotation = cls.model_fields[info.field_name].annotation
+        elements = value if isinstance(value, list | tuple) else [value]
+        a_switch = bool in (annotation, *get_args(annotation))
+        if not a_switch and any(isinstance(element, bool) for element in elements):
+            raise ValueError("true and false are only for what is switched on or off")
+        return value
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -128,7 +99,12 @@ class Model(Section):
     out_norm_epsilon: float = Field(1e-5, gt=0)
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
-    schedule: str = Field("mixed", pattern=SCHEDULE)
+    schedule: str = Field(
+        "mixed",
+        pattern=SCHEDULE,
+        description="parallel, sequential, window:W, auto, exact, mixed or mixed:W,W,…,L (W: a"
+        " number of tokens above 0; L: all)",
+    )
     stopping: Literal["causal", "paper"] = "causal"
     tol: float = Field(0.1, gt=0)
     eval_tol: PositiveFloat | Literal["auto"] = "auto"
@@ -138,7 +114,11 @@ class Model(Section):
     stepsize: PositiveFraction | Literal["auto"] = "auto"
     stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
     patience: int = Field(15, gt=0)
-    gradient: str = Field("one_step", pattern=r"^(one_step|implicit|phantom:[1-9][0-9]*)$")
+    gradient: str = Field(
+        "one_step",
+        pattern=r"^(one_step|implicit|phantom:[1-9][0-9]*)$",
+        description="one_step, implicit or phantom:K (K: a whole number of steps above 0)",
+    )
     n_backwards: int = Field(1, gt=0)
     jacobian_reg: float = Field(0.0, ge=0)
     agreement_reg: float = Field(0.0, ge=0)
@@ -195,6 +175,16 @@ class Optim(Section):
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
 
+    @field_validator("warmup")
+    @classmethod
+    def _whole_updates(cls, value):
+        if value > 1 and value != int(value):
+            raise ValueError(
+                f"{value:g} updates cannot be: below 1 it is a fraction of all updates, else a"
+                " whole number of them"
+            )
+        return value
+
     @model_validator(mode="after")
     def _floor_below_peak(self):
         if self.min_lr > self.lr:
@@ -244,8 +234,8 @@ class Run(Section):
     """What every run has. `out_dir/name` is its run directory."""
 
     name: str = Field("run", min_length=1)
-    out_dir: str = "runs"
-    seed: int = Field(0, ge=0)
+    out_dir: str = Field("runs", min_length=1)
+    seed: int = Field(0, ge=0, le=2**64 - 1)  # what torch takes
     model: Model = Model()
     sweep: dict[str, list[Any]] = {}
 
@@ -254,19 +244,43 @@ class Run(Section):
     def _model_by_name(cls, value):
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator("name")
+    @classmethod
+    def _name_below_out_dir(cls, value):
+        """`--overwrite` deletes the run directory: it must be one of out_dir's own."""
+        parts = value.split("/")
+        if "" in parts or "." in parts or ".." in parts:
+            raise ValueError(
+                f"`{value}` is no name of a folder inside out_dir: give one, or several with `/`"
+                " between them, as in mixers/first; another place is out_dir"
+            )
+        if "\\" in value or "\0" in value:
+            raise ValueError(f"{value!r} holds a character that no folder's name should have")
+        return value
+
     @property
     def run_dir(self) -> Path:
         return Path(self.out_dir) / self.name
 
     def to_yaml(self) -> str:
         tree = self.model_dump(mode="json")
-        return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def check_warmup(cfg) -> None:
+    """Raises ValueError when a run's warm-up is longer than the run."""
+    if cfg.optim.warmup > cfg.train.steps:
+        raise ValueError(
+            f"optim.warmup is {cfg.optim.warmup:g} updates, and train.steps is only"
+            f" {cfg.train.steps}: the learning rate would never reach optim.lr"
+        )
 
 
 class Config(Run):
     """A language-model run."""
 
-    resume: str = "never"  # never | auto (newest good checkpoint of this run) | a checkpoint's path
+    # never | auto (newest good checkpoint of this run) | a checkpoint's path
+    resume: str = Field("never", min_length=1)
     tokenizer: Tokenizer = Tokenizer()
     data: Data = Data()
     optim: Optim = Optim()
@@ -276,6 +290,11 @@ class Config(Run):
     log: Log = Log()
     eval: Eval = Eval()
 
+    @model_validator(mode="after")
+    def _warmup_within_training(self):
+        check_warmup(self)
+        return self
+
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
         t = self.train
@@ -284,78 +303,6 @@ class Config(Run):
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
-
-
-def _subsection(field) -> type[Section] | None:
-    """The Section that a field holds (also an optional one), or None."""
-    candidates = (field.annotation, *get_args(field.annotation))
-    return next((a for a in candidates if isinstance(a, type) and issubclass(a, Section)), None)
-
-
-def _section(schema: type, dotted: tuple[str, ...]) -> type | None:
-    """The section class that holds the last key of a dotted path, or None."""
-    for key in dotted[:-1]:
-        field = getattr(schema, "model_fields", {}).get(key)
-        schema = None if field is None else _subsection(field)
-        if schema is None:
-            return None
-    return schema
-
-
-def _all_keys(schema: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in schema.model_fields.items():
-        keys.append(prefix + name)
-        if below := _subsection(field):
-            keys += _all_keys(below, f"{prefix}{name}.")
-    return keys
-
-
-def _nearest(key: str, schema: type) -> str:
-    """'; did you mean `x.y`?' for a mistyped dotted key, or ''."""
-    keys = _all_keys(schema)
-    parent, _, last = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
-    by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
-    close = [by_leaf[last]] if last in by_leaf else []  # the right key in the wrong section
-    close = close or [siblings[k] for k in difflib.get_close_matches(last, siblings, 1, 0.6)]
-    close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]
-    if not close and not siblings:
-        close = difflib.get_close_matches(key, keys, 1, 0.6)
-        siblings = schema.model_fields
-    return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(siblings)}"
-
-
-def _explain(error: ValidationError, where: str, schema: type) -> ConfigError:
-    """pydantic's findings as sentences: which key, what was wrong, what would be right."""
-    lines, seen = [], set()
-    for e in error.errors():
-        # Union members appear in `loc` as type names; keep only the keys themselves.
-        loc = tuple(p for p in e["loc"] if isinstance(p, str))
-        while len(loc) > 1 and not hasattr(_section(schema, loc), "model_fields"):
-            loc = loc[:-1]
-        key = ".".join(loc)
-        owner = _section(schema, loc)
-        if e["type"] == "extra_forbidden":
-            line = f"unknown key `{key}`{_nearest(key, schema)}"
-        elif owner and loc and loc[-1] in owner.model_fields and e["type"] != "value_error":
-            annotation = owner.model_fields[loc[-1]].annotation
-            if key in seen:
-                continue
-            options = [a for a in get_args(annotation) if isinstance(a, str | int)]
-            message = e["msg"][0].lower() + e["msg"][1:]
-            if options and all(isinstance(a, str) for a in options):
-                close = difflib.get_close_matches(str(e["input"]), options, 1, 0.5)
-                message = f"must be one of {', '.join(options)}" + (
-                    f"; did you mean `{close[0]}`?" if close else ""
-                )
-            line = f"`{key}` is {e['input']!r}: {message}"
-        else:
-            message = e["msg"].removeprefix("Value error, ")
-            line = f"`{key}`: {message}" if key else message
-        seen.add(key)
-        lines.append(line)
-    return ConfigError(f"{where}: " + "; ".join(lines))
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
@@ -384,21 +331,14 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
             set_key(tree, key, value)
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from None
-
-
 def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    if key not in _all_keys(schema) and not key.startswith("engine.deepspeed."):
-        raise ConfigError(f"unknown key `{key}`{_nearest(key, schema)}")
-    return key, _parse(value, f"override `{text}`: the value")
+    if key not in all_keys(schema) and not key.startswith("engine.deepspeed."):
+        raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
+    return key, parse(value, f"override `{text}`: the value")
 
 
 def build(tree: dict, where: str = "config", schema: type = Config):
@@ -410,24 +350,7 @@ def build(tree: dict, where: str = "config", schema: type = Config):
     try:
         return schema.model_validate(tree)
     except ValidationError as e:
-        raise _explain(e, where, schema) from None
-
-
-def load_tree(path: str | Path) -> dict:
-    """The YAML file as a mapping, unvalidated."""
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"no config file at {path}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is not UTF-8 text: {e}") from None
-    tree = _parse(text, str(path))
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
-    return tree
+        raise explain(e, tree, where, schema) from None
 
 
 def load(
@@ -453,7 +376,18 @@ def load(
         set_key(tree, *parse_override(text, schema))
     if job_index is not None:  # last, so that every point has its own directory under any name
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
+        tree["sweep"] = {}  # of which it is one point
     return build(tree, str(path), schema)
+
+
+def refuse_sweep(cfg: Run, where: str | Path) -> None:
+    """Raises ConfigError for a config that stands for the many runs of a grid, not for one."""
+    if cfg.sweep:
+        last = math.prod(len(values) for values in cfg.sweep.values()) - 1
+        raise ConfigError(
+            f"{where} is a sweep: say which of its points to train, --job-index 0 to {last}; or"
+            " sweep={} for the config without it"
+        )
 
 
 def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> list[dict[str, Any]]:
@@ -466,10 +400,8 @@ def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> li
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
-        if key not in _all_keys(schema):
-            raise ConfigError(
-                f"{where}: sweep over unknown key `{key}`{_nearest(str(key), schema)}"
-            )
+        if key not in all_keys(schema):
+            raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as torch_dist
 
 from lm.config import Config, ConfigError, Optim
+from lm.errors import UserError
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError, RuntimeError):
     """Training cannot go on; the message says at which step and what is left."""
 
 

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lm
+from lm.errors import UserError, missing_package
+from lm.exported import load_model
+from lm.outputs import check_file, writing
 from lm.tasks import TASKS_DIR
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 _NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(UserError, RuntimeError):
     """An evaluation that cannot be run; the message says why, and what would do."""
 
 
@@ -52,7 +55,8 @@ def evaluate(
 
     Raises:
         EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
-            whose data cannot be had.
+            whose data cannot be had. LoadError: a damaged checkpoint. OutputError: `out` cannot be
+            written.
     """
     checkpoint = Path(checkpoint)
     _check_checkpoint(checkpoint)
@@ -60,15 +64,22 @@ def evaluate(
         raise EvaluationError("no tasks given; try `catbabi_mini`, which needs no network")
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
+    if batch_size < 1:
+        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise EvaluationError(f"num_fewshot is {num_fewshot}: it must be at least 0")
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path {include_path} is not a folder")
     _check_lm_eval()
+    path = Path(out) if out else checkpoint / "eval" / "results.json"
+    check_file(path)
     with _quiet():
         import lm_eval
         import torch
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         manager, selected = _load_tasks(tasks, include_path)
+        load_model(checkpoint)  # lm-eval would go on with random weights in place of missing ones
         raw = lm_eval.simple_evaluate(
             model="hf",
             model_args={
@@ -95,7 +106,7 @@ def evaluate(
         | {package: _version(package) for package in ("lm_eval", "transformers", "torch")},
         "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
     }
-    write_json(Path(out) if out else checkpoint / "eval" / "results.json", results)
+    write_json(path, results)
     return results
 
 
@@ -123,14 +134,15 @@ def table(results: dict) -> Table:
 
 def write_json(path: Path, tree: dict) -> None:
     """Write JSON so that `path` holds either what it held before or all of the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _check_checkpoint(checkpoint: Path) -> None:
@@ -147,9 +159,7 @@ def _check_lm_eval() -> None:
     # accelerate comes with lm_eval[hf]; without it lm-eval fails late and obscurely.
     for package in ("lm_eval", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise EvaluationError(
-                f'evaluation needs {package}, which is not installed: pip install "fprnn[eval]"'
-            )
+            raise missing_package(package, "evaluation")
 
 
 def _load_tasks(names: list[str], include_path: Path | None) -> tuple[Any, list[Any]]:

@@ -5,8 +5,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from lm.errors import UserError
+from lm.outputs import check_folder
 
-class ExportError(RuntimeError):
+
+class ExportError(UserError, RuntimeError):
     """An export that cannot be made; the message says why."""
 
 
@@ -36,7 +39,9 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
         checkpoint: which one; None takes the newest complete one.
     Raises:
         CheckpointError: the run has no complete checkpoint.
-        ExportError: `run_dir` holds no run, or `out` holds something that is no export.
+        ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
+            checkpoint is of another model than the run's config.yaml describes.
+        OutputError: `out` cannot be written.
     """
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
@@ -56,7 +61,14 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     model = build_model(
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
     )
-    model.load_state_dict(checkpoints.consolidated(path), strict=True)
+    try:
+        model.load_state_dict(checkpoints.consolidated(path), strict=True)
+    except RuntimeError as e:
+        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        raise ExportError(
+            f"{path} is of another model than {run_dir / 'config.yaml'} describes ({first}): a"
+            " run's config.yaml must stay as it was trained"
+        ) from None
     origin = f"Trained with fprnn for {step} updates."
     return write_export(model, out, run_dir / "tokenizer", cfg.name, origin)
 
@@ -66,6 +78,7 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
 
     Raises:
         ExportError: `out` holds something that is no export. An earlier export is replaced.
+        OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
 
@@ -102,7 +115,9 @@ def _map_auto_classes(model) -> None:
 
 
 def _refuse_if_other(out: Path) -> None:
+    """Also refuses a place that cannot be written, before there is anything to write."""
     if out.is_file():
         raise ExportError(f"{out} is a file: an export is a folder")
     if out.exists() and not (out / "config.json").is_file() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty and holds no earlier export: choose another folder")
+    check_folder(out)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+
+from lm.errors import UserError
+from lm.exported import load_model
 
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 
-class GenerationError(RuntimeError):
+class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 
@@ -15,13 +19,11 @@ def load_exported(path: Path | str):
     """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
     Raises:
-        GenerationError: there is no such export.
+        GenerationError: there is no such export. LoadError: it is damaged.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
-    logging.disable_progress_bar()
     name = str(path)
     looks_local = Path(path).is_dir() or name.count("/") != 1 or name.startswith(("/", ".", "~"))
     if looks_local and not (Path(path) / "config.json").is_file():
@@ -32,11 +34,12 @@ def load_exported(path: Path | str):
             f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
             " `fprnn import-reference` with --tokenizer"
         )
+    model = load_model(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    except (OSError, ValueError) as e:  # ValueError: a kind of model that nobody knows
-        raise GenerationError(f"cannot load {path}: {str(e).strip().splitlines()[0]}") from None
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise GenerationError(f"cannot load the tokenizer of {path}: {reason}") from None
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
@@ -66,7 +69,7 @@ def set_solver(
             f"the checkpoint is a {config.model_type} model: it has no fixed point to solve, so"
             " schedule, tol and max_iters are not for it"
         )
-    if tol is not None and not tol > 0:
+    if tol is not None and not 0 < tol < math.inf:
         raise GenerationError(f"tol is {tol:g}: it is a relative residual, above 0 (say 0.01)")
     if max_iters is not None and max_iters < 1:
         raise GenerationError(f"max_iters is {max_iters}: it counts iterations, at least 1")
@@ -100,13 +103,17 @@ def generate(
     tol: float | None = None,
     max_iters: int | None = None,
 ) -> str:
-    """Prompt and continuation as text. temperature 0 is greedy decoding.
+    """Prompt and continuation as text.
 
     Args:
+        max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k: only
+        the likeliest so many tokens are drawn; 0: all. seed: at least 0.
         schedule, tol, max_iters: how a fixed-point model is solved, see `set_solver`.
     Raises:
-        GenerationError: there is no such export, the prompt is empty, or `set_solver` refuses.
+        GenerationError: a number out of its range, there is no such export, the prompt is empty, or
+            `set_solver` refuses.
     """
+    _check(max_new_tokens, temperature, top_k, seed)
     import torch
 
     model, tokenizer = load_exported(path)
@@ -129,3 +136,17 @@ def generate(
         **sampling,
     )
     return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def _check(max_new_tokens: int, temperature: float, top_k: int, seed: int) -> None:
+    """Refuse what needs no model to be refused."""
+    if max_new_tokens < 1:
+        raise GenerationError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise GenerationError(
+            f"temperature is {temperature:g}: it must be 0 (greedy) or a finite number above it"
+        )
+    if top_k < 0:
+        raise GenerationError(f"top_k is {top_k}: it must be at least 1, or 0 for all tokens")
+    if not 0 <= seed < 2**64:
+        raise GenerationError(f"seed is {seed}: it must be at least 0 and below 2^64")

@@ -6,10 +6,11 @@ import itertools
 import math
 from pathlib import Path
 
+from lm.errors import UserError
 from lm.metrics import read_metrics
 
 
-class PlotError(RuntimeError):
+class PlotError(UserError, RuntimeError):
     """A figure that cannot be drawn; the message says what is missing."""
 
 

@@ -8,6 +8,8 @@ import math
 import re
 from pathlib import Path
 
+from lm.errors import UserError
+
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
     (r"(^|\.)_orig_mod\.", r"\1"),  # torch.compile, which the paper's code also puts on mixers
@@ -144,7 +146,7 @@ ONLY = {
 SECTIONS = ("model_config", "ssm_cfg", "config")
 
 
-class ReferenceCheckpointError(RuntimeError):
+class ReferenceCheckpointError(UserError, RuntimeError):
     """A checkpoint or configuration of the paper's code that cannot be taken over."""
 
 
@@ -462,10 +464,10 @@ def import_reference(
     config = Path(config)
     if not config.is_file():
         raise ReferenceCheckpointError(f"no config at {config}")
-    text = config.read_text(encoding="utf-8")
     try:
+        text = config.read_text(encoding="utf-8")
         description = json.loads(text) if config.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as e:
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as e:
         reason = str(e).splitlines()[0]
         raise ReferenceCheckpointError(f"{config} is neither JSON nor YAML: {reason}") from None
     if not isinstance(description, dict):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lm import plots
-from lm.checkpoint import CheckpointError, newest, write_json
+from lm.checkpoint import CheckpointError, newest, read_json, write_json
+from lm.errors import require
 from lm.metrics import read_metrics
+from lm.outputs import check_folder
 from lm.train import result
 
 
@@ -16,11 +17,13 @@ def summarise(run_dir: Path) -> dict:
 
     Raises:
         CheckpointError: there is no such run, or it has not finished.
-        PlotError: its metrics are gone.
+        PlotError: its metrics are gone. OutputError: nothing can be written there.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise CheckpointError(f"{run_dir} holds no run (it has no config.yaml)")
+    require("matplotlib", "fprnn report")
+    check_folder(run_dir / "figures")
     summary = result(run_dir)
     solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
     if solved:
@@ -28,7 +31,7 @@ def summarise(run_dir: Path) -> dict:
         summary["fixed_point"] = {k: solved[-1][k] for k in keys}
     scores = run_dir / "hf" / "eval" / "results.json"
     if scores.exists():
-        summary["evaluation"] = json.loads(scores.read_text())["tasks"]
+        summary["evaluation"] = read_json(scores, ("tasks",))["tasks"]
     paths = {
         "metrics": run_dir / "metrics.jsonl",
         "checkpoint": newest(run_dir),

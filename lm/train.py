@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import platform
 import time
@@ -11,9 +10,10 @@ from pathlib import Path
 
 from lm import checkpoint
 from lm import engine as ds
-from lm.build import build_model, missing_kernels, vocabulary
+from lm.build import build_model, check_section, missing_kernels, vocabulary
 from lm.config import Config, ConfigError
 from lm.console import Progress, say
+from lm.errors import require
 from lm.metrics import Throughput, Writer, fixed_point_metrics
 
 
@@ -35,6 +35,27 @@ def environment(ranks) -> dict:
         "world_size": ranks.world_size,
         "kernels": available("cuda" if gpu else "cpu"),
     }
+
+
+def check(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be, before anything is read or written.
+
+    Raises:
+        ConfigError: sizes that do not go together, a DeepSpeed JSON that cannot be used.
+        CheckpointError: no checkpoint of the name that `resume` gives.
+        MissingPackageError: something that the config asks for is not installed.
+    """
+    checkpoint.check_resume(cfg.resume)
+    ds.deepspeed_config(cfg, world_size)
+    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    for package, key, wanted in [
+        ("wandb", "log.wandb", cfg.log.wandb),
+        ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
+        ("pyarrow", "data.source: parquet", cfg.data.source == "parquet"),
+        ("datasets", "data.source: fineweb", cfg.data.source == "fineweb"),
+    ]:
+        if wanted:
+            require(package, key)
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -63,6 +84,7 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
             f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
             " train.grad_accum_steps to keep the global batch"
         )
+    check(cfg, ranks.world_size)
     run_dir = cfg.run_dir
     ranks.first(checkpoint.claim, cfg, overwrite, say)
 
@@ -230,9 +252,9 @@ def result(run_dir: Path) -> dict:
     """`result.json` of a finished run.
 
     Raises:
-        CheckpointError: the run has not finished.
+        CheckpointError: the run has not finished, or the file is damaged.
     """
     path = Path(run_dir) / "result.json"
     if not path.exists():
         raise checkpoint.CheckpointError(f"{run_dir} has no result.json: training is unfinished")
-    return json.loads(path.read_text())
+    return checkpoint.read_json(path, ("updates", "tokens", "validation"))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+
+from lm.arguments import SEED, Whole
+from lm.errors import sentence
+from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
   python -m synthetic train --config configs/synthetic/small/s3.yaml
@@ -15,16 +18,14 @@ EPILOG = """examples:
 
 
 def _train(args) -> int:
+    from lm.config import refuse_sweep
     from lm.console import say
     from synthetic.config import load
     from synthetic.results import summary, verdict
     from synthetic.train import train
 
     cfg = load(args.config, args.override, args.job_index)
-    if cfg.sweep and args.job_index is None:
-        last = math.prod(map(len, cfg.sweep.values())) - 1
-        say(f"note: {args.config} has a sweep, which this does not train: --job-index 0 to {last}"
-            " trains a point of it")  # fmt: skip
+    refuse_sweep(cfg, args.config)
     result = train(cfg, args.overwrite)
     say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in"
                         f" {result['training_seconds']:.0f} s"))  # fmt: skip
@@ -76,6 +77,14 @@ def _report(args) -> int:
     return 0
 
 
+def _lengths(text: str) -> str:
+    try:
+        parse_ranges(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -95,7 +104,10 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
-    c.add_argument("--job-index", type=int, metavar="I", help="train point I of the sweep grid")
+    c.add_argument(
+        "--job-index", type=Whole(0), metavar="I",
+        help="train point I of the YAML's sweep, from 0 on",
+    )  # fmt: skip
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
@@ -105,8 +117,11 @@ def parser() -> argparse.ArgumentParser:
         description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
     )
     c.add_argument("run", metavar="RUN")
-    c.add_argument("--lengths", help="default: the config's eval.lengths")
-    c.add_argument("--seeds", type=int, nargs="+", help="of the test data")
+    c.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
+    c.add_argument(
+        "--seeds", type=SEED, nargs="+", metavar="SEED",
+        help="of the test data, each at least 0 (default: the config's eval.seeds)",
+    )  # fmt: skip
     c.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_eval)
@@ -120,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("config", nargs="+", metavar="CONFIG", help="also key=value, of model and optim")
     c.add_argument("--out-dir", default="runs/validate", metavar="DIR")
-    c.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once")
+    c.add_argument(
+        "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
+    )
     c.set_defaults(run_command=_validate)
 
     c = commands.add_parser(
@@ -134,7 +151,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--scale", choices=("small", "paper"), default="small", help="default: small")
     c.add_argument("--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml")
     c.add_argument("--run", dest="run_missing", action="store_true", help="train what is missing")
-    c.add_argument("--jobs", type=int, default=1, metavar="N", help="with --run: processes at once")
+    c.add_argument(
+        "--jobs", type=Whole(), default=1, metavar="N",
+        help="with --run: processes at once, at least 1 (default: 1)",
+    )  # fmt: skip
     c.add_argument("--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)")
     c.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
     c.add_argument("override", nargs="*", metavar="key=value")
@@ -146,17 +166,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
     p = parser()
     args, rest = p.parse_known_args(argv)
-    if any("=" not in text or text.startswith("-") for text in rest) or (
-        rest and not hasattr(args, "override")
-    ):
+    if any("=" not in text or text.startswith("-") for text in rest):
         p.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
+    if args.command == "validate":  # which takes them among its configs
+        args.config = [*args.config, *rest]
+    else:
         args.override = [*args.override, *rest]
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Errors of ours are printed as a sentence, with exit status 1."""
+    """Run one command. An error that is the user's to mend is printed as a sentence, with exit
+    status 1 (2 where the command line itself is wrong); any other is a bug, with its traceback."""
     args = parse(argv)
     try:
         return args.run_command(args)
@@ -164,9 +185,10 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as e:
-        if type(e).__module__.split(".")[0] not in ("lm", "synthetic"):
+        text = sentence(e)
+        if text is None:
             raise
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         return 1
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm import config as base
 from lm.config import Fraction1, Section
+from synthetic.lengths import parse_ranges
 
-Length = int | tuple[int, int]
+Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, longest]
 
 
 class Task(Section):
@@ -73,14 +74,22 @@ class Train(Section):
     threads: int | None = Field(None, gt=0)
     workers: int = Field(0, ge=0)  # loader processes; any number gives the same data
 
-    @field_validator("length", mode="before")
+    @field_validator("length")
     @classmethod
     def _interval(cls, value):
-        if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] > value[1]:
+        if isinstance(value, tuple) and value[0] > value[1]:
             raise ValueError(f"length [{value[0]}, {value[1]}] is empty: shortest first")
-        if isinstance(value, (list, tuple)) and len(value) == 2 and value[0] < 1:
-            raise ValueError(f"length [{value[0]}, {value[1]}]: the shortest is at least 1")
         return value
+
+    @model_validator(mode="after")
+    def _curriculum_within_lengths(self):
+        longest = self.lengths[1]
+        if self.curriculum and self.curriculum.start > longest:
+            raise ValueError(
+                f"curriculum.start is {self.curriculum.start}, and the longest of train.length only"
+                f" {longest}: a curriculum starts below it"
+            )
+        return self
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -103,6 +112,13 @@ class Eval(Section):
         if isinstance(value, (list, tuple)):
             return ",".join(map(str, value))
         return str(value) if isinstance(value, int) else value
+
+    @field_validator("lengths", "during")
+    @classmethod
+    def _lengths(cls, value):
+        if value is not None:
+            parse_ranges(value)
+        return value
 
 
 class Bar(Section):
@@ -134,6 +150,11 @@ class Config(base.Run):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     bars: tuple[Bar, ...] = ()
+
+    @model_validator(mode="after")
+    def _warmup_within_training(self):
+        base.check_warmup(self)
+        return self
 
 
 def load(path, overrides=(), job_index: int | None = None) -> Config:

@@ -14,7 +14,9 @@ import torch
 from lm.checkpoint import write_json
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics
+from lm.outputs import check_file, writing
 from synthetic.build import load_run, trained_on
+from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError
 
@@ -30,21 +32,17 @@ def parse_lengths(text: str, task: Task) -> list[int]:
         TaskError: not a list of lengths, or a length the task cannot have.
     """
     lengths: list[int] = []
-    for part in str(text).split(","):
-        try:
-            numbers = [int(n) for n in part.split(":")]
-            first, last = numbers[0], numbers[1] if len(numbers) > 1 else numbers[0]
-            if len(numbers) > 3 or not 1 <= first <= last or (len(numbers) == 3 and numbers[2] < 1):
-                raise ValueError
-        except ValueError:
-            raise TaskError(
-                f"lengths `{text}`: `{part}` must be a length, START:STOP (×√2 from one to the"
-                " next) or START:STOP:STEP"
-            ) from None
+    try:
+        ranges = parse_ranges(text)
+    except ValueError as e:
+        raise TaskError(f"lengths: {e}") from None
+    for numbers in ranges:
+        first = numbers[0]
         if len(numbers) == 1:
             task.check_length(first)
             lengths.append(first)
             continue
+        last = numbers[1]
         if len(numbers) == 3:
             wanted = range(first, last + 1, numbers[2])
         else:
@@ -267,6 +265,8 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
     run_dir = Path(run_dir)
     if any(seed < 0 for seed in seeds or ()):
         raise TaskError(f"seeds {seeds}: a seed is 0 or more")
+    path = Path(out) if out else run_dir / "eval.json"
+    check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides)
     if getattr(task, "streams", False) and (lengths or seeds):
         say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
@@ -283,8 +283,8 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         "headline": task.headline, "chance": task.chance, "eval": results,
         "bars": passes([bar for bar in cfg.bars if bar.length in tested], results),
     }  # fmt: skip
-    path = Path(out) if out else run_dir / "eval.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
     say(f"wrote    {path}")
     return result

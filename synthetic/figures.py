@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import mean
 from textwrap import wrap
 
+from lm.errors import UserError
 from synthetic.results import TOKEN_BY_TOKEN, solved_length
 from synthetic.trained import (
     Spread,
@@ -35,7 +36,7 @@ ERRORS = (
 )
 
 
-class ReportError(RuntimeError):
+class ReportError(UserError, RuntimeError):
     """A report that cannot be made; the message says what is missing."""
 
 

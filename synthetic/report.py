@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -12,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from lm import config as base
+from lm.checkpoint import read_json
 from lm.config import ConfigError
 from lm.console import say
 from lm.engine import TrainingError
 from lm.metrics import read_metrics
+from lm.outputs import check_folder, writing
 from synthetic.config import Config, load
 from synthetic.figures import Drawing, ReportError, bars, curves, heatmap, scatter, times
 from synthetic.runs import differences
@@ -239,8 +240,8 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
         runs.append(
             Trained(
                 cfg.run_dir, cfg, point, model_label(cfg, point), task_label(cfg, point),
-                json.loads((cfg.run_dir / "result.json").read_text()), read_metrics(cfg.run_dir),
-                {n: json.loads(limit_file(cfg, n).read_text()) for n in fresh},
+                read_json(cfg.run_dir / "result.json", ("eval",)), read_metrics(cfg.run_dir),
+                {n: read_json(limit_file(cfg, n), ("eval",)) for n in fresh},
             )
         )  # fmt: skip
     labels = [(run.label, run.cfg.seed) for run in runs]
@@ -316,12 +317,14 @@ def report(
     Returns:
         {"figure", "numbers"}: the files written.
     Raises:
-        ReportError: no such report, no run to draw it from.
+        ReportError: no such report, no run to draw it from. OutputError: it cannot be written.
         ConfigError, TaskError, TrainingError: as `synthetic.train.train`.
     """
     import matplotlib.pyplot as plt
 
     sweep = expand(config_path(name, scale, config), overrides)
+    folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
+    check_folder(folder)
     entry = REPORTS[name]
     limits = test_limits(sweep) if entry.test_limits else []
     failure = None
@@ -343,12 +346,12 @@ def report(
     except ReportError:
         say("\n".join(lines))
         raise
-    folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
-    folder.mkdir(parents=True, exist_ok=True)
     paths = {"figure": folder / f"{name}.png", "numbers": folder / f"{name}.csv"}
-    drawing.figure.savefig(paths["figure"], dpi=140)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.figure.savefig(paths["figure"], dpi=140)
+        write_csv(paths["numbers"], drawing.rows)
     plt.close(drawing.figure)
-    write_csv(paths["numbers"], drawing.rows)
     of = f"{len(runs)} of {len(sweep.configs)} runs"
     say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {of})"))
     for note in notes([(run.model, run.result["eval"]) for run in runs]):

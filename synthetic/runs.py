@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,8 +11,12 @@ import time
 from pathlib import Path
 
 from lm import config as base
+from lm.build import check_section
+from lm.checkpoint import read_json
 from lm.console import say
 from lm.engine import TrainingError
+from lm.outputs import check_folder
+from synthetic.build import device_of
 from synthetic.config import Config
 
 # What a baseline has no use for.
@@ -30,7 +33,7 @@ def is_finished(cfg: Config) -> bool:
 def result(cfg: Config) -> dict | None:
     """What a finished run has found, or None."""
     path = cfg.run_dir / "result.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path, ("eval",)) if path.exists() else None
 
 
 def differences(cfg: Config) -> list[str]:
@@ -56,10 +59,14 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
         jobs: processes at once; with more than one, each has its share of the CPU's threads and
             its output goes to RUN.log beside the run's directory.
     Raises:
+        ConfigError, OutputError: a model or a place that cannot be; no run has been started then.
         TrainingError: some runs failed (they diverged, say).
         Stopped: a signal asked for a stop; what was running is saved.
     """
     waiting = [cfg for cfg in configs if not is_finished(cfg)]
+    for cfg in waiting:
+        check_section(cfg.model, cfg.train.lengths[1], device_of(cfg)[1])
+        check_folder(cfg.run_dir)
     failed = _in_turn(waiting) if jobs <= 1 else _at_once(waiting, jobs)
     if failed:
         raise TrainingError(f"{len(failed)} of {len(waiting)} runs failed; the first: {failed[0]}")

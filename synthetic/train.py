@@ -14,6 +14,7 @@ from lm.build import missing_kernels
 from lm.checkpoint import CheckpointError, claim, write_json
 from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
+from lm.errors import require
 from lm.kernels import available
 from lm.metrics import Writer, fixed_point_metrics
 from synthetic import tasks
@@ -99,8 +100,9 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     lengths = parse_lengths(cfg.eval.lengths, task)
     during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
     _check(cfg, task, lengths)
-    run_dir = cfg.run_dir
-    claim(cfg, overwrite, say, FIXED)
+    for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
+        if wanted:
+            require(package, f"log.{package}")
     model, device, precision = build(cfg, task, max(hi, *lengths))
     parameters = sum(p.numel() for p in model.parameters())
     streams = getattr(task, "streams", False)
@@ -110,6 +112,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         raise tasks.TaskError(
             f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
         )
+    run_dir = cfg.run_dir
+    claim(cfg, overwrite, say, FIXED)  # now that nothing is left to refuse
     o = cfg.optim
     optimizer = torch.optim.AdamW(
         parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps

@@ -9,6 +9,7 @@ from lm import config as base
 from lm.checkpoint import CheckpointError, write_json
 from lm.config import ConfigError
 from lm.console import say
+from lm.outputs import check_file
 from synthetic import config
 from synthetic.results import error, how, in_training, passes
 from synthetic.runs import differences, is_finished, result, run_all
@@ -31,10 +32,12 @@ def _model_of(path: str, overrides: list[str]) -> tuple[str, dict]:
     tree = base.load_tree(path)
     unknown = tree.keys() - config.Config.model_fields.keys() - base.Config.model_fields.keys()
     if unknown:
-        raise ConfigError(f"{path}: unknown section {', '.join(sorted(unknown))}")
+        raise ConfigError(f"{path}: unknown section {', '.join(sorted(map(str, unknown)))}")
     if "model" not in tree:
         raise ConfigError(f"{path} has no `model:` section: validate needs a model to build")
     kept = {k: tree[k] for k in ("model", "optim") if k in tree}
+    if not isinstance(kept.get("optim") or {}, dict):
+        raise ConfigError(f"{path}: `optim` is {kept['optim']!r}: it must be a section")
     for text in overrides:
         key, value = base.parse_override(text, config.Config)
         if key.partition(".")[0] not in ("model", "optim"):
@@ -73,10 +76,12 @@ def validate(
         "updates", "seconds", "parameters"}; also written to OUT/validate.json.
     Raises:
         ConfigError: a config that cannot be validated.
-        CheckpointError: OUT holds a finished run of another config.
+        CheckpointError: OUT holds a finished run of another config. OutputError: nothing can be
+            written there.
         TrainingError: some runs failed.
     """
     runs = plan(paths, overrides, out_dir)
+    check_file(Path(out_dir) / "validate.json")
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if other := differences(cfg):
             raise CheckpointError(

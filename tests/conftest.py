@@ -40,6 +40,43 @@ def tiny(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory):
+    """The folder of a byte-level tokenizer of 257 tokens, EOS first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(["a"], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_export(tmp_path_factory, byte_tokenizer):
+    """The export of a small random model; not to be changed."""
+    from lm.export import write_export
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=264, d_model=16, n_layer=1, d_state=4, glu_in_loop=True, contractive=0.5,
+        eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("export") / "small"
+    return write_export(FPRNNForCausalLM(config), folder, byte_tokenizer, "small", "Random.")
+
+
+@pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """The run directory of configs/tiny/lm.yaml, trained once for all tests; not to be changed."""
     out = tmp_path_factory.mktemp("tiny") / "runs"

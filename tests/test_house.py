@@ -13,12 +13,24 @@ SOURCES = sorted(p for top in ("lm", "synthetic") for p in (ROOT / top).rglob("*
 # A module imports only from floors below its own; those on the ground, and the files of one
 # package, also from each other.
 FLOORS = {
-    0: ("config", "console", "data", "kernels", "metrics", "tasks"),
+    0: (
+        "arguments",
+        "config",
+        "config_messages",
+        "console",
+        "data",
+        "errors",
+        "kernels",
+        "metrics",
+        "outputs",
+        "tasks",
+        "yaml_text",
+    ),
     1: ("model", "plots"),
     2: ("baselines",),
     3: ("build", "engine"),
     4: ("checkpoint",),
-    5: ("plan", "train"),
+    5: ("exported", "plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
     7: (
         "reference",
@@ -31,8 +43,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
-    "", "baselines", "build", "checkpoint", "config", "console", "engine", "kernels", "metrics",
-    "model", "tasks",
+    "", "arguments", "baselines", "build", "checkpoint", "config", "console", "engine", "errors",
+    "kernels", "metrics", "model", "outputs", "tasks",
 }  # fmt: skip
 
 

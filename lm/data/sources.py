@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lm.config import Data
+from lm.errors import UserError
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
@@ -25,7 +26,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Text that cannot be read or used; the message says what, where, and what would do."""
 
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lm.config import Config
 from lm.data.hub import check_hub
 from lm.data.sources import DataError, documents, is_validation
+from lm.errors import UserError, require
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings it answers to
@@ -41,7 +42,11 @@ def load_tokenizer(
                 f"{folder} was made from {made_from}, but the config asks for {wanted}; "
                 "use another run name, or the old tokenizer settings"
             )
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+            reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+            raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
     name = cfg.tokenizer.name
     tokenizer = train_bpe(cfg, log) if name == "bpe" else _from_huggingface(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -137,7 +142,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             return _from_gpt2_files(folder)
         if "tokenizer.model" in has:
             return _from_sentencepiece(folder)
-    except DataError:
+    except UserError:
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
@@ -165,6 +170,7 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
 def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
     transformers 5.23 loses its leading space and orders its merges by id, not by score."""
+    require("sentencepiece", "a tokenizer.model")
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()

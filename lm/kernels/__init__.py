@@ -12,6 +12,8 @@ import warnings
 
 import torch
 
+from lm.errors import UserError
+
 # What lm/model/scan.py asks for before it uses this package: a name, since another package may be
 # called `lm`, and the version of `find`, `compute` and of what they call the kernels with. An
 # exported model carries a scan.py of its own, which may be older or newer than what is installed.
@@ -31,7 +33,7 @@ NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 
 
-class BackendError(ValueError):
+class BackendError(UserError, ValueError):
     """A backend that is not known or cannot be used, and why."""
 
 

@@ -62,6 +62,15 @@ def parse_schedule(text):
     raise ValueError(f"schedule is `{text}`; a width is at least 1, and the schedules are: {known}")
 
 
+MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
+
+
+def nearest_divisor(whole, wanted):
+    """The divisor of `whole` that is nearest to `wanted`."""
+    divisors = (m for m in range(1, whole + 1) if whole % m == 0)
+    return min(divisors, key=lambda m: abs(m - wanted))
+
+
 class FPRNNConfig(PretrainedConfig):
     """Configuration of FPRNNModel and FPRNNForCausalLM. Every field has a default.
 
@@ -178,6 +187,7 @@ class FPRNNConfig(PretrainedConfig):
             ("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer),
             ("d_state", d_state), ("expand", expand), ("mixer_rank", mixer_rank),
             ("max_iters", max_iters), ("n_backwards", n_backwards), ("patience", patience),
+            ("headdim", headdim), ("ngroups", ngroups), ("d_conv", d_conv),
         ]:  # fmt: skip
             if value < 1:
                 raise ValueError(f"FPRNNConfig: {name} is {value}; it must be at least 1")
@@ -228,6 +238,7 @@ class FPRNNConfig(PretrainedConfig):
         self.reset_at_eos = reset_at_eos
         self.schedule = schedule
         self.stopping = stopping
+        self._check_sizes()
         self._check_schedule()
         self.tol = tol
         self.eval_tol = eval_tol
@@ -264,6 +275,37 @@ class FPRNNConfig(PretrainedConfig):
     def schedule_kind(self):
         """The Schedule that `schedule` names."""
         return parse_schedule(self.schedule)
+
+    def _check_sizes(self):
+        """Raises ValueError for sizes that do not go together, in the block or in its mixer."""
+        d = self.d_inner
+        if self.block == "fp_mamba2" and d % self.headdim:
+            raise ValueError(
+                f"headdim is {self.headdim}: it must divide d_inner = expand · d_model = {d}, as"
+                f" {nearest_divisor(d, self.headdim)} does"
+            )
+        heads = d // self.headdim
+        if self.block == "fp_mamba2" and heads % self.ngroups:
+            raise ValueError(
+                f"ngroups is {self.ngroups}: it must divide the {heads} heads (d_inner / headdim),"
+                f" as {nearest_divisor(heads, self.ngroups)} does"
+            )
+        if self.block == "fp_rnn" and self.glu_in_loop:
+            raise ValueError(
+                "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
+            )
+        if self.mixer == "monarch" and d % self.mixer_rank:
+            raise ValueError(
+                f"mixer_rank is {self.mixer_rank}: of monarch it is the block size and must divide"
+                f" d_inner = expand · d_model = {d}, as {nearest_divisor(d, self.mixer_rank)} does"
+            )
+        if self.mixer == "selective_dense" and d > MAX_DENSE:
+            raise ValueError(
+                f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
+                f" expand · d_model may be at most {MAX_DENSE}"
+            )
+        if self.mixer_proj_rank is not None and self.mixer not in ("householder", "dplr"):
+            raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {self.mixer}")
 
     def _check_schedule(self):
         kind = self.schedule_kind.kind

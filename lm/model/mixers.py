@@ -22,7 +22,6 @@ from .layers import Orthogonal, WNLinear, affine_map
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
-MAX_DENSE = 256  # d above which selective_dense is refused: it costs O(d³) per token
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
 
 
@@ -243,12 +242,6 @@ class Monarch(Mixer):
 
     def __init__(self, d_inner, d_arg, size, act, eps, scale):
         super().__init__()
-        if d_inner % size:
-            divisors = [m for m in range(1, d_inner + 1) if d_inner % m == 0]
-            raise ValueError(
-                f"monarch needs a mixer_rank (the block size) that divides d_inner = {d_inner};"
-                f" {size} does not, {min(divisors, key=lambda m: abs(m - size))} would"
-            )
         self.d_inner, self.size, self.blocks = d_inner, size, d_inner // size
         self.act, self.eps, self.scale = ACTIVATIONS[act], eps, scale
         self.triangle = size * (size + 1) // 2
@@ -304,15 +297,10 @@ class NonSelective(Mixer):
 
 
 class SelectiveDense(Mixer):
-    """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token: d ≤ MAX_DENSE."""
+    """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token."""
 
     def __init__(self, d_inner, d_arg, act, eps):
         super().__init__()
-        if d_inner > MAX_DENSE:
-            raise ValueError(
-                f"selective_dense builds a {d_inner}×{d_inner} matrix per token and iteration:"
-                f" d_inner may be at most {MAX_DENSE}"
-            )
         self.d_inner, self.act, self.eps = d_inner, ACTIVATIONS[act], eps
         self.out_features = d_inner * (d_inner + 1) // 2
         self.uv_proj = WNLinear(d_arg, self.out_features)
@@ -406,11 +394,8 @@ def build_mixer(config, d_inner, d_arg):
     """The mixer named by `config.mixer`; d_arg is the width of P.
 
     Raises:
-        ValueError: an unknown name, or a size that this mixer cannot have.
+        ValueError: an unknown name (FPRNNConfig refuses sizes that a mixer cannot have).
     """
-    low_rank = config.mixer_proj_rank is not None
-    if low_rank and config.mixer not in ("householder", "dplr"):
-        raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
     if config.mixer == "mixture":
         names = ["householder", "kronecker"] * config.mixer_rank
         mixer = Mixture(

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from lm.errors import UserError
+
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 VARIANTS = ("en-valid", "en-valid-10k")  # 1,000 or 10,000 training questions a task
 SPLITS = ("train", "valid", "test")
@@ -37,7 +39,7 @@ PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1
 _WORD = re.compile(r"[.?]|[^\s.?]+")
 
 
-class BabiError(ValueError):
+class BabiError(UserError, ValueError):
     """bAbI data that cannot be had; the message says which file, and what would do."""
 
 

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm.errors import UserError
+
 IGNORE = -100  # a label that is not scored
 SPLITS = ("train", "valid", "test")
 
 
-class TaskError(ValueError):
+class TaskError(UserError, ValueError):
     """A dataset that cannot be had; the message says what was asked for and what would do."""
 
 

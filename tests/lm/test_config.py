@@ -1,5 +1,6 @@
 """The YAML schema: what is refused and how, overrides, sweeps, shipped YAMLs, docs/config.md."""
 
+import datetime
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from lm import config
 from lm.baselines import FIELDS
 from lm.build import build_model
 from lm.config import Config, ConfigError, Model, Section
+from lm.yaml_text import Loader
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -76,32 +78,77 @@ def test_every_error_is_named_at_once():
     "tree, words",
     [
         # Wrong types.
-        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "integer"]),
-        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "integer"]),
-        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "boolean"]),
-        ({"model": {"vocab_size": "many"}}, ["`model.vocab_size` is 'many'"]),
-        ({"optim": {"betas": [0.9]}}, ["`optim.betas`"]),
-        ({"optim": 3}, ["`optim` is 3"]),
-        ({"name": 7}, ["`name` is 7", "string"]),
-        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3"]),
+        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "a whole number above 0"]),
+        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "a whole number above 0"]),
+        ({"train": {"steps": None}}, ["`train.steps` is null", "a whole number above 0"]),
+        ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
+        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be true or false"]),
+        (
+            {"model": {"vocab_size": "many"}},
+            ["`model.vocab_size` is 'many'", "a whole number above 0 or auto"],
+        ),
+        (
+            {"optim": {"betas": [0.9]}},
+            [
+                "`optim.betas` is [0.9]",
+                "a list of 2, each a finite number of at least 0 and below 1",
+            ],
+        ),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, ["is [0.9, 0.9, 0.9]", "a list of 2"]),
+        ({"optim": {"betas": 0.9}}, ["`optim.betas` is 0.9", "a list of 2"]),
+        ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
+        ({"optim": 3}, ["`optim` is 3", "a section with keys of lr, min_lr, warmup"]),
+        ({"optim": None}, ["`optim` is null", "a section with keys"]),
+        ({"model": 3}, ["`model` is 3", "a section with keys of name, vocab_size"]),
+        ({"name": 7}, ["`name` is 7", "text"]),
+        ({"name": datetime.date(2020, 1, 2)}, ["`name` is 2020-01-02", "text"]),
+        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3", "a mapping", "or text"]),
+        ({"sweep": 3}, ["`sweep` is 3", "a mapping of keys to lists"]),
+        ({1: 2}, ["keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
         ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
         ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
-        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "0, 1, 2 or 3"]),
+        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),
+        (
+            {"model": {"schedule": "windows:4"}},
+            ["`model.schedule` is 'windows:4'", "window:W", "did you mean `window:4`?"],
+        ),
+        ({"model": {"schedule": "window:0"}}, ["is 'window:0'", "W: a number of tokens above 0"]),
+        ({"model": {"schedule": 4}}, ["`model.schedule` is 4", "window:W"]),
+        ({"model": {"gradient": "phantom"}}, ["is 'phantom'", "phantom:K (K: a whole number"]),
+        ({"model": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`?"]),
         # Out of range.
-        ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
-        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "greater than 0"]),
-        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "greater than 0"]),
-        ({"model": {"quantile": 1.1}}, ["`model.quantile` is 1.1", "less than or equal to 1"]),
-        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
-        ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan"]),
+        ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
+        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 or auto"]),
+        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "above 0 or auto"]),
+        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "above 0 or null"]),
+        ({"model": {"quantile": 1.1}}, ["`model.quantile` is 1.1", "at least 0 and at most 1"]),
+        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "above 0 and below 1"]),
+        ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
         ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
-        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas`", "less than 1"]),
-        ({"name": ""}, ["`name` is ''", "at least 1 character"]),
+        ({"optim": {"lr": 0}}, ["`optim.lr` is 0", "above 0"]),
+        ({"optim": {"warmup": -1}}, ["`optim.warmup` is -1", "at least 0"]),
+        ({"optim": {"warmup": 1.5}}, ["`optim.warmup`: 1.5 updates cannot be"]),
+        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas` is [0.9, 1.0]", "below 1"]),
+        ({"seed": -1}, ["`seed` is -1", "at least 0"]),
+        ({"seed": 2**64}, [f"`seed` is {2**64}", f"at least 0 and at most {2**64 - 1}"]),
+        ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "above 0"]),
+        ({"name": ""}, ["`name` is ''", "not empty"]),
+        ({"out_dir": ""}, ["`out_dir` is ''", "not empty"]),
+        *(
+            ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
+            for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
+        ),
+        ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
+        ({"name": "a\0b"}, ["`name`: 'a\\x00b' holds a character"]),
         # Right one by one, wrong together.
         ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
         ({"optim": {"lr": 1e-6}}, ["`optim`", "min_lr 1e-05 is above the peak lr 1e-06"]),
+        (
+            {"optim": {"warmup": 50}, "train": {"steps": 40}},
+            ["optim.warmup is 50 updates, and train.steps is only 40"],
+        ),
     ],
 )
 def test_a_bad_value_is_refused_in_a_sentence(tree, words):
@@ -145,6 +192,12 @@ def test_an_empty_section_takes_overrides(tmp_path):
 def test_numbers_are_numbers(tmp_path, text):
     assert load(tmp_path, f"optim: {{lr: {text}}}").optim.lr == 1e-3
     assert load(tmp_path, "", f"optim.lr={text}").optim.lr == 1e-3
+
+
+def test_a_leading_zero_is_not_octal(tmp_path):
+    """As in YAML 1.2; 1.1 reads 010 as 8."""
+    assert load(tmp_path, "train: {steps: 010}").train.steps == 10
+    assert load(tmp_path, "", "name=007").name == "007"
 
 
 def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
@@ -240,7 +293,7 @@ SWEEP = "name: s\nsweep:\n  model.mixer: [householder, dplr]\n  optim.lr: [1e-3,
 
 
 def test_the_last_key_of_a_sweep_varies_fastest():
-    points = config.sweep_points(yaml.load(SWEEP, config._Loader))
+    points = config.sweep_points(yaml.load(SWEEP, Loader))
     expected = [(m, lr) for m in ("householder", "dplr") for lr in (1e-3, 2e-3, 4e-3)]
     assert [(p["model.mixer"], p["optim.lr"]) for p in points] == expected
 
@@ -287,11 +340,13 @@ def test_a_bad_sweep_is_refused(tmp_path, text, words):
 # Written and read back.
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+names = texts.map(lambda text: re.sub(r"[/\\\0]", "_", text)).filter(lambda n: n not in (".", ".."))
 trees = st.fixed_dictionaries(
     {},
     optional={
-        "name": texts | st.sampled_from(["1e-3", "5E3", ".1e1", "off", "007", "2024-01-01"]),
-        "seed": st.integers(0, 2**63),
+        "out_dir": texts,
+        "name": names | st.sampled_from(["1e-3", "5E3", ".1e1", "off", "007", "2024-01-01"]),
+        "seed": st.integers(0, 2**64 - 1),
         "model": st.fixed_dictionaries(
             {},
             optional={
@@ -463,7 +518,7 @@ def schema(section: Section, prefix: str = "") -> dict:
 
 
 def test_the_page_has_every_key_with_its_default():
-    page = {k: yaml.load(v, config._Loader) for k, v in documented().items()}
+    page = {k: yaml.load(v, Loader) for k, v in documented().items()}
     assert page == schema(Config())
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
 pytest.importorskip("rich")
 
+from lm.errors import MissingPackageError
 from lm.evaluate import EvaluationError, evaluate, table, write_json
 from lm.tasks import TASKS_DIR
 
@@ -224,7 +225,7 @@ def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a)
     )
-    with pytest.raises(EvaluationError, match=rf'{absent}.*pip install "fprnn\[eval\]"'):
+    with pytest.raises(MissingPackageError, match=rf"{absent}.*pip install 'fprnn\[eval\]'"):
         evaluate(checkpoint, ["catbabi_mini"])
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm import config as base
 from lm.config import ConfigError, Section
+from lm.yaml_text import Loader
 from synthetic import config, tasks
 from synthetic.config import Config
 
@@ -28,7 +28,7 @@ def documented() -> dict[str, str]:
 
 
 def test_the_page_has_every_key_with_its_default():
-    page = {k: yaml.load(v, base._Loader) for k, v in documented().items()}
+    page = {k: yaml.load(v, Loader) for k, v in documented().items()}
     expected = {}
     for name, value in Config().model_dump(mode="json").items():
         if name in ("model", "log"):  # docs/config.md

@@ -192,11 +192,11 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["task.name=parety"], ConfigError, "did you mean `parity`"),
         (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
         (["train.length=[5, 3]"], ConfigError, "shortest first"),
-        (["eval.lengths=a"], TaskError, "must be a length"),
+        (["eval.lengths=a"], ConfigError, "must be a length"),
         (["model.vocab_size=2"], TaskError, "has 3 ids"),
         (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        (["train.length=[0, 4]"], ConfigError, "the shortest is at least 1"),
+        (["train.length=[0, 4]"], ConfigError, "or a list of 2, each a whole number above 0"),
         (["eval.seeds=[]"], ConfigError, "eval.seeds"),
         (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
         (["eval.sequential=true", "model.name=mamba"], TaskError, "mamba carries no state"),
@@ -257,8 +257,9 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
     assert main(["eval", str(c.run_dir), "model.d_model=32"]) == 1
     assert "is of another model than its config and the overrides" in capsys.readouterr().err
-    assert main(["eval", str(c.run_dir), "--seeds", "-1"]) == 1
-    assert "a seed is 0 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["eval", str(c.run_dir), "--seeds", "-1"])
+    assert "argument --seeds: '-1' is no whole number from 0" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nothing")]) == 1
     assert "holds no trained model" in capsys.readouterr().err
     checkpoint = c.run_dir / "checkpoints/last.pt"
@@ -270,14 +271,18 @@ def test_the_command_line(cfg, tmp_path, capsys):
 
 def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
     cfg()
-    tree = {**TREE, "sweep": {"train.steps": [1, 2], "seed": [0, 1, 2]}}
+    tree = {**TREE, "sweep": {"train.steps": [2, 3], "seed": [0, 1, 2]}}
     path = tmp_path / "sweep.yaml"
     path.write_text(json.dumps(tree))
     command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
-    assert main(command) == 0
-    assert "--job-index 0 to 5 trains a point" in " ".join(capsys.readouterr().out.split())
-    assert main([*command, "--job-index", "1"]) == 0
-    assert "note" not in capsys.readouterr().out
+    assert main(command) == 1
+    assert "is a sweep: say which of its points to train, --job-index 0 to 5" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "runs").exists()
+    for point in ("0", "3"):
+        assert main([*command, "--job-index", point]) == 0
+    assert main([*command, "sweep={}", "name=alone", "train.steps=2"]) == 0
 
 
 def test_fewer_updates_than_were_made_are_refused(cfg):
@@ -296,7 +301,7 @@ def test_a_run_that_goes_on_is_not_finished(cfg, monkeypatch):
 
 
 def test_lengths_and_seeds_of_a_stream_are_said_not_to_apply(cfg, babi, capsys):
-    c = cfg(*babi, "model.name=lstm", "model.headdim=8", "train.steps=1")
+    c = cfg(*babi, "model.name=lstm", "model.headdim=8", "train.steps=2")
     train(c)
     found = evaluate_run(c.run_dir, lengths="2:20", seeds=[1, 2])
     assert [(r["length"], r["seed"]) for r in found["eval"]] == [(10, 0)]

@@ -279,9 +279,9 @@ def test_unknown_gradients_and_blocks_are_a_sentence():
             FPRNNConfig(gradient=gradient)
     with pytest.raises(ValueError, match="unknown block `mamba`"):
         build_block(FPRNNConfig(block="mamba"))
-    with pytest.raises(ValueError, match="headdim 5 does not divide d_inner = 16"):
+    with pytest.raises(ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, as 4"):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=5))
-    with pytest.raises(ValueError, match="ngroups 3 does not divide 4 heads"):
+    with pytest.raises(ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, as 2"):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
     with pytest.raises(ValueError, match="glu_in_loop is for"):
         build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))

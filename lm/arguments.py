@@ -1,0 +1,58 @@
+"""What the options of both command lines take: numbers within bounds, and lists."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers from `least` on, to `most` where there is one."""
+
+    least: int = 1
+    most: int | None = None
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < self.least or (self.most is not None and value > self.most):
+            to = "on" if self.most is None else f"to {self.most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {self.least} {to}")
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """Finite numbers above 0; with `zero` also 0."""
+
+    zero: bool = False
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < 0 or (value == 0 and not self.zero):
+            wanted = "finite number from 0 on" if self.zero else "finite number above 0"
+            raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
+        return value
+
+
+SEED = Whole(0, 2**64 - 1)  # what torch takes
+
+
+def names(text: str) -> list[str]:
+    """A comma-separated list that is not empty."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("the list is empty")
+    return found
+
+
+def counts(text: str) -> list[int]:
+    """A comma-separated list of whole numbers from 1 on that is not empty."""
+    return [Whole(1)(name) for name in names(text)]

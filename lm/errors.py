@@ -1,0 +1,86 @@
+"""The one base class of errors that are the user's to mend, and the sentence each leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+
+# Optional package, by the name it is imported under → the extra of pyproject.toml that has it.
+EXTRAS = {
+    "accelerate": "eval",
+    "datasets": "train",
+    "deepspeed": "train",
+    "lm_eval": "eval",
+    "matplotlib": "train",
+    "pyarrow": "train",  # comes with datasets
+    "pydantic": "train",
+    "rich": "train",
+    "sentencepiece": "train",
+    "tensorboard": "train",
+    "tokenizers": "train",
+    "wandb": "train",
+    "yaml": "train",
+}
+# What the package itself depends on, directly or through torch and transformers.
+BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
+
+
+class UserError(Exception):
+    """Something asked for cannot be had. Every error class of this project derives from it, but for
+    those of lm/model, which runs without the package around it.
+
+    The message is a sentence: what was wrong, where, and what would be right. Both command lines
+    print it alone; any other exception is a bug and keeps its traceback.
+    """
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot be run; the message says which key, why, and what would do."""
+
+
+class MissingPackageError(UserError, ImportError):
+    """A package that is needed and not installed."""
+
+
+def missing_package(name: str, purpose: str = "this command") -> MissingPackageError:
+    """The error to raise where package `name` (of EXTRAS or BASE) is missing."""
+    extra = f"[{EXTRAS[name]}]" if name in EXTRAS else ""
+    return MissingPackageError(
+        f"{purpose} needs the package {name}, which is not installed: pip install 'fprnn{extra}'"
+    )
+
+
+def require(name: str, purpose: str) -> None:
+    """Find out now whether a package can be imported, not when it is needed, hours later.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent package
+        found = False
+    if not found:
+        raise missing_package(name, purpose)
+
+
+def sentence(error: BaseException) -> str | None:
+    """What a command line prints for an error that is the user's to mend; None for a bug.
+
+    Besides UserError these are a missing package of ours, wherever it was imported, and numbers
+    that became NaN or infinite (lm/model raises FloatingPointError for them).
+    """
+    if isinstance(error, UserError | FloatingPointError):
+        return str(error)
+    package = _missing(error)
+    return None if package is None else str(missing_package(package))
+
+
+def _missing(error: BaseException | None) -> str | None:
+    """The package whose absence is behind an import error, if it is one that we know."""
+    while error is not None:  # transformers wraps the first error in one that names no package
+        if isinstance(error, ModuleNotFoundError):
+            package = (error.name or "").partition(".")[0]
+            if package in EXTRAS or package in BASE:
+                return package
+        error = error.__cause__
+    return None

@@ -1,0 +1,73 @@
+"""The model of an exported directory, whole or refused: transformers makes up what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm.errors import UserError
+
+SHOWN = 3  # names of weights that a message gives
+
+
+class LoadError(UserError, RuntimeError):
+    """A model that cannot be loaded as it was saved; the message says what is wrong with it."""
+
+
+def load_model(path: Path | str):
+    """The causal language model of an exported directory, or of a name on the hub, on the CPU.
+
+    Raises:
+        LoadError: unreadable or damaged files; a weight that is missing, unknown to the model, of
+            another shape, or not finite. transformers itself would go on with random values.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
+    logging.disable_progress_bar()
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except SafetensorError as e:
+        raise LoadError(
+            f"the weights in {path} are cut short or damaged ({e}): export the run again"
+        ) from None
+    except (OSError, ValueError) as e:  # ValueError: a model that nobody knows
+        raise LoadError(f"cannot load {path}: {str(e).strip().splitlines()[0]}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    wrong = [
+        *_named("missing", found["missing_keys"]),
+        *_named("unknown to the model", found["unexpected_keys"]),
+        *_named("of another shape than config.json says", _misshapen(found["mismatched_keys"])),
+        *_named(
+            "NaN or infinite",
+            [name for name, p in model.named_parameters() if not torch.isfinite(p).all()],
+        ),
+    ]
+    if wrong:
+        raise LoadError(
+            f"{path} is damaged, its weights are not those of its config.json: {'; '.join(wrong)};"
+            " export the run again"
+        )
+    return model
+
+
+def _misshapen(mismatched) -> list[str]:
+    """("name", saved shape, the model's) … as text."""
+    return [f"{name} {list(saved)}, not {list(ours)}" for name, saved, ours in mismatched]
+
+
+def _named(what: str, names) -> list[str]:
+    """["2 weights missing: a, b"], or [] where there are none."""
+    names = sorted(names)
+    if not names:
+        return []
+    shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    return [f"{len(names)} weight{'s' * (len(names) > 1)} {what} ({shown})"]

@@ -1,0 +1,228 @@
+"""Places that cannot be written, and runs and exports that are damaged: one sentence each."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lm.cli import main
+from lm.export import write_export
+from lm.exported import LoadError, load_model
+from lm.outputs import OutputError, check_file, check_folder, writing
+from tests.refusals import refused
+
+WEIGHT = "backbone.layers.0.block.in_proj.weight"
+
+
+@pytest.fixture
+def copy(small_export, tmp_path):
+    """A copy of an export, to be damaged."""
+    return Path(shutil.copytree(small_export, tmp_path / "copy"))
+
+
+# Places that cannot be written. (Root may write where permissions say no: a file in place of a
+# folder, and /proc, refuse it as well.)
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    """A place below a file."""
+    (tmp_path / "file").write_text("x")
+    return tmp_path / "file" / "below"
+
+
+def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
+    check_folder(tmp_path / "a" / "b")
+    check_file(tmp_path / "a" / "b.json")
+    (tmp_path / "there.json").write_text("as it was")
+    check_file(tmp_path / "there.json")
+    assert (tmp_path / "there.json").read_text() == "as it was"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "there.json"]
+
+    for place in (blocked, blocked / "deeper"):
+        with pytest.raises(OutputError, match=r"cannot be a folder to write to: .*file is a file"):
+            check_folder(place)
+    with pytest.raises(OutputError, match="is a folder: name a file in it"):
+        check_file(tmp_path)
+    full = OSError(28, "No space left on device")
+    with (
+        pytest.raises(OutputError, match=r"x\.json cannot be written: No space"),
+        writing("x.json"),
+    ):
+        raise full
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a place that even root cannot write")
+def test_a_place_that_even_root_cannot_write():
+    with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
+        check_folder("/proc/fprnn/a")
+
+
+def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_path, blocked):
+    command = ["generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out"]
+    assert "is a file" in refused(capsys, *command, blocked)
+    assert "is a folder: name a file in it" in refused(capsys, *command, tmp_path)
+    assert main([*map(str, command), str(tmp_path / "new" / "text.txt")]) == 0
+    assert (tmp_path / "new" / "text.txt").read_text().startswith("a")
+
+
+def test_agree_and_budget_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+    for command in ("agree", "budget"):
+        assert "is a file" in refused(capsys, command, small_export, "--out", blocked / "x")
+
+
+def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+    pytest.importorskip("lm_eval")
+    message = refused(
+        capsys, "eval", small_export, "--tasks", "catbabi_mini", "--out", blocked / "x"
+    )
+    assert "is a file" in message
+
+
+def test_training_in_a_place_that_cannot_be_written(tiny, blocked):
+    from lm.checkpoint import claim
+
+    with pytest.raises(OutputError, match="is a file"):
+        claim(tiny(f"out_dir={blocked}"), False)
+
+
+def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path, blocked, byte_tokenizer):
+    (tmp_path / "config.yaml").write_text("name: x")
+    assert "is a file" in refused(capsys, "export", tmp_path, blocked)
+    assert "is a file" in refused(capsys, "export", tmp_path, blocked.parent)
+    with pytest.raises(OutputError, match="is a file"):
+        write_export(None, blocked, byte_tokenizer, "x", "")
+
+
+def test_a_report_in_a_place_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    (tmp_path / "figures").write_text("x")
+    assert "figures cannot be a folder to write to: it is a file" in refused(
+        capsys, "report", tmp_path
+    )
+
+
+# Damaged runs and exports.
+
+
+def rewritten(folder: Path, change) -> None:
+    """Change the weights of an export."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+DAMAGES = {
+    "missing": (lambda w: w.pop(WEIGHT), f"1 weight missing ({WEIGHT})"),
+    "extra": (
+        lambda w: w.update({"backbone.extra": torch.zeros(2)}),
+        "1 weight unknown to the model (backbone.extra)",
+    ),
+    "shape": (
+        lambda w: w.update({WEIGHT: torch.zeros(5, 5)}),
+        f"1 weight of another shape than config.json says ({WEIGHT} [5, 5], not [64, 16])",
+    ),
+    "nan": (lambda w: w[WEIGHT].fill_(float("nan")), f"1 weight NaN or infinite ({WEIGHT})"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy, damage):
+    change, words = DAMAGES[damage]
+    rewritten(copy, change)
+    for command in (
+        ["generate", copy, "--prompt", "a"],
+        ["agree", copy, "--length", 8],
+        ["budget", copy, "--length", 8],
+    ):
+        assert words in refused(capsys, *command)
+
+
+def test_evaluation_refuses_a_damaged_export(capsys, copy):
+    pytest.importorskip("lm_eval")
+    rewritten(copy, DAMAGES["missing"][0])
+    message = refused(capsys, "eval", copy, "--tasks", "catbabi_mini", "--limit", "1")
+    assert DAMAGES["missing"][1] in message
+    assert not (copy / "eval").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 7, 0.5])
+def test_weights_that_are_cut_short(copy, kept):
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(LoadError, match=r"the weights in .* are cut short or damaged"):
+        load_model(copy)
+
+
+def test_a_whole_export_is_loaded_quietly(capsys, small_export):
+    model = load_model(small_export)
+    saved = load_file(small_export / "model.safetensors")
+    assert torch.equal(model.state_dict()[WEIGHT], saved[WEIGHT])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("model.safetensors", None, "cannot load"),
+        ("config.json", "{", "is not a valid JSON file"),
+        ("config.json", "[]", "cannot load"),
+        ("tokenizer.json", "{", "cannot load the tokenizer of"),
+    ],
+)
+def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, words):
+    if text is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_text(text)
+    assert words in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+def test_a_config_that_no_model_can_have(capsys, copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"mixer": "monarch", "mixer_rank": 5}))
+    assert "mixer_rank is 5" in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}'])
+def test_a_damaged_manifest_is_passed_over(tmp_path, text):
+    from lm.checkpoint import CheckpointError, newest, verify
+
+    step = tmp_path / "checkpoints" / "step-000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        verify(step)
+    said = []
+    assert newest(tmp_path, said.append) is None and "is damaged" in said[0]
+
+
+def test_a_damaged_result(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "result.json").write_text(text)
+        assert "result.json is damaged" in refused(capsys, "report", tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("d_model: 16", "d_model: 32"))
+    assert f"is of another model than {config} describes" in refused(
+        capsys, "export", run, tmp_path / "out"
+    )
+    config.write_text((tiny_run / "config.yaml").read_text())
+    (run / "tokenizer" / "tokenizer.json").write_text("{")
+    assert "the tokenizer in" in refused(capsys, "export", run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
+    message = refused(capsys, "import-reference", "x", "--config", tmp_path / "c.yaml", "out")
+    assert "is neither JSON nor YAML" in message

@@ -1,0 +1,315 @@
+"""Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
+
+import argparse
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import lm.errors
+from lm.arguments import Number, Whole, counts, names
+from lm.cli import main, parser
+from lm.errors import UserError, sentence
+from lm.generate import GenerationError, generate
+from tests.refusals import refused
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs/tiny/lm.yaml")
+WEIGHT = "backbone.layers.0.block.in_proj.weight"
+
+
+def dry_run(*overrides) -> list[str]:
+    return ["train", "--config", TINY, "--dry-run", f"data.path={ROOT}/none", *overrides]
+
+
+# The base class of errors.
+
+# Not the user's: a kernel that passes a size on to another, and lm/model, which carries no package.
+OTHERS = {"Unsupported", "NonFiniteError"}
+
+
+def error_classes() -> dict[str, list[str]]:
+    """name → bases of every class in lm and synthetic that is an error by name or base."""
+    found = {}
+    for top in ("lm", "synthetic"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    bases = [ast.unparse(base) for base in node.bases]
+                    if any(b.endswith(("Error", "Exception")) for b in [node.name, *bases]):
+                        found[node.name] = bases
+    return found
+
+
+def test_every_error_of_ours_is_known_by_its_base_class():
+    classes = error_classes()
+    assert {"ConfigError", "TaskError", "Stopped", "BabiError", "BackendError"} <= classes.keys()
+
+    def is_users(name):
+        bases = classes.get(name, [])
+        return "UserError" in bases or any(is_users(base) for base in bases)
+
+    rest = {name for name in classes if name != "UserError" and not is_users(name)}
+    assert rest == OTHERS
+
+
+def test_what_is_the_users_to_mend_and_what_is_a_bug():
+    assert sentence(UserError("so it is")) == "so it is"
+    assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
+    assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
+        "this command needs the package wandb, which is not installed: pip install 'fprnn[train]'"
+    )
+    wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
+    wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
+    assert sentence(wrapped).endswith("is not installed: pip install 'fprnn'")
+    bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
+    assert [sentence(bug) for bug in bugs] == [None] * 4
+
+
+@pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
+def test_a_bug_keeps_its_traceback(monkeypatch, command):
+    def broken(*_):
+        raise ValueError("a bug")  # the base of many errors of ours
+
+    monkeypatch.setattr("lm.config.load_tree", broken)
+    monkeypatch.setattr("lm.report.summarise", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(command)
+
+
+# Sizes of models.
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
+        (["model.mixer=selective_dense", "model.d_model=512"], "d_inner = expand · d_model may be"),
+        (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide d_inner"),
+        (
+            ["model.block=fp_mamba2", "model.headdim=8", "model.ngroups=3"],
+            "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
+        ),
+        (["model.block=fp_rnn"], "glu_in_loop is for fp_mamba1 and fp_mamba2"),
+        (
+            ["model.mixer=kronecker", "model.mixer_proj_rank=4"],
+            "mixer_proj_rank is for householder",
+        ),
+        (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide d_model"),
+        (["model=transformer", "model.n_heads=3"], "model.n_heads is 3: it must divide d_model"),
+        (["model=mamba2", "model.headdim=7"], "model.headdim is 7: it must divide expand"),
+        (["model=gated_deltanet", "model.headdim=6"], "model.headdim is 6: it must divide"),
+    ],
+)
+def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
+    assert words in refused(capsys, *dry_run(*overrides))
+
+    from lm.build import check_section
+
+    cfg = tiny(*overrides)
+    before = torch.get_rng_state()
+    with pytest.raises(lm.errors.ConfigError) as e:
+        check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    assert words in str(e.value)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mixer", ["householder", "monarch"])
+def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
+    from lm.build import check_section
+
+    cfg = tiny(f"model.mixer={mixer}")
+    before = torch.get_rng_state()
+    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What training refuses before it reads or writes anything.
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7"),
+        (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
+        (["resume=runs/step-000001"], "and there is no such folder"),
+        (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
+    ],
+)
+def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
+    from lm.train import check
+
+    with pytest.raises(UserError) as e:
+        check(tiny(*overrides), 1)
+    assert words in str(e.value)
+    assert words in refused(capsys, *dry_run(*overrides))
+
+
+def test_a_sweep_needs_an_index(capsys, tmp_path):
+    path = str(ROOT / "configs/lm/sweep_mixers.yaml")
+    for more in ([], ["--dry-run"]):
+        assert refused(capsys, "train", "--config", path, f"out_dir={tmp_path}/runs", *more) == (
+            f"{path} is a sweep: say which of its points to train, --job-index 0 to 5; or"
+            " sweep={} for the config without it"
+        )
+    assert not (tmp_path / "runs").exists()
+    assert "outside the sweep: 0 to 5" in refused(
+        capsys, "train", "--config", path, "--dry-run", "--job-index", 6
+    )
+    assert main(["train", "--config", path, "--dry-run", "--job-index", "5"]) == 0
+    assert "sweep: {}\n" in capsys.readouterr().out  # what it writes down is one run
+    assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
+
+
+def test_gpus_are_those_of_a_plan(capsys, tmp_path):
+    for wrong in ("0", "-3", "two"):
+        assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
+    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
+    assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
+def test_a_name_stays_inside_out_dir(capsys, name):
+    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
+
+
+# Options.
+
+
+def options() -> list[tuple[str, argparse.Action]]:
+    """(command, option) of every option that takes a value."""
+    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    return [
+        (command, action)
+        for command, below in commands.choices.items()
+        for action in below._actions
+        if action.option_strings and action.nargs != 0
+    ]
+
+
+def test_every_number_has_a_range_that_its_help_states():
+    numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
+    assert len(numbers) > 20
+    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names, counts}
+    for command, action in numbers:
+        stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
+        assert stated, f"{command} {action.option_strings}: {action.help}"
+
+
+@pytest.mark.parametrize("command, action", options(), ids=lambda v: getattr(v, "dest", v))
+def test_no_number_is_taken_beyond_its_range(capsys, command, action):
+    if not isinstance(action.type, Whole | Number):
+        return
+    wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
+    if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+        wrong.append("0")
+    for text in wrong:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+            action.type(text)
+    assert action.default is None or action.type(str(action.default)) == action.default
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number from 1 on"),
+        (["--max-new-tokens", "-3"], "'-3' is no whole number from 1 on"),
+        (["--top-k", "-1"], "argument --top-k: '-1' is no whole number from 0 on"),
+        (["--temperature", "-1"], "argument --temperature: '-1' is no finite number from 0 on"),
+        (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
+        (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
+        (["--tol", "0"], "argument --tol: '0' is no finite number above 0"),
+        (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
+        (["--schedule", "windows:4"], "schedule is `windows:4`"),
+        (["--prompt", ""], "the prompt is empty"),
+    ],
+)
+def test_generate(capsys, small_export, args, words):
+    assert words in refused(capsys, "generate", small_export, "--prompt", "a", *args)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1: it must be 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"tol": float("inf")}, "tol is inf"),
+    ],
+)
+def test_generate_called_from_python(small_export, options, words):
+    with pytest.raises(GenerationError, match=words):
+        generate(small_export, "a", **options)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
+        (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
+        (["eval", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: '-1' is no whole"),
+        (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
+        (["agree", "--schedules", ""], "argument --schedules: the list is empty"),
+        (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
+        (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
+        (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
+        (["budget", "--iterations", "0"], "--iterations: '0' is no whole number"),
+        (["budget", "--iterations", "1,x"], "--iterations: 'x' is no whole number"),
+    ],
+)
+def test_eval_agree_and_budget(capsys, small_export, args, words):
+    assert words in refused(capsys, args[0], small_export, *args[1:])
+
+
+def test_evaluate_called_from_python(small_export):
+    from lm.evaluate import EvaluationError, evaluate
+
+    with pytest.raises(EvaluationError, match="batch_size is 0"):
+        evaluate(small_export, ["catbabi_mini"], batch_size=0)
+    with pytest.raises(EvaluationError, match="num_fewshot is -1"):
+        evaluate(small_export, ["catbabi_mini"], num_fewshot=-1)
+
+
+# Configuration files.
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"- 1\n", "must hold a mapping of keys to values"),
+        (b"hello\n", "must hold a mapping of keys to values"),
+        (b"seed: 1\nseed: 2\n", "is not valid YAML, line 2, column 1: key `seed` appears twice"),
+        (b"train:\n\tsteps: 1\n", "line 2, column 1: it is indented with a tab"),
+        (b"a: [1", "is not valid YAML, line 1, column 6: "),
+        (b"a: 1\n---\nb: 2\n", "is not valid YAML, line 2"),
+        (b"name: !!python/object:os.system ls\n", "is not valid YAML, line 1, column 7"),
+        (b"? [a, b]\n: 2\n", "is not valid YAML, line 1"),
+        (b"name: a\0b\n", "is not valid YAML: character 8 is '\\x00', which must be escaped"),
+        (b"a: " + b"[" * 3000, "is nested too deep"),
+        (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
+        (b"1: 2\n", "keys should be strings"),
+        (b"name: 2020-01-01\n", "`name` is 2020-01-01: it must be text"),
+        (b"sweep: {a: [1]}\n", "sweep over unknown key `a`"),
+        (b"sweep: 3\n", "`sweep` is 3: it must be a mapping of keys to lists"),
+    ],
+)
+def test_a_bad_file(capsys, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    point = ["--job-index", "0"] if words.startswith("sweep over") else []
+    message = refused(capsys, "train", "--config", path, "--dry-run", *point)
+    assert message.startswith(f"{path}") and words in message
+
+
+def test_a_folder_in_place_of_a_file(capsys, tmp_path):
+    for command in (["train", "--dry-run", "--config"], ["sweep"]):
+        message = refused(capsys, *command, tmp_path)
+        assert message == f"{tmp_path} is a folder: name a YAML file in it"
+
+
+def test_an_override_without_a_value(capsys):
+    assert "override `lr` must read key=value" in refused(capsys, *dry_run("lr"))

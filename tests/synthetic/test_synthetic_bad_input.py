@@ -1,0 +1,301 @@
+"""Every command of `python -m synthetic` on bad input: one sentence, before anything starts."""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lm.arguments import Number, Whole
+from lm.build import check_section
+from lm.checkpoint import CheckpointError
+from lm.config import ConfigError
+from lm.errors import MissingPackageError
+from lm.outputs import OutputError
+from synthetic import config
+from synthetic.cli import main, parser
+from synthetic.lengths import parse_ranges
+from synthetic.runs import result, run_all
+from synthetic.train import train
+from tests.refusals import refused as refused_by
+from tests.running import ENV
+
+ROOT = Path(__file__).parents[2]
+S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
+FIG3C = str(ROOT / "configs/synthetic/small/fig3c.yaml")
+QUICK = (
+    "train.steps=2", "eval.lengths=4", "eval.examples=4", "bars=[]", "model.d_model=16",
+)  # fmt: skip
+MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
+
+refused = partial(refused_by, run=main, prog="python -m synthetic")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two updates; not to be changed."""
+    cfg = config.load(S3, [*QUICK, f"out_dir={tmp_path_factory.mktemp('runs')}"])
+    train(cfg)
+    return cfg.run_dir
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    """A place below a file."""
+    (tmp_path / "file").write_text("x")
+    return tmp_path / "file" / "below"
+
+
+# What the schema refuses.
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("train.max_iters=lots", "'lots': it must be a whole number above 0 or one of config,"),
+        ("train.max_iters=0", "`train.max_iters` is 0"),
+        ("eval.lengths=48:2", "`48:2` goes down from 48 to 2: it must be START:STOP, as 2:48"),
+        ("eval.lengths=8,x", "`x` of `8,x` must be a length, START:STOP"),
+        ("eval.lengths=2:8:0", "`2:8:0` must be a length, START:STOP"),
+        ("eval.during=48:2", "`eval.during`: `48:2` goes down"),
+        ("resume=sometimes", "`resume` is 'sometimes': it must be one of auto, never"),
+        ("name=../../x", "`name`: `../../x` is no name of a folder inside out_dir"),
+        ("name=/x", "`name`: `/x` is no name of a folder inside out_dir"),
+        ("train.length=0", "`train.length` is 0: it must be a whole number above 0 or a list of 2"),
+        ("train.length=[a, b]", "`train.length` is ['a', 'b']: it must be a whole number"),
+        ("train.length=[4]", "`train.length` is [4]: it must be"),
+        ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
+        ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
+        ("train.curriculum={}", "`train.curriculum.start` is missing: it must be a whole number"),
+        ("bars=[{}]", "`bars[0].metric` is missing"),
+        ("bars=[{metric: a, least: 2}]", "`bars[0].least` is 2: it must be a finite number of"),
+        ("bars=[{metric: a, leest: 1}]", "unknown key `bars[0].leest`; did you mean `bars.least`?"),
+        ("bars=x", "`bars` is 'x': it must be a list, each a section with keys of metric"),
+        ("eval.seeds=[-1]", "`eval.seeds` is [-1]: it must be a list that is not empty, each"),
+        ("eval.examples=0", "`eval.examples` is 0"),
+        ("train.stop_at=2", "`train.stop_at` is 2"),
+        ("train.gamma_shape=0", "`train.gamma_shape` is 0"),
+        ("train.workers=-1", "`train.workers` is -1"),
+        ("task.ngram=0", "`task.ngram` is 0"),
+        ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
+        ("train.steps=true", "`train.steps`: true and false are only for what is"),
+        ("steps", "override `steps` must read key=value"),
+    ],
+)
+def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
+    out = f"out_dir={tmp_path / 'runs'}"
+    assert words in refused(capsys, "train", "--config", S3, out, *QUICK, override)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"- 1\n", "must hold a mapping"),
+        (b"seed: 1\nseed: 2\n", "line 2, column 1: key `seed` appears twice"),
+        (b"train:\n\tsteps: 1\n", "it is indented with a tab"),
+        (b"name: \xff\n", "is not UTF-8 text"),
+    ],
+)
+def test_a_bad_file(capsys, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    for command in (["train", "--config"], ["validate"]):
+        assert words in refused(capsys, *command, path)
+
+
+def test_a_folder_in_place_of_a_file(capsys, tmp_path):
+    for command in (["train", "--config"], ["validate"]):
+        assert "is a folder: name a YAML file in it" in refused(capsys, *command, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("name: a", "has no `model:` section"),
+        ("model: {}\noptim: 3", "`optim` is 3: it must be a section"),
+        ("model: {}\n1: 2\nx: 3", "unknown section 1, x"),
+    ],
+)
+def test_validate_of_a_file_that_is_no_model(capsys, tmp_path, text, words):
+    (tmp_path / "c.yaml").write_text(text)
+    assert words in refused(capsys, "validate", tmp_path / "c.yaml")
+
+
+def test_lengths():
+    assert parse_ranges("16, 2:48,2:50:1") == [(16,), (2, 48), (2, 50, 1)]
+    for wrong in ("", "0", "-3", "1:2:3:4", "4,,5", "2:0"):
+        with pytest.raises(ValueError, match="must be a length, START:STOP"):
+            parse_ranges(wrong)
+
+
+# Sizes of models, and sweeps.
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
+        (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
+        (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
+        (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide"),
+        (["model.vocab_size=2"], "model.vocab_size is 2, task `word_problem` has"),
+    ],
+)
+def test_a_model_that_cannot_be_deletes_no_run(capsys, trained, tmp_path, overrides, words):
+    run = shutil.copytree(trained, tmp_path / "s3")
+    command = ["train", "--config", S3, f"out_dir={tmp_path}", *QUICK, "--overwrite"]
+    assert words in refused(capsys, *command, *overrides)
+    assert (run / "result.json").exists()
+
+
+def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
+    words = "mixer_rank is 7: of monarch it is the block size"
+    demo = str(ROOT / "configs/lm/demo.yaml")
+    assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == 1
+    assert words in capsys.readouterr().err
+    first = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}"])
+    second = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}", *MONARCH, "name=second"])
+    for jobs in (1, 2):
+        with pytest.raises(ConfigError, match=words):
+            run_all([first, second], jobs)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_shipped_recipe_can_be_built():
+    """What `run_all` now asks of every run beforehand."""
+    for name in ("s3", "copy", "mod_arithmetic", "recall"):
+        cfg = config.load(ROOT / f"configs/synthetic/small/{name}.yaml")
+        check_section(cfg.model, cfg.train.lengths[1], "fp32")
+
+
+def test_a_sweep_needs_an_index(capsys, tmp_path):
+    out = f"out_dir={tmp_path / 'runs'}"
+    assert refused(capsys, "train", "--config", FIG3C, out) == (
+        f"{FIG3C} is a sweep: say which of its points to train, --job-index 0 to 2; or sweep={{}}"
+        " for the config without it"
+    )
+    assert "outside the sweep: 0 to 2" in refused(
+        capsys, "train", "--config", FIG3C, "--job-index", 3
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+# Options.
+
+
+def options() -> list[tuple[str, argparse.Action]]:
+    """(command, option) of every option that takes a value."""
+    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    return [
+        (command, action)
+        for command, below in commands.choices.items()
+        for action in below._actions
+        if action.option_strings and action.nargs != 0
+    ]
+
+
+def test_every_number_has_a_range_that_its_help_states():
+    numbers = [a for _, a in options() if isinstance(a.type, Whole | Number)]
+    assert {a.dest for a in numbers} == {"job_index", "seeds", "jobs"}
+    assert not any(a.type in (int, float) for _, a in options())
+    for action in numbers:
+        assert "at least" in action.help or "from 0 on" in action.help
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is no whole number from 1 on"),
+        (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is no whole number"),
+        (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is no whole number"),
+        (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is no whole"),
+        (["eval", "run", "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
+        (["eval", "run", "--lengths", "48:2"], "argument --lengths: `48:2` goes down from 48 to 2"),
+        (["eval", "run", "--lengths", ""], "argument --lengths: `` must be a length"),
+        (["report", "nope"], "no report `nope`: there are fig1"),
+        (["report", "fig3c", "nope"], "override `nope` must read key=value"),
+        (["eval", "run", "nope"], "run holds no trained model"),
+        (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
+    ],
+)
+def test_an_option_that_cannot_be(capsys, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(capsys, *args)
+
+
+def test_validate_takes_overrides_after_its_options(capsys, tmp_path):
+    """They were an unrecognized argument there."""
+    message = refused(capsys, "validate", S3, "--out-dir", tmp_path / "runs", "train.steps=3")
+    assert message == "override `train.steps`: validate takes keys of model and optim only"
+
+
+# Places that cannot be written, and damaged files.
+
+
+def test_places_that_cannot_be_written(capsys, trained, tmp_path, blocked):
+    words = "is a file"
+    assert words in refused(capsys, "train", "--config", S3, *QUICK, f"out_dir={blocked}")
+    assert words in refused(capsys, "validate", S3, "--out-dir", blocked)
+    assert words in refused(capsys, "report", "fig3c", "--out", blocked, "--out-dir", tmp_path)
+    assert words in refused(capsys, "report", "fig3c", "--run", "--out-dir", blocked)
+    assert words in refused(capsys, "eval", trained, "--lengths", 4, "--out", blocked / "x")
+    folder = refused(capsys, "eval", trained, "--lengths", 4, "--out", tmp_path)
+    assert folder == f"{tmp_path} is a folder: name a file in it"
+    cfg = config.load(S3, [*QUICK, f"out_dir={blocked}"])
+    with pytest.raises(OutputError, match=words):
+        run_all([cfg], jobs=2)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_result(tmp_path, text):
+    cfg = config.load(S3, [f"out_dir={tmp_path}"])
+    cfg.run_dir.mkdir()
+    (cfg.run_dir / "result.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"result\.json is damaged"):
+        result(cfg)
+
+
+# Packages that are not installed.
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_training_says_what_is_missing_before_it_begins(monkeypatch, tmp_path, package):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
+    )
+    cfg = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}", f"log.{package}=true"])
+    with pytest.raises(MissingPackageError, match=f"log.{package} needs the package {package}"):
+        train(cfg)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "package, command",
+    [
+        ("matplotlib", ["report", "fig3c"]),
+        ("pydantic", ["train", "--config", S3]),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
+    code = (
+        "import sys\n"
+        "sys.modules[sys.argv.pop(1)] = None\n"  # as if it were not installed
+        "from synthetic.cli import main\n"
+        "sys.exit(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, package, *command], cwd=tmp_path, env=ENV,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: this command needs the package {package}, which is not installed: pip install"
+        " 'fprnn[train]'\n"
+    )
