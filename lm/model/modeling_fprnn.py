@@ -385,6 +385,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if targets is None and labels is not None:
             targets = shifted(labels)
         self._check_targets(targets, loss_only, num_items)
+        if loss_only and use_cache is None:
+            use_cache = False  # nothing is to go on from here
         outputs = self.backbone(
             input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
             return_dict=True, state=state, return_state=return_state,

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
 OURS = {"name", "gradient_checkpointing", *FIELDS}
-HUGGINGFACE = {"max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"}
+HUGGINGFACE = {
+    "max_position_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "use_cache",
+}
 
 
 def load(folder: Path, text: str, *overrides: str, job_index: int | None = None) -> Config:
