@@ -1,4 +1,4 @@
-"""Every block and the language model around it, from the formulas: one sequence, a loop over tokens.
+"""Every block and the language model around it, from the formulas: a loop over tokens.
 
 Nothing here is shared with lm. A `Block` is given a sequence that starts from nothing, so that a
 packed row is as many of them as it has documents, and padding is what is not given at all
@@ -233,7 +233,7 @@ class RNN(Block):
         self.length = len(projected)
         x0 = [v[: c.d_inner] for v in projected]
         self.z = [v[c.d_inner :] for v in projected]
-        named = {name: x0 for name in ("x", "b", "mixer", "lambda")}
+        named = dict.fromkeys(("x", "b", "mixer", "lambda"), x0)
         if c.use_short_conv:
             named = {name: short_conv(p, f"conv1d_{name}", x0) for name in named}
         self.x, self.reads = named["x"], named["mixer"]

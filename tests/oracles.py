@@ -76,7 +76,7 @@ def linear(parameters, name, x):
 
 def weight_normalised(parameters, name):
     """W of a weight-normalised map: each row is its gain times its direction's unit vector."""
-    v = parameters.get(f"{name}.direction", parameters.get(f"{name}.weight"))
+    v = parameters[f"{name}.direction"]
     return parameters[f"{name}.gain"] * v / torch.sqrt((v * v).sum(1, keepdim=True))
 
 
@@ -123,7 +123,6 @@ def estimated_radius(S, steps):
         x = S @ x
         x = x / torch.sqrt((x * x).sum())
     return before @ (S @ x)
-
 
 
 def reflections(p, P, c, rank, proj_rank, product):
@@ -198,7 +197,8 @@ def free_matrix(p, P, c):
         Q = torch.eye(c.d_inner, dtype=P.dtype)
         for i in range(c.mixer_rank):
             part = under(p, f"parts.{i}")
-            Q = (reflections(part, P, c, 1, None, True) if i % 2 == 0 else kronecker(part, P, c)) @ Q
+            own = kronecker(part, P, c) if i % 2 else reflections(part, P, c, 1, None, True)
+            Q = own @ Q
         return Q
     if c.mixer == "nonselective":
         return nonselective(p)

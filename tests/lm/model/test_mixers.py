@@ -92,7 +92,8 @@ def test_one_reflection_is_orthogonal_at_full_gate():
     config, mixer = randomised("householder1")
     with torch.no_grad():
         mixer.alpha_proj.bias.fill_(1e3)
-    M = mixer_matrix(mixer.state_dict(), torch.randn(2 * config.d_inner, dtype=torch.float64), config)
+    P = torch.randn(2 * config.d_inner, dtype=torch.float64)
+    M = mixer_matrix(mixer.state_dict(), P, config)
     torch.testing.assert_close(M @ M.T, torch.eye(config.d_inner, dtype=M.dtype))
 
 

@@ -101,8 +101,9 @@ SOME = {
     for name in (
         "fp_mamba1-householder2_lowrank", "fp_mamba1-everything", "fp_mamba1-kronecker_spectral",
         "fp_mamba1-dplr2", "fp_mamba1-gate_inside_conv", "fp_mamba1-mixture3",
-        "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch", "fp_mamba2-one_group",
-        "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker", "fp_rnn-selective_dense",
+        "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch",
+        "fp_mamba2-one_group", "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker",
+        "fp_rnn-selective_dense",
     )
 }  # fmt: skip
 INTERPRETED = ("fp_mamba1-everything", "fp_mamba1-householder2_lowrank", "fp_mamba2-householder4")
@@ -127,7 +128,7 @@ def normal(*shape, seed=1):
 @torch.no_grad()
 def perturb(module, seed=0):
     """Give every parameter and buffer values of its own: no gain is its direction's norm, no bias
-    zero, no D one, no two channels or heads alike; and gates, norms and gains so that f contracts."""
+    zero, no D one, no two channels or heads alike; gates, norms and gains so that f contracts."""
     g = torch.Generator().manual_seed(seed)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         noise = torch.randn(tensor.shape, generator=g, dtype=torch.float64)
@@ -148,9 +149,7 @@ def perturb(module, seed=0):
             value = 0.25 + 0.07 * noise
         elif name.endswith("lambda_proj.bias"):
             value = 1.0 + 0.5 * noise
-        elif last == "A_log" or tensor.dim() < 2:
-            value = 0.5 * noise
-        elif "conv1d" in name:
+        elif last == "A_log" or tensor.dim() < 2 or "conv1d" in name:
             value = 0.5 * noise
         else:
             value = noise / tensor.shape[-1] ** 0.5
