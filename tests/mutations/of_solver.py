@@ -1,0 +1,196 @@
+"""Mutations of the solve, of its gradients, and of the language model around the blocks."""
+
+from tests.mutations import Mutation
+from tests.mutations.of_model import ORACLE, output
+
+SOLVER = "lm/model/solver.py"
+BLOCK = "lm/model/fixed_point.py"
+MODEL = "lm/model/modeling_fprnn.py"
+TESTS = "tests/lm/model/"
+GOLDEN = "tests/golden/test_golden.py::test_case"
+
+
+def other_gradient(case, kind):
+    return (f"{ORACLE}::test_the_other_gradients[{case}-{kind}]",)
+
+
+def language_model(case):
+    return (f"{ORACLE}::test_the_language_model[{case}]",)
+
+
+MUTATIONS = [
+    # The solver.
+    Mutation(
+        "a residual relative to y, not to f(y)",
+        SOLVER, "/ (g.abs().amax(-1) + 1e-8)", "/ (y.abs().amax(-1) + 1e-8)",
+        (f"{TESTS}test_solver.py", f"{ORACLE}::test_one_iteration[fp_rnn-householder1-plain]"),
+    ),
+    Mutation(
+        "a sequence's residual the mean of its tokens', not the largest",
+        SOLVER, "return token_residual(y, g).amax(-1)", "return token_residual(y, g).mean(-1)",
+        (f"{TESTS}test_solver.py", f"{TESTS}test_causal.py -k residual"),
+    ),
+    Mutation(
+        "the quantile from the wrong end",
+        SOLVER, "torch.quantile(lowest, rule.quantile)", "torch.quantile(lowest, 1 - rule.quantile)",
+        (f"{TESTS}test_solver.py", GOLDEN),
+    ),
+    Mutation(
+        "the paper's patience counts the step that improved",
+        SOLVER, "waited = torch.where(improved, 0, waited + 1)",
+        "waited = torch.where(improved, 1, waited + 1)",
+        (f"{TESTS}test_solver.py",),
+    ),
+    Mutation(
+        "the paper's solver undamped",
+        SOLVER, "y = torch.lerp(y, g, step[:, None, None])", "y = g",
+        (f"{TESTS}test_solver.py", GOLDEN),
+    ),
+    Mutation(
+        "the paper's solver stops one iteration late",
+        SOLVER, "iters_then >= rule.max_iters:", "iters_then > rule.max_iters:",
+        (f"{TESTS}test_solver.py", f"{TESTS}test_blocks.py::test_what_depends_on_x_alone_is_computed_once"),
+    ),
+    Mutation(
+        "a token is frozen before those ahead of it",
+        SOLVER, ".cumprod(1, dtype=torch.long).sum(1)", ".sum(1)",
+        (f"{TESTS}test_causal.py -k 'frozen or residual or later'",),
+    ),
+    Mutation(
+        "tokens move once more after they were frozen",
+        SOLVER, "moves = live & (offset >= frozen[:, None])", "moves = live",
+        (f"{TESTS}test_causal.py -k 'frozen or residual'",),
+    ),
+    Mutation(
+        "damping goes on with the step of the token before",
+        SOLVER, "step=torch.where(moved, rule.stepsize, step)", "step=step",
+        (f"{TESTS}test_causal.py -k 'later or alone'", f"{TESTS}test_schedules.py"),
+    ),
+    Mutation(
+        "a token's lowest residual is that of the token before",
+        SOLVER, "lowest=torch.where(moved, torch.inf, torch.minimum(rows.lowest, watched))",
+        "lowest=torch.minimum(rows.lowest, watched)",
+        (f"{TESTS}test_schedules.py", f"{TESTS}test_causal.py -k 'later or alone'"),
+    ),
+    Mutation(
+        "ℓmax of a token is one too many",
+        SOLVER, "(residual < rule.tol) | (iters >= rule.max_iters) | given_up",
+        "(residual < rule.tol) | (iters > rule.max_iters) | given_up",
+        (f"{TESTS}test_causal.py::test_out_of_iterations_every_token_is_counted",),
+    ),
+    Mutation(
+        "`auto` narrows its window twice as soon",
+        SOLVER, "iters >= 2 * limit", "iters >= limit",
+        (f"{TESTS}test_schedules.py",),
+    ),
+    Mutation(
+        "`auto` never widens its window",
+        SOLVER, "rows.width * AUTO_FACTOR, rows.width)", "rows.width, rows.width)",
+        (f"{TESTS}test_schedules.py",),
+    ),
+    Mutation(
+        "the next window reads the iterate of the wrong token",
+        SOLVER, "(rows.index * length + end - 1).clamp_min(0)", "(rows.index * length + end - 2).clamp_min(0)",
+        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-sequential-none]",),
+    ),
+    Mutation(
+        "in decoding a finished sequence moves on while others iterate",
+        SOLVER, "(step * ~frozen)[:, None, None]", "step[:, None, None]",
+        (f"{TESTS}test_cache.py -k 'sequential_decoding or alone'", f"{TESTS}test_schedules.py"),
+    ),
+    Mutation(
+        "the implicit gradient with the wrong sign",
+        SOLVER, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
+        other_gradient("fp_mamba1-dplr2", "implicit"),
+    ),
+    Mutation(
+        "the Lipschitz estimate twice too large",
+        SOLVER, "(f(y + h * v) - f(y - h * v)) / (2 * h)", "(f(y + h * v) - f(y - h * v)) / h",
+        (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
+    ),
+    # The block.
+    Mutation(
+        "with symm_mixer false, sh(y) goes through the weights of x",
+        BLOCK, "weights.first if cfg.symm_mixer else weights.first[:, d:]",
+        "weights.first if cfg.symm_mixer else weights.first[:, :d]",
+        (f"{ORACLE}::test_one_iteration[fp_mamba1-householder1-plain]",),
+    ),
+    Mutation(
+        "the gate outside reads this token's y, not the one before",
+        BLOCK, 'shift(y, s.seqs, "f_y")', "y",
+        output("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "one gradient step too many",
+        BLOCK, "range(cfg.n_backwards - 1)", "range(cfg.n_backwards)",
+        other_gradient("fp_mamba1-dplr2", "two_backwards"),
+    ),
+    Mutation(
+        "the first phantom step is damped the wrong way round",
+        BLOCK, "y = damping * first + (1 - damping) * y_star", "y = (1 - damping) * first + damping * y_star",
+        other_gradient("fp_mamba1-dplr2", "phantom"),
+    ),
+    Mutation(
+        "later phantom steps are undamped",
+        BLOCK, "y = damping * g + (1 - damping) * y", "y = g",
+        other_gradient("fp_mamba1-dplr2", "phantom"),
+    ),
+    Mutation(
+        "evaluation stops at training's share of the batch",
+        BLOCK, "c.eval_tol, c.eval_max_iters, 1.0", "c.eval_tol, c.eval_max_iters, c.quantile",
+        (f"{TESTS}test_blocks.py::test_training_rule_and_evaluation_rule_differ",),
+    ),
+    Mutation(
+        "the state left behind is one token too far",
+        BLOCK, "torch.arange(n, device=counts.device) < counts[:, None]",
+        "torch.arange(n, device=counts.device) <= counts[:, None]",
+        (f"{TESTS}test_causal.py -k 'frozen or contracts or segments'",),
+    ),
+    Mutation(
+        "y* left behind where the output's iterate is meant",
+        BLOCK, 'f_y = at_the_end(y, "f_y")', 'f_y = at_the_end(y_star, "f_y")',
+        (f"{TESTS}test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance",),
+    ),
+    Mutation(
+        "the Jacobian penalty not divided by its step",
+        BLOCK, "((moved - first) / sigma).square()", "(moved - first).square()",
+        (f"{TESTS}test_blocks.py -k jacobian",),
+    ),
+    # The language model.
+    Mutation(
+        "the residual stream drops what came before",
+        MODEL, "residual = hidden if residual is None else residual + hidden",
+        "residual = hidden",
+        language_model("tied"),
+    ),
+    Mutation(
+        "the loss is of the token itself, not of the next",
+        MODEL, "F.pad(labels[:, 1:], (0, 1), value=-100)", "labels",
+        language_model("tied"),
+    ),
+    Mutation(
+        "the end of a document belongs to the next one",
+        MODEL, "F.pad(input_ids[:, :-1] == eos, (1, 0))", "input_ids == eos",
+        language_model("tied"),
+    ),
+    Mutation(
+        "a document that ended with the segment before goes on",
+        MODEL, "starts[:, 0] = state.last_token == eos", "starts[:, 0] = False",
+        (f"{TESTS}test_state.py", f"{TESTS}test_cache.py -k documents"),
+    ),
+    Mutation(
+        "dt's bias starts as dt itself, not as softplus⁻¹ of it",
+        MODEL, "dt + torch.log(-torch.expm1(-dt))", "dt",
+        (f"{TESTS}test_modeling.py",),
+    ),
+    Mutation(
+        "out_proj is not scaled by the number of layers",
+        MODEL, "/ math.sqrt(cfg.n_layer)", "/ 1.0",
+        (f"{TESTS}test_modeling.py",),
+    ),
+    Mutation(
+        "every state of a channel starts with the same rate",
+        MODEL, "n.log().expand(cfg.d_inner, -1)", "(0 * n).expand(cfg.d_inner, -1)",
+        (f"{TESTS}test_modeling.py",),
+    ),
+]  # fmt: skip
