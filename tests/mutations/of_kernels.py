@@ -35,7 +35,8 @@ MUTATIONS = [
     # Compiled for the CPU.
     Mutation(
         "compiled scan: Δ missing from the input",
-        CPU_SCAN, "const Vec<T> u = dt_t * x_t;\n        const T *B_t", "const Vec<T> u = x_t;\n        const T *B_t",
+        CPU_SCAN, "const Vec<T> u = dt_t * x_t;\n        const T *B_t",
+        "const Vec<T> u = x_t;\n        const T *B_t",
         compiled("fp_mamba1-householder1"),
     ),
     Mutation(
@@ -100,12 +101,14 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled step: eps outside the root",
-        CPU_STEP, "1 / std::sqrt(mean_square + T(p.eps))", "1 / (std::sqrt(mean_square) + T(p.eps))",
+        CPU_STEP, "1 / std::sqrt(mean_square + T(p.eps))",
+        "1 / (std::sqrt(mean_square) + T(p.eps))",
         compiled("fp_mamba1-large_norm_eps"),
     ),
     Mutation(
         "compiled step: the residual relative to the change",
-        CPU_STEP, "largest<T>(change) / (largest<T>(size)", "largest<T>(change) / (largest<T>(change)",
+        CPU_STEP, "largest<T>(change) / (largest<T>(size)",
+        "largest<T>(change) / (largest<T>(change)",
         compiled("fp_mamba1-householder1"),
     ),
     Mutation(

@@ -32,7 +32,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the quantile from the wrong end",
-        SOLVER, "torch.quantile(lowest, rule.quantile)", "torch.quantile(lowest, 1 - rule.quantile)",
+        SOLVER, "torch.quantile(lowest, rule.quantile)",
+        "torch.quantile(lowest, 1 - rule.quantile)",
         (f"{TESTS}test_solver.py", GOLDEN),
     ),
     Mutation(
@@ -49,7 +50,8 @@ MUTATIONS = [
     Mutation(
         "the paper's solver stops one iteration late",
         SOLVER, "iters_then >= rule.max_iters:", "iters_then > rule.max_iters:",
-        (f"{TESTS}test_solver.py", f"{TESTS}test_blocks.py::test_what_depends_on_x_alone_is_computed_once"),
+        (f"{TESTS}test_solver.py",
+         f"{TESTS}test_blocks.py::test_what_depends_on_x_alone_is_computed_once"),
     ),
     Mutation(
         "a token is frozen before those ahead of it",
@@ -90,7 +92,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the next window reads the iterate of the wrong token",
-        SOLVER, "(rows.index * length + end - 1).clamp_min(0)", "(rows.index * length + end - 2).clamp_min(0)",
+        SOLVER, "(rows.index * length + end - 1).clamp_min(0)",
+        "(rows.index * length + end - 2).clamp_min(0)",
         (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-sequential-none]",),
     ),
     Mutation(
@@ -127,7 +130,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the first phantom step is damped the wrong way round",
-        BLOCK, "y = damping * first + (1 - damping) * y_star", "y = (1 - damping) * first + damping * y_star",
+        BLOCK, "y = damping * first + (1 - damping) * y_star",
+        "y = (1 - damping) * first + damping * y_star",
         other_gradient("fp_mamba1-dplr2", "phantom"),
     ),
     Mutation(
