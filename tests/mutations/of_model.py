@@ -187,6 +187,11 @@ MUTATIONS = [
         iteration("fp_mamba1-householder1"),
     ),
     Mutation(
+        "a weight assigned to a weight-normalised map keeps the old gain",
+        LAYERS, "self.gain.copy_(torch", "self.gain.clone().copy_(torch",
+        ("tests/lm/model/test_layers.py",),
+    ),
+    Mutation(
         "exp(X + Xᵀ), which is not orthogonal",
         LAYERS, "torch.matrix_exp((X - X.T)", "torch.matrix_exp((X + X.T)",
         iteration("fp_mamba1-nonselective"),
@@ -277,6 +282,17 @@ MUTATIONS = [
         BLOCKS, "decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)",
         "decay.masked_fill(seqs.starts.unsqueeze(-1), 1.0)",
         packed("fp_rnn-conv", "none"),
+    ),
+    Mutation(
+        "FP-RNN's state goes on past the frozen tokens",
+        BLOCKS, "decay.masked_fill(~mask, 1.0), fresh * mask",
+        "decay.masked_fill(~mask, 1.0), fresh",
+        ("tests/lm/model/test_causal.py -k 'frozen or segments'",),
+    ),
+    Mutation(
+        "Mamba's state goes on past the frozen tokens",
+        BLOCKS, "take(dt) * mask.unsqueeze(-1)", "take(dt)",
+        ("tests/lm/model/test_causal.py -k 'frozen or segments'",),
     ),
     Mutation(
         "FP-RNN's b without silu",
@@ -374,6 +390,6 @@ MUTATIONS = [
     Mutation(
         "a segment's last inputs reach into the document before",
         STATE, "return tail * (document == document[:, -1:]).unsqueeze(-1)", "return tail",
-        ("tests/lm/model/test_state.py", "tests/lm/model/test_cache.py -k documents"),
+        ("tests/lm/model/test_state.py::test_last_takes_the_last_tokens_of_each_row_within_its_document",),
     ),
 ]  # fmt: skip
