@@ -8,6 +8,7 @@ imported and lm not: it starts in a moment and reads the mutated sources.
 """
 
 import contextlib
+import gc
 import os
 import re
 import shlex
@@ -100,6 +101,7 @@ def prepare_process():
     os.environ.update(
         OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="",
         PYTHONDONTWRITEBYTECODE="1",  # a mutation may be as long as the line was, and as new
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # loading them takes longer than most tests here
     )  # fmt: skip
     os.environ.pop("FPRNN_KERNELS", None)
     sys.dont_write_bytecode = True
@@ -112,6 +114,7 @@ def prepare_process():
     torch.set_num_threads(1)
     with contextlib.suppress(ImportError):  # its mutations then survive, as their tests are skipped
         import triton.language  # noqa: F401
+    gc.freeze()  # a try that collects garbage leaves these alone
 
 
 def run_pytest(tree, arguments, limit):

@@ -1,6 +1,7 @@
 """The command line: try mutations, print what became of each, and the score."""
 
 import argparse
+import gc
 import multiprocessing
 import os
 import sys
@@ -79,6 +80,7 @@ def _run(chosen, jobs, last_resort):
                 count = f"{len(verdicts)}/{len(chosen)}"
                 what = f"{v.outcome} ({v.seconds:.0f} s) {v.mutation.name}: {v.why}"
                 print(count, what, flush=True)
+    gc.unfreeze()
     text, status = m.summary(verdicts)
     print(f"{text} ({time.monotonic() - began:.0f} s, {jobs} at a time)")
     return status

@@ -17,7 +17,7 @@ def iteration(*cases, backend="plain"):
 
 
 def packed(case, side):
-    return (f"{ORACLE}::test_one_iteration_of_packed_documents[{case}-{side}]",)
+    return (f"{ORACLE}::test_one_iteration_of_packed_documents[{case}-plain-{side}]",)
 
 
 def output(*cases):
@@ -307,7 +307,7 @@ MUTATIONS = [
     Mutation(
         "the wrong sign in FP-RNN's exact solve",
         BLOCKS, "h = c + w * c_u / (1 - w_u)", "h = c + w * c_u / (1 + w_u)",
-        ("tests/lm/model/test_causal.py::test_fp_rnn_with_one_reflection_finds_its_only_fixed_point",),
+        (f"{ORACLE}::test_the_exact_schedule[fp_rnn-dplr1-none]",),
     ),
     # Recurrences and convolution.
     Mutation(

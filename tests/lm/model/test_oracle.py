@@ -15,6 +15,7 @@ from lm.model.blocks import BLOCKS, Sequences, build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests import oracle_blocks as oracle
+from tests.kernels import skip_where_missing
 
 B, L, D_MODEL = 2, 7, 6  # d_inner 12 = 3 × 4
 MIXERS = {
@@ -184,19 +185,16 @@ def assert_alike(ours, theirs, tol, what=""):
 
 
 def computed_by(backend, monkeypatch):
-    """Let a backend compute what it can. Where it cannot be had the test is skipped, where it
-    computes something else it fails."""
+    """Let a backend compute what it can; one that computes something else is then an error."""
     monkeypatch.setenv("FPRNN_KERNELS", backend)
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton is compiled here: it cannot compute on the CPU")
     for module in kernels.MODULES.get(backend, {}).values():
         try:
-            works, why = importlib.import_module(f"lm.kernels.{module}").usable()
+            found = importlib.import_module(f"lm.kernels.{module}")
         except ModuleNotFoundError as missing:
             pytest.skip(str(missing))
-        assert "something else" not in why, why
-        if not works:
-            pytest.skip(why)
+        skip_where_missing(found)
 
 
 def documents_and_padding(side):
@@ -227,9 +225,11 @@ def test_one_iteration(name, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
 @some_cases
 @torch.no_grad()
-def test_one_iteration_of_packed_documents(name, side):
+def test_one_iteration_of_packed_documents(name, backend, side, monkeypatch):
+    computed_by(backend, monkeypatch)
     block = block_of(**SOME[name])
     starts, mask = documents_and_padding(side)
     u, y = inputs(block)
@@ -261,6 +261,19 @@ def test_the_solved_output_of_packed_documents(name, rule, side):
     expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
     out = out if mask is None else out * mask.unsqueeze(-1)
     assert_alike(out, expected, 1e-10)
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("name", ["fp_rnn-householder1", "fp_rnn-dplr1", "fp_rnn-conv"])
+@torch.no_grad()
+def test_the_exact_schedule(name, side):
+    block = block_of(**ALL[name], schedule="exact")
+    starts, mask = documents_and_padding(side)
+    u, _ = inputs(block)
+    out, stats = block(u, Sequences(mask, starts))
+    assert stats.converged.all() and (stats.token_iters == 1).all()
+    expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
+    assert_alike(out if mask is None else out * mask.unsqueeze(-1), expected, 1e-12)
 
 
 def gradients(output, leaves, cotangent):
