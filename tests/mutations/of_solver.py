@@ -31,7 +31,7 @@ MUTATIONS = [
     Mutation(
         "a sequence's residual the mean of its tokens', not the largest",
         SOLVER, "return token_residual(y, g).amax(-1)", "return token_residual(y, g).mean(-1)",
-        (f"{TESTS}test_solver.py", f"{TESTS}test_causal.py -k residual"),
+        (f"{TESTS}test_solver.py::test_relative_residual_is_the_worst_token",),
     ),
     Mutation(
         "the quantile from the wrong end",
@@ -108,7 +108,7 @@ MUTATIONS = [
     Mutation(
         "in decoding a finished sequence moves on while others iterate",
         SOLVER, "(step * ~frozen)[:, None, None]", "step[:, None, None]",
-        (f"{TESTS}test_cache.py -k 'sequential_decoding or alone'", f"{TESTS}test_schedules.py"),
+        (f"{TESTS}test_schedules.py::test_one_token_is_solved_as_a_window_of_one",),
     ),
     Mutation(
         "the implicit gradient with the wrong sign",
