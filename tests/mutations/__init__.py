@@ -169,7 +169,7 @@ def _become_pytest(tree, arguments, output):
 
 def judge(status, output):
     """What a run of pytest says of a mutation: the outcome and why, as in Verdict."""
-    failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+    failed = re.search(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
     if status == 1 and failed:
         return "caught", failed[1]
     if status == 0:
