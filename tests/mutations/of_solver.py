@@ -6,6 +6,9 @@ from tests.mutations.of_model import ORACLE, output
 SOLVER = "lm/model/solver.py"
 BLOCK = "lm/model/fixed_point.py"
 MODEL = "lm/model/modeling_fprnn.py"
+LOSS = "lm/model/loss.py"
+INPUTS = "lm/model/inputs.py"
+LAYERS = "lm/model/layers.py"
 TESTS = "tests/lm/model/"
 WRITTEN_OUT = (
     f"{TESTS}test_schedules.py::test_every_token_is_frozen_when_the_rule_written_out_says",
@@ -183,23 +186,34 @@ MUTATIONS = [
     # The language model.
     Mutation(
         "the residual stream drops what came before",
-        MODEL, "residual = hidden if residual is None else residual + hidden",
-        "residual = hidden",
+        MODEL, "else residual + hidden\n        if self.residual_in_fp32",
+        "else hidden\n        if self.residual_in_fp32",
         language_model("tied"),
     ),
     Mutation(
+        "the residual stream's norm is RMSNorm whatever rms_norm says",
+        LAYERS, "RMSNorm if config.rms_norm else LayerNorm", "RMSNorm",
+        language_model("layer_norm"),
+    ),
+    Mutation(
+        "the residual stream's LayerNorm without its bias",
+        LAYERS, "self.normalized_shape, weight, bias, self.eps",
+        "self.normalized_shape, weight, None, self.eps",
+        language_model("layer_norm"),
+    ),
+    Mutation(
         "the loss is of the token itself, not of the next",
-        MODEL, "F.pad(labels[:, 1:], (0, 1), value=-100)", "labels",
+        LOSS, "F.pad(labels[:, 1:], (0, 1), value=IGNORED)", "labels",
         language_model("tied"),
     ),
     Mutation(
         "the end of a document belongs to the next one",
-        MODEL, "F.pad(input_ids[:, :-1] == eos, (1, 0))", "input_ids == eos",
+        INPUTS, "F.pad(torch.isin(input_ids[:, :-1], ends), (1, 0))", "torch.isin(input_ids, ends)",
         language_model("tied"),
     ),
     Mutation(
         "a document that ended with the segment before goes on",
-        MODEL, "starts[:, 0] = state.last_token == eos", "starts[:, 0] = False",
+        INPUTS, "after[:, 0] = torch.isin(last_token, ends)", "after[:, 0] = False",
         (f"{TESTS}test_state.py::test_documents_inside_a_segment_and_at_its_border_start_afresh",),
     ),
     Mutation(

@@ -55,6 +55,7 @@ OF_ALL = {
     "large_eps_kronecker": dict(eps=0.6, mixer="kronecker"),
     "large_eps_monarch": dict(eps=0.6, mixer="monarch", mixer_rank=4),
     "large_norm_eps": dict(out_norm_epsilon=0.3),
+    "bias": dict(bias=True, mixer_rank=2),
     "square": dict(d_model=8, headdim=4, mixer="kronecker"),
     "expand1": dict(expand=1, dt_rank=3, headdim=1, mixer_rank=2),
 }
@@ -375,6 +376,7 @@ MODELS = {
     "tied": dict(n_layer=2),
     "untied": dict(n_layer=2, tie_embeddings=False, block="fp_mamba2", use_short_conv=True),
     "rnn": dict(n_layer=3, block="fp_rnn", use_short_conv=True, norm_epsilon=0.1),
+    "layer_norm": dict(n_layer=2, rms_norm=False, bias=True, norm_epsilon=0.05),
     "kronecker": dict(n_layer=2, mixer="kronecker", glu_in_loop=True, n_backwards=2),
 }
 
