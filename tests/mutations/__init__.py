@@ -103,7 +103,8 @@ def prepare_process():
         PYTHONDONTWRITEBYTECODE="1",  # a mutation may be as long as the line was, and as new
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # loading them takes longer than most tests here
     )  # fmt: skip
-    os.environ.pop("FPRNN_KERNELS", None)
+    for name in ("FPRNN_KERNELS", "PYTEST_ADDOPTS"):
+        os.environ.pop(name, None)
     sys.dont_write_bytecode = True
     import pytest  # noqa: F401
     import torch

@@ -207,6 +207,21 @@ MUTATIONS = [
         language_model("tied"),
     ),
     Mutation(
+        "the loss is divided by this micro-batch's targets, not by the update's",
+        LOSS, "if num_items_in_batch is None:", "if True:",
+        ("tests/hf/test_hf_trainer.py::test_the_sum_is_divided_by_what_the_trainer_counts",),
+    ),
+    Mutation(
+        "a sequence's penalty counts the same whatever its number of targets",
+        LOSS, "(penalty.mean(0) * of_sequence).sum()", "penalty.mean()",
+        ("tests/hf/test_hf_trainer.py::test_accumulation_counts_the_regularisers_alike",),
+    ),
+    Mutation(
+        "a document of one token is not told from the one before",
+        INPUTS, "after <= before", "after < before",
+        ("tests/hf/test_hf_packing.py::test_where_documents_start",),
+    ),
+    Mutation(
         "the end of a document belongs to the next one",
         INPUTS, "F.pad(torch.isin(input_ids[:, :-1], ends), (1, 0))", "torch.isin(input_ids, ends)",
         language_model("tied"),
