@@ -9,7 +9,10 @@ STEP = "lm/model/step.py"
 BLOCKS = "lm/model/blocks.py"
 SCAN = "lm/model/scan.py"
 STATE = "lm/model/state.py"
-TESTS_OF_SCAN = "tests/lm/model/test_scan.py"
+SEGMENTS = (
+    "tests/lm/model/test_causal.py"
+    "::test_token_by_token_documents_and_segments_are_exactly_their_own"
+)
 
 
 def iteration(*cases, backend="plain"):
@@ -287,12 +290,12 @@ MUTATIONS = [
         "FP-RNN's state goes on past the frozen tokens",
         BLOCKS, "decay.masked_fill(~mask, 1.0), fresh * mask",
         "decay.masked_fill(~mask, 1.0), fresh",
-        ("tests/lm/model/test_causal.py -k 'frozen or segments'",),
+        ("tests/lm/model/test_bias_and_norm.py::test_padding_changes_nothing[left-plain-fp_rnn]",),
     ),
     Mutation(
         "Mamba's state goes on past the frozen tokens",
         BLOCKS, "take(dt) * mask.unsqueeze(-1)", "take(dt)",
-        ("tests/lm/model/test_causal.py -k 'frozen or segments'",),
+        (f"{SEGMENTS}[fp_mamba1]",),
     ),
     Mutation(
         "FP-RNN's b without silu",
@@ -353,7 +356,7 @@ MUTATIONS = [
     Mutation(
         "what came before a reset reaches the end of Mamba-2's chunk",
         SCAN, "torch.exp(log[:, :, -1:] - log) * same_end", "torch.exp(log[:, :, -1:] - log)",
-        (f"{TESTS_OF_SCAN} -k 'ssd or chunked'", TESTS_OF_SCAN),
+        ("tests/lm/model/test_scan.py::test_ssd_equals_the_recurrence",),
     ),
     Mutation(
         "heads assigned to groups in turn",
@@ -385,7 +388,7 @@ MUTATIONS = [
     Mutation(
         "the gate of the next segment reads y* where it read f(y*)",
         STATE, "seqs.before(name).to(y.dtype)", 'seqs.before("y").to(y.dtype)',
-        ("tests/lm/model/test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance",),
+        ("tests/lm/model/test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance[fp_mamba1]",),
     ),
     Mutation(
         "a segment's last inputs reach into the document before",

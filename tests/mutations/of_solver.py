@@ -1,7 +1,7 @@
 """Mutations of the solve, of its gradients, and of the language model around the blocks."""
 
 from tests.mutations import Mutation
-from tests.mutations.of_model import ORACLE, output
+from tests.mutations.of_model import ORACLE, SEGMENTS, output
 
 SOLVER = "lm/model/solver.py"
 BLOCK = "lm/model/fixed_point.py"
@@ -13,7 +13,6 @@ TESTS = "tests/lm/model/"
 WRITTEN_OUT = (
     f"{TESTS}test_schedules.py::test_every_token_is_frozen_when_the_rule_written_out_says",
 )
-GOLDEN = "tests/golden/test_golden.py::test_case"
 
 
 def other_gradient(case, kind):
@@ -40,7 +39,7 @@ MUTATIONS = [
         "the quantile from the wrong end",
         SOLVER, "torch.quantile(lowest, rule.quantile)",
         "torch.quantile(lowest, 1 - rule.quantile)",
-        (f"{TESTS}test_solver.py", GOLDEN),
+        (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "the paper's patience counts the step that improved",
@@ -51,13 +50,12 @@ MUTATIONS = [
     Mutation(
         "the paper's solver undamped",
         SOLVER, "y = torch.lerp(y, g, step[:, None, None])", "y = g",
-        (f"{TESTS}test_solver.py", GOLDEN),
+        (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "the paper's solver stops one iteration late",
         SOLVER, "iters_then >= rule.max_iters:", "iters_then > rule.max_iters:",
-        (f"{TESTS}test_solver.py",
-         f"{TESTS}test_blocks.py::test_what_depends_on_x_alone_is_computed_once"),
+        (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "a token is frozen before those ahead of it",
@@ -160,12 +158,12 @@ MUTATIONS = [
         "the state left behind is one token too far",
         BLOCK, "torch.arange(n, device=counts.device) < counts[:, None]",
         "torch.arange(n, device=counts.device) <= counts[:, None]",
-        (f"{TESTS}test_causal.py -k 'frozen or contracts or segments'",),
+        (f"{SEGMENTS}[fp_mamba1]",),
     ),
     Mutation(
         "y* left behind where the output's iterate is meant",
         BLOCK, 'f_y = at_the_end(y, "f_y")', 'f_y = at_the_end(y_star, "f_y")',
-        (f"{TESTS}test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance",),
+        (f"{TESTS}test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance[fp_mamba1]",),
     ),
     Mutation(
         "the Jacobian penalty not divided by its step",
@@ -229,7 +227,7 @@ MUTATIONS = [
     Mutation(
         "a document that ended with the segment before goes on",
         INPUTS, "after[:, 0] = torch.isin(last_token, ends)", "after[:, 0] = False",
-        (f"{TESTS}test_state.py::test_documents_inside_a_segment_and_at_its_border_start_afresh",),
+        (f"{TESTS}test_state.py::test_documents_inside_a_segment_and_at_its_border_start_afresh[fp_mamba1]",),
     ),
     Mutation(
         "dt's bias starts as dt itself, not as softplus⁻¹ of it",
