@@ -1,8 +1,13 @@
-"""The plainest versions of the mathematics, one time step and one matrix at a time."""
+"""The plainest versions of the recurrences and the mixers, one time step and one matrix at a time.
+
+Written from the formulas; nothing here is shared with lm (tests/oracle_blocks.py has the blocks and
+the language model). Parameters are {name: tensor} as in a state_dict, options anything that has the
+fields of FPRNNConfig. What is differentiable there is differentiable here, by autograd.
+"""
+
+import math
 
 import torch
-
-from lm.model.mixers import ACTIVATIONS, largest_divisor, nrm
 
 
 def sequential_scan(x, dt, A, B, C, h0=None, keep=None):
@@ -16,38 +21,6 @@ def sequential_scan(x, dt, A, B, C, h0=None, keep=None):
         h = decay * h + (dt[:, t] * x[:, t])[..., None] * B[:, t, None, :]
         ys.append((h * C[:, t, None, :]).sum(-1))
     return torch.stack(ys, 1), h
-
-
-def mixer_matrix(mixer, P, config):
-    """M(P; ·) of one token as a (d,d) matrix, from the definition in docs/model.md. P: (p,)."""
-    act, eps, d = ACTIVATIONS[config.mixer_act], config.eps, config.d_inner
-    k = 2 if config.eigen_range == "signed" else 1
-    eye = torch.eye(d, dtype=P.dtype)
-    if config.mixer in ("householder", "dplr"):
-        p = P if mixer.u_down is None else mixer.u_down.matrix() @ P
-        U = nrm(act((mixer.u_proj.matrix() @ p).reshape(config.mixer_rank, d)), eps)
-        a = torch.sigmoid(mixer.alpha_proj.matrix() @ P + mixer.alpha_proj.bias)
-        terms = [k * a[i] * torch.outer(U[i], U[i]) for i in range(config.mixer_rank)]
-        if config.mixer == "dplr":
-            return eye - sum(terms)
-        M = eye
-        for term in terms:  # the first reflection acts first
-            M = (eye - term) @ M
-        return M
-    m1 = largest_divisor(d)
-    raw = act(mixer.uv_proj.matrix() @ P)
-    gates = torch.sigmoid(mixer.gate_proj.matrix() @ P + mixer.gate_proj.bias)
-    factors, start, gate = [], 0, 0
-    for m in (m1, d // m1):
-        T = torch.zeros(m, m, dtype=P.dtype)
-        for row in range(m):
-            for col in range(row, m):
-                T[row, col] = raw[start]
-                start += 1
-        factors.append(torch.diag(gates[gate : gate + m]) @ nrm(T @ T.T, eps))
-        gate += m
-    # X ↦ K₁ᵀ X K₂ᵀ on row-major vec(X) is K₁ᵀ ⊗ K₂.
-    return eye - k * torch.kron(factors[0].T.contiguous(), factors[1])
 
 
 def sequential_ssd(x, dt, A, B, C, h0=None, keep=None):
@@ -67,31 +40,6 @@ def sequential_ssd(x, dt, A, B, C, h0=None, keep=None):
     return torch.stack(ys, 1), S
 
 
-def exact_fp_rnn_state(block, u):
-    """The fixed point of FP-RNN with one Householder reflection, token by token, by an exact solve.
-
-    Given h_{t−1}, u_t and a_t are known and the equation is linear in h_t:
-    h_t = λ h_{t−1} + (1 − λ) (Q b⊙x + (I − Q) h_t), I − Q = k a u uᵀ: a rank-one system, solved
-    with Sherman–Morrison.
-    """
-    s = block.prepare(u)
-    decay, fresh, _ = s.time
-    mixer, d = block.mixer, s.x.shape[-1]
-    h, before = [], torch.zeros_like(s.x[:, 0])
-    for t in range(s.x.shape[1]):
-        raw = s.raw[:, t] + before @ s.weight_y.T
-        a = mixer.scale * torch.sigmoid(raw[:, d : d + 1])
-        v = nrm(mixer.act(raw[:, :d]), mixer.eps)
-        lam, new, bx = decay[:, t], fresh[:, t], s.x[:, t]
-        right = lam * before + new * (bx - a * (v * bx).sum(-1, keepdim=True) * v)
-        # (I − w vᵀ) h = right with w = (1 − λ) a v
-        w = new * a * v
-        gain = (v * right).sum(-1, keepdim=True) / (1 - (v * w).sum(-1, keepdim=True))
-        before = right + w * gain
-        h.append(before)
-    return torch.stack(h, 1)
-
-
 def scan_inputs(b, length, d, n, dtype=torch.float64):
     """{"x", "dt", "A", "B", "C", "h0"} of a selective scan, the same at every call."""
     g = torch.Generator().manual_seed(0)
@@ -108,3 +56,172 @@ def scan_inputs(b, length, d, n, dtype=torch.float64):
         "h0": r(b, d, n),
     }
     return {k: v.to(dtype) for k, v in tensors.items()}
+
+
+# Parameters by name.
+
+
+def under(parameters, prefix):
+    """Those whose names begin with `prefix.`, without it."""
+    start = f"{prefix}."
+    return {k[len(start) :]: v for k, v in parameters.items() if k.startswith(start)}
+
+
+def linear(parameters, name, x):
+    """W x, and + b where there is a bias. x: (in,) → (out,)."""
+    out = parameters[f"{name}.weight"] @ x
+    bias = parameters.get(f"{name}.bias")
+    return out if bias is None else out + bias
+
+
+def weight_normalised(parameters, name):
+    """W of a weight-normalised map: each row is its gain times its direction's unit vector."""
+    v = parameters[f"{name}.direction"]
+    return parameters[f"{name}.gain"] * v / torch.sqrt((v * v).sum(1, keepdim=True))
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def softplus(x):
+    return torch.log1p(torch.exp(x))
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def unit(v, eps):
+    """v / max(‖v‖₂, eps)."""
+    length = torch.sqrt((v * v).sum())
+    return v / (length if length > eps else eps)
+
+
+# The mixers.
+
+
+def activation(name, x):
+    return {"silu": silu(x), "relu": torch.where(x > 0, x, 0 * x), "identity": x}[name]
+
+
+def triangle(entries, m):
+    """S = T Tᵀ, T (m,m) upper triangular, filled row by row."""
+    rows = []
+    for i in range(m):
+        here, entries = entries[: m - i], entries[m - i :]
+        rows.append(torch.cat([entries.new_zeros(i), here]))
+    T = torch.stack(rows)
+    return T @ T.T
+
+
+def estimated_radius(S, steps):
+    """The paper's estimate of the largest eigenvalue: x_{k−1}ᵀ S x_k of a power iteration."""
+    x = torch.full_like(S[0], 1 / math.sqrt(len(S)))
+    for _ in range(steps):
+        before = x
+        x = S @ x
+        x = x / torch.sqrt((x * x).sum())
+    return before @ (S @ x)
+
+
+def reflections(p, P, c, rank, proj_rank, product):
+    """Q of r reflections with gates a: the product (the first acts first), or I − k Σ a u uᵀ."""
+    d, k = c.d_inner, factor(c)
+    read = P if proj_rank is None else weight_normalised(p, "u_down") @ P
+    raw = weight_normalised(p, "u_proj") @ read
+    gates = sigmoid(weight_normalised(p, "alpha_proj") @ P + p["alpha_proj.bias"])
+    Q = eye = torch.eye(d, dtype=P.dtype)
+    for i in range(rank):
+        u = unit(activation(c.mixer_act, raw[i * d : (i + 1) * d]), c.eps)
+        taken = k * gates[i] * torch.outer(u, u)
+        Q = (eye - taken) @ Q if product else Q - taken
+    return Q
+
+
+def factor(c):
+    """What scales the part taken off the identity: 2 for eigenvalues in [−1, 1]."""
+    return 2 if c.eigen_range == "signed" else 1
+
+
+def kronecker(p, P, c):
+    """Q of X ↦ X − k K₁ᵀ X K₂ᵀ, of X (m₁,m₂) row by row."""
+    d = c.d_inner
+    m1 = max(m for m in range(1, d + 1) if d % m == 0 and m * m <= d)
+    sizes = m1, d // m1
+    entries = activation(c.mixer_act, weight_normalised(p, "uv_proj") @ P)
+    gates = sigmoid(weight_normalised(p, "gate_proj") @ P + p["gate_proj.bias"])
+    factors = []
+    for m in sizes:
+        count = m * (m + 1) // 2
+        S = torch.stack([unit(row, c.eps) for row in triangle(entries[:count], m)])
+        if c.kronecker_norm == "spectral":
+            S = S / (estimated_radius(S, 16) + c.eps)
+        factors.append(gates[:m, None] * S)
+        entries, gates = entries[count:], gates[m:]
+    taken = torch.einsum("ai,jb->ijab", *factors).reshape(d, d)
+    return torch.eye(d, dtype=P.dtype) - factor(c) * taken
+
+
+def monarch(p, P, c):
+    """Q block-diagonal, each block I − k a S, S = T Tᵀ over its largest column norm + eps."""
+    size = c.mixer_rank
+    blocks, count = c.d_inner // size, size * (size + 1) // 2
+    entries = activation(c.mixer_act, weight_normalised(p, "uv_proj") @ P)
+    gates = sigmoid(weight_normalised(p, "gate_proj") @ P + p["gate_proj.bias"])
+    parts = []
+    for i in range(blocks):
+        S = triangle(entries[i * count : (i + 1) * count], size)
+        S = S / (max(torch.sqrt((column * column).sum()) for column in S.T) + c.eps)
+        parts.append(torch.eye(size, dtype=P.dtype) - factor(c) * gates[i] * S)
+    return torch.block_diag(*parts)
+
+
+def nonselective(p):
+    """Q = base · exp(X − Xᵀ), X the lower triangle of the weight: the same for every token."""
+    X = torch.tril(p["q_proj.weight"])
+    return p["q_proj.base"] @ torch.matrix_exp(X - X.T)
+
+
+def selective_dense(p, P, c):
+    S = triangle(activation(c.mixer_act, weight_normalised(p, "uv_proj") @ P), c.d_inner)
+    return S / (estimated_radius(S, 32) + c.eps)
+
+
+def free_matrix(p, P, c):
+    """Q_t without the bound of `contractive`."""
+    if c.mixer in ("householder", "dplr"):
+        product = c.mixer == "householder"
+        return reflections(p, P, c, c.mixer_rank, c.mixer_proj_rank, product)
+    if c.mixer == "mixture":
+        Q = torch.eye(c.d_inner, dtype=P.dtype)
+        for i in range(c.mixer_rank):
+            part = under(p, f"parts.{i}")
+            own = kronecker(part, P, c) if i % 2 else reflections(part, P, c, 1, None, True)
+            Q = own @ Q
+        return Q
+    if c.mixer == "nonselective":
+        return nonselective(p)
+    return {"kronecker": kronecker, "monarch": monarch, "selective_dense": selective_dense}[
+        c.mixer
+    ](p, P, c)
+
+
+def mixer_matrix(p, P, c):
+    """Q_t of one token, (d,d): M(P; v) = Q_t v.
+
+    Args:
+        p: the mixer's parameters and buffers by name. P: (p,) the mixer's argument. c: options.
+    """
+    if c.contractive is None:
+        return free_matrix(p, P, c)
+    p = under(p, "mixer")
+    Q, eye = free_matrix(p, P, c), torch.eye(c.d_inner, dtype=P.dtype)
+    if c.mixer in ("householder", "dplr"):
+        gates = sigmoid(weight_normalised(p, "alpha_proj") @ P + p["alpha_proj.bias"])
+        bound = factor(c) * gates.sum()
+    else:
+        off = (eye - Q).abs()
+        bound = torch.sqrt(off.sum(0).max() * off.sum(1).max())
+    shrink = c.contractive / bound if bound > c.contractive else 1.0
+    return eye - shrink * (eye - Q)

@@ -13,16 +13,13 @@ import torch
 from lm.kernels import Unsupported, cpu, cpu_build, cpu_step
 from lm.kernels.cpu_build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
-from tests.kernels import assert_close, poisoned_memory
+from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 from tests.oracles import scan_inputs, sequential_scan
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    works, reason = cpu.usable()
-    assert "something else" not in reason, reason
-    if not works:
-        pytest.skip(reason)
+    skip_where_missing(cpu)
     with poisoned_memory():
         yield
 

@@ -10,7 +10,7 @@ from lm.kernels import Unsupported, cpu_step
 from lm.kernels.cpu_build import token_step
 from lm.model.mixers import Reflections, nrm
 from lm.model.solver import token_residual
-from tests.kernels import assert_close, poisoned_memory
+from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 
 EPS = 1e-5
 ORDER = ("gates_x", "gates_y", "vectors_x", "vectors_y", "x", "y")
@@ -21,10 +21,7 @@ SIZE_IDS = "{0[0]}x{0[1]}x{0[2]}".format
 
 @pytest.fixture(autouse=True)
 def without_gradient_in_poisoned_memory():
-    works, reason = cpu_step.usable()
-    assert "something else" not in reason, reason
-    if not works:
-        pytest.skip(reason)
+    skip_where_missing(cpu_step)
     with poisoned_memory(), torch.no_grad():
         yield
 

@@ -15,7 +15,7 @@ from triton.runtime.jit import KernelInterface
 from lm.kernels import Unsupported, triton_scan
 from lm.kernels.triton_build import INTERPRETED, dense
 from lm.model.scan import selective_scan_plain
-from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 from tests.oracles import scan_inputs
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
@@ -25,9 +25,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is full of NaN throughout this file."""
-    works, reason = triton_scan.usable()
-    if not works:
-        pytest.skip(reason)
+    skip_where_missing(triton_scan)
     with poisoned_memory():
         yield
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from lm.kernels import Unsupported, triton_ssd
 from lm.kernels.triton_build import INTERPRETED
 from lm.model.scan import ssd_scan as plain_scan
-from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 from tests.oracles import sequential_ssd
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -22,9 +22,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is full of NaN throughout this file."""
-    works, reason = triton_ssd.usable()
-    if not works:
-        pytest.skip(reason)
+    skip_where_missing(triton_ssd)
     with poisoned_memory():
         yield
 

@@ -21,7 +21,7 @@ from lm.model.blocks import RMSNorm
 from lm.model.mixers import MixerWeights, Reflections, nrm
 from lm.model.scan import causal_conv
 from lm.model.solver import token_residual
-from tests.kernels import assert_close, compile_for_gpus, poisoned_memory
+from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOL = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -31,10 +31,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is full of NaN throughout this file."""
-    for module in (triton_step, triton_conv):
-        works, reason = module.usable()
-        if not works:
-            pytest.skip(reason)
+    skip_where_missing(triton_step, triton_conv)
     with poisoned_memory():
         yield
 

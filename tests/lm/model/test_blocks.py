@@ -9,7 +9,7 @@ from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fixed_point import EVAL_TOL, FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.oracles import exact_fp_rnn_state
+from tests import oracle_blocks
 
 TOGGLES = {
     "default": {},
@@ -231,7 +231,7 @@ def test_fp_rnn_with_one_reflection_equals_the_exact_solve(conv, eigen_range):
     model.finish = lambda s, y: states.append(y) or finish(s, y)
     with torch.no_grad():
         _, stats = tight(model, 1e-13)(u)
-        exact = exact_fp_rnn_state(model, u)
+        exact = oracle_blocks.fixed_point(model.state_dict(), model.config, u)
     assert stats.converged.all()
     torch.testing.assert_close(states[0], exact, rtol=1e-10, atol=1e-11)
 

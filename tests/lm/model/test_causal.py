@@ -9,8 +9,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError, token_residual
 from lm.model.state import Sequences
-from tests import golden
-from tests.oracles import exact_fp_rnn_state
+from tests import golden, oracle_blocks
 
 EOS = 0
 SCHEDULES = ("parallel", "window:4", "window:7", "sequential", "auto", "mixed:1,4,7,L")
@@ -228,7 +227,7 @@ def test_fp_rnn_with_one_reflection_finds_its_only_fixed_point(schedule):
     solution, _, block = solved(model, u_of())
     assert solution.stats.converged.all()
     with torch.no_grad():
-        exact = exact_fp_rnn_state(block, u_of())
+        exact = oracle_blocks.fixed_point(block.state_dict(), block.config, u_of())
     assert largest(solution.y, exact) < 1e-9
 
 

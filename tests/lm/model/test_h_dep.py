@@ -186,7 +186,7 @@ def naive_step(block, u, y, starts, real):
         P = x
         if cfg.mixer_h_dep:
             P = x + before if cfg.symm_mixer else torch.cat([x, before])
-        eye, Q = torch.eye(d, dtype=y.dtype), mixer_matrix(block.mixer, P, cfg)
+        eye, Q = torch.eye(d, dtype=y.dtype), mixer_matrix(block.mixer.state_dict(), P, cfg)
         mixed = Q @ x + (eye - Q) @ y[t]
         if cfg.b_h_dep:
             B = B + wn(block.bc_y_proj)[:k] @ before

@@ -5,6 +5,7 @@ import torch
 
 from lm.model.configuration_fprnn import SCHEDULES, FPRNNConfig, parse_schedule
 from lm.model.solver import NonFiniteError, Rule, _turn, solve_causal, token_residual
+from tests import oracle_solvers
 
 # Names.
 
@@ -138,6 +139,37 @@ def test_patience_tames_an_expansive_alternating_iteration(width, adapt):
     undamped = rule._replace(stepsize=1.0, stepsize_decay=1.0, max_iters=100)
     stats = solve_causal(f, undamped, width, adapt).stats
     assert stats.converged.tolist() == [False, True] and stats.unconverged.tolist() == [1, 0]
+
+
+RULES = {
+    "default": Rule(tol=3e-4, max_iters=300),
+    "short": Rule(tol=1e-9, max_iters=9),
+    "impatient": Rule(tol=3e-6, max_iters=400, patience=3, stepsize=0.8, stepsize_decay=0.7),
+    "gives_up": Rule(tol=3e-12, max_iters=10**6, patience=2, stepsize_decay=0.5, min_stepsize=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    "rule, k",
+    [("default", 0.3), ("default", 1.0), ("short", 1.0), ("impatient", 0.3), ("gives_up", 1.0)],
+)
+@pytest.mark.parametrize("width, adapt", [*WIDTHS, (32, True)])
+def test_every_token_is_frozen_when_the_rule_written_out_says(width, adapt, rule, k):
+    """With k = 1 tokens wait for the one before, with a = 0 they converge at once."""
+    rates, length, rule = [0.5, -1.15, 0.0, 0.9], 24, RULES[rule]
+    f = Linear(rates, length, k)
+    y, stats, _, _ = solve_causal(f, rule, width, adapt)
+    for i in range(len(rates)):
+
+        def one(y, i=i):
+            y = torch.stack(y)
+            before = torch.cat([torch.zeros(1, 3, dtype=y.dtype), y[:-1]])
+            return list(rates[i] * y + k * before + f.c[i])
+
+        start = [torch.zeros(3, dtype=torch.float64)] * length
+        expected, iters = oracle_solvers.causal(one, start, rule, width, adapt)
+        assert stats.token_iters[i].tolist() == iters
+        torch.testing.assert_close(y[i], torch.stack(expected), rtol=1e-8, atol=1e-11)
 
 
 def test_a_step_that_has_shrunk_away_gives_the_token_up():

@@ -11,12 +11,45 @@ from lm.model.solver import (
     solve_paper,
     spectral_norm,
 )
+from tests import oracle_solvers
 
 
 def linear(a):
     a = torch.tensor(a, dtype=torch.float64)[:, None, None]
     c = torch.linspace(0.5, 1.5, 12, dtype=torch.float64).reshape(1, 3, 4)
     return (lambda y: a * y + c), c / (1 - a)
+
+
+RULES = {
+    "evaluation": Rule(tol=3e-6, max_iters=400),
+    "training": Rule(tol=3e-3, max_iters=100, quantile=0.6),
+    "short": Rule(tol=1e-9, max_iters=23),
+    "impatient": Rule(tol=3e-6, max_iters=400, patience=3, stepsize=0.8, stepsize_decay=0.7),
+    "gives_up": Rule(tol=1e-12, max_iters=10**6, patience=2, stepsize_decay=0.5, quantile=0.9),
+    "undamped": Rule(tol=3e-6, max_iters=60, stepsize=1.0, stepsize_decay=1.0),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_iteration_is_that_of_the_papers_rule_written_out(name):
+    rates, rule, trace = [0.5, -1.1, 0.0, 0.97, -1.6], RULES[name], []
+    f, exact = linear(rates)
+    solution = solve_paper(f, torch.zeros_like(exact), rule, trace)
+    start = [list(torch.zeros_like(rows)) for rows in exact]
+    maps = [lambda y, i=i: list(f(torch.stack(y))[i]) for i in range(len(rates))]
+    expected, steps = oracle_solvers.paper(maps, start, rule)
+    assert len(trace) == len(steps) and (solution.stats.work == len(steps)).all()
+    for ours, theirs in zip(trace, steps):
+        theirs = [torch.tensor(row, dtype=torch.float64) for row in theirs]
+        known = theirs[1] > 1e-11  # below, rounding decides whether a residual is the lowest
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a[known], b[known], rtol=1e-6, atol=1e-12)
+    expected = torch.stack([torch.stack(y) for y in expected])
+    torch.testing.assert_close(solution.y, expected, rtol=1e-9, atol=1e-12)
+    lowest = torch.tensor([row[1] for row in steps])  # (iterations,b)
+    before = torch.cat([torch.full_like(lowest[:1], torch.inf), lowest[:-1]])
+    assert solution.stats.num_iters.tolist() == (before >= rule.tol).sum(0).tolist()
+    assert solution.stats.converged.tolist() == (lowest[-1] < rule.tol).tolist()
 
 
 def test_finds_the_fixed_point_of_contractions():

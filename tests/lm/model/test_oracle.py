@@ -1,0 +1,401 @@
+"""Every block × every mixer × every toggle against tests/oracle_blocks.py, an independent oracle.
+
+One iteration f(y), the solved output under both stopping rules, every gradient by name, padding,
+packed documents, the compiled and the interpreted kernels, and the language model around it.
+"""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+from lm import kernels
+from lm.model.blocks import BLOCKS, Sequences, build_block
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests import oracle_blocks as oracle
+from tests.kernels import skip_where_missing
+
+B, L, D_MODEL = 2, 7, 6  # d_inner 12 = 3 × 4
+MIXERS = {
+    "householder1": {},
+    "householder2_lowrank": dict(mixer_rank=2, mixer_proj_rank=5),
+    "householder4": dict(mixer_rank=4),
+    "dplr1": dict(mixer="dplr"),
+    "dplr2": dict(mixer="dplr", mixer_rank=2),
+    "dplr4_lowrank": dict(mixer="dplr", mixer_rank=4, mixer_proj_rank=3),
+    "kronecker": dict(mixer="kronecker"),
+    "kronecker_spectral": dict(mixer="kronecker", kronecker_norm="spectral"),
+    "monarch": dict(mixer="monarch", mixer_rank=4),
+    "nonselective": dict(mixer="nonselective"),
+    "mixture3": dict(mixer="mixture", mixer_rank=3),
+    "mixture2_spectral": dict(mixer="mixture", mixer_rank=2, kronecker_norm="spectral"),
+    "selective_dense": dict(mixer="selective_dense"),
+}
+OF_ALL = {
+    "conv": dict(use_short_conv=True),
+    "conv3": dict(use_short_conv=True, d_conv=3),
+    "symm": dict(symm_mixer=True, mixer_rank=2),
+    "symm_kronecker": dict(symm_mixer=True, mixer="kronecker"),
+    "no_h_dep": dict(mixer_h_dep=False, mixer_rank=2),
+    "positive": dict(eigen_range="positive", mixer_rank=2),
+    "positive_kronecker": dict(eigen_range="positive", mixer="kronecker"),
+    "positive_monarch": dict(eigen_range="positive", mixer="monarch", mixer_rank=3),
+    "relu": dict(mixer_act="relu", mixer_rank=2),
+    "relu_kronecker": dict(mixer_act="relu", mixer="kronecker"),
+    "identity_dplr": dict(mixer_act="identity", mixer="dplr", mixer_rank=2),
+    "identity_monarch": dict(mixer_act="identity", mixer="monarch", mixer_rank=3),
+    "identity_dense": dict(mixer_act="identity", mixer="selective_dense"),
+    "contractive": dict(contractive=0.4, mixer_rank=3),
+    "contractive_dplr": dict(contractive=0.3, mixer="dplr", mixer_rank=2),
+    "contractive_kronecker": dict(contractive=0.2, mixer="kronecker"),
+    "contractive_monarch": dict(contractive=0.3, mixer="monarch", mixer_rank=4),
+    "large_eps": dict(eps=1.2, mixer_rank=2),
+    "large_eps_kronecker": dict(eps=0.6, mixer="kronecker"),
+    "large_eps_monarch": dict(eps=0.6, mixer="monarch", mixer_rank=4),
+    "large_norm_eps": dict(out_norm_epsilon=0.3),
+    "bias": dict(bias=True, mixer_rank=2),
+    "square": dict(d_model=8, headdim=4, mixer="kronecker"),
+    "expand1": dict(expand=1, dt_rank=3, headdim=1, mixer_rank=2),
+}
+OF_MAMBA = {
+    "gate_inside": dict(glu_in_loop=True),
+    "gate_inside_conv": dict(glu_in_loop=True, use_short_conv=True, mixer="kronecker"),
+    "no_bc_norm": dict(bc_norm=False),
+    "b_alone": dict(c_h_dep=False),
+    "c_alone": dict(b_h_dep=False),
+    "dt": dict(dt_h_dep=True),
+    "dt_alone": dict(dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
+    "nothing": dict(b_h_dep=False, c_h_dep=False, mixer_h_dep=False, bc_norm=False),
+    "everything": dict(
+        glu_in_loop=True, use_short_conv=True, symm_mixer=True, dt_h_dep=True, mixer="dplr",
+        mixer_rank=2, mixer_proj_rank=3,
+    ),
+}  # fmt: skip
+RULES = {
+    "parallel": {},
+    "sequential": dict(schedule="sequential"),
+    "auto": dict(schedule="auto"),
+    "paper": dict(schedule="parallel", stopping="paper"),
+}
+SINGLE = dict(tol=2e-6, max_iters=300)
+ONE_GROUP = {"one_group": dict(ngroups=1, headdim=6)}
+
+
+def cases(*settings):
+    """{"block-name": options}"""
+    found = {}
+    for block in BLOCKS:
+        mine = {k: v for setting in settings for k, v in setting.items()}
+        if block != "fp_rnn" and OF_ALL in settings:
+            mine |= OF_MAMBA
+        if block == "fp_mamba2" and OF_ALL in settings:
+            mine |= ONE_GROUP
+        found |= {f"{block}-{name}": dict(block=block, **own) for name, own in mine.items()}
+    return found
+
+
+ALL = cases(MIXERS, OF_ALL)
+# A few that between them run every formula: for what costs more.
+SOME = {
+    name: ALL[name]
+    for name in (
+        "fp_mamba1-householder2_lowrank", "fp_mamba1-everything", "fp_mamba1-kronecker_spectral",
+        "fp_mamba1-dplr2", "fp_mamba1-gate_inside_conv", "fp_mamba1-mixture3",
+        "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch",
+        "fp_mamba2-one_group", "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker",
+        "fp_rnn-selective_dense",
+    )
+}  # fmt: skip
+INTERPRETED = ("fp_mamba1-everything", "fp_mamba1-householder2_lowrank", "fp_mamba2-householder4")
+# What is applied after the iteration: f(y) has no gradient by it.
+AFTER = ("out_proj.weight", "z_y_proj.weight", "z_y_proj.direction", "z_y_proj.gain")
+every_case = pytest.mark.parametrize("name", ALL)
+some_cases = pytest.mark.parametrize("name", SOME)
+
+
+def options_of(**kwargs):
+    sizes = dict(vocab_size=9, d_model=D_MODEL, n_layer=1, d_state=3, dt_rank=2, headdim=3)
+    solve = dict(schedule="parallel", tol=1e-13, max_iters=3000, stepsize=0.9)
+    solve |= dict(quantile=1.0, patience=3000)
+    return FPRNNConfig(**{**sizes, "ngroups": 2, **solve, **kwargs})
+
+
+def normal(*shape, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+@torch.no_grad()
+def perturb(module, seed=0):
+    """Give every parameter and buffer values of its own: no gain is its direction's norm, no bias
+    zero, no D one, no two channels or heads alike; gates, norms and gains so that f contracts."""
+    g = torch.Generator().manual_seed(seed)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        noise = torch.randn(tensor.shape, generator=g, dtype=torch.float64)
+        last = name.rpartition(".")[2]
+        if name.endswith("q_proj.base"):
+            value = torch.matrix_exp(0.3 * (noise - noise.T))
+        elif name.endswith("q_proj.weight"):
+            value = 0.1 * noise
+        elif last == "gain":
+            value = 0.7 + 0.2 * noise
+        elif name.endswith(("alpha_proj.bias", "gate_proj.bias")):
+            value = 0.7 * noise - 2.5
+        elif name.endswith(("dt_proj.bias", "dt_bias")):
+            value = 0.5 * noise - 1.0
+        elif last == "D":
+            value = 1.0 + 0.5 * noise
+        elif name.endswith("out_norm.weight"):
+            value = 0.25 + 0.07 * noise
+        elif name.endswith("lambda_proj.bias"):
+            value = 1.0 + 0.5 * noise
+        elif last == "A_log" or tensor.dim() < 2 or "conv1d" in name:
+            value = 0.5 * noise
+        else:
+            value = noise / tensor.shape[-1] ** 0.5
+        tensor.copy_(value)
+    return module
+
+
+def block_of(dtype=torch.float64, **kwargs):
+    return perturb(build_block(options_of(**kwargs))).to(dtype).train()
+
+
+def inputs(block):
+    """u (b,l,d_model) and y (b,l,d_inner)."""
+    config = block.config
+    return normal(B, L, config.d_model), normal(B, L, config.d_inner, seed=2)
+
+
+def parameters_of(module, requires_grad=False):
+    """Its parameters and buffers as the oracle wants them: in fp64, apart from the module."""
+    own = {k: v.detach().double().clone() for k, v in module.state_dict().items()}
+    for name in dict(module.named_parameters()):
+        own[name].requires_grad_(requires_grad)
+    return own
+
+
+def assert_alike(ours, theirs, tol, what=""):
+    """Relative to the largest entry."""
+    assert ours.shape == theirs.shape, what
+    scale = theirs.detach().abs().max().clamp_min(1e-3)
+    error = ((ours.detach().double() - theirs.detach()).abs().max() / scale).item()
+    assert error < tol, f"{what}: {error:.1e} is not below {tol:.0e}"
+
+
+def computed_by(backend, monkeypatch):
+    """Let a backend compute what it can; one that computes something else is then an error."""
+    monkeypatch.setenv("FPRNN_KERNELS", backend)
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton is compiled here: it cannot compute on the CPU")
+    for module in kernels.MODULES.get(backend, {}).values():
+        try:
+            found = importlib.import_module(f"lm.kernels.{module}")
+        except ModuleNotFoundError as missing:
+            pytest.skip(str(missing))
+        skip_where_missing(found)
+
+
+def documents_and_padding(side):
+    """starts and mask (b,l): documents that start within the rows, and padding on one side."""
+    starts = torch.zeros(B, L, dtype=torch.bool)
+    starts[0, 3] = starts[0, 4] = starts[1, 2] = True
+    mask = torch.ones(B, L, dtype=torch.bool)
+    if side == "left":
+        mask[0, :2] = mask[1, :1] = False
+    if side == "right":
+        mask[0, 5:] = mask[1, 6:] = False
+    return starts, None if side == "none" else mask
+
+
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
+@every_case
+@torch.no_grad()
+def test_one_iteration(name, backend, monkeypatch):
+    computed_by(backend, monkeypatch)
+    block = block_of(**ALL[name])
+    u, y = inputs(block)
+    expected = oracle.iteration(parameters_of(block), block.config, u, y)
+    assert_alike(block.step(block.prepare(u), y), expected, 1e-12)
+    g, residual, _ = block.step_residual(block.prepare(u), y)
+    assert_alike(g, expected, 1e-12)
+    change = (y - expected).abs().amax(-1) / (expected.abs().amax(-1) + 1e-8)
+    assert_alike(residual, change, 1e-11)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
+@some_cases
+@torch.no_grad()
+def test_one_iteration_of_packed_documents(name, backend, side, monkeypatch):
+    computed_by(backend, monkeypatch)
+    block = block_of(**SOME[name])
+    starts, mask = documents_and_padding(side)
+    u, y = inputs(block)
+    y = y if mask is None else y * mask.unsqueeze(-1)  # as every iterate is
+    expected = oracle.iteration(parameters_of(block), block.config, u, y, starts, mask)
+    assert_alike(block.step(block.prepare(u, Sequences(mask, starts)), y), expected, 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["parallel", "paper"])
+@every_case
+@torch.no_grad()
+def test_the_solved_output(name, rule):
+    block = block_of(**ALL[name], **RULES[rule])
+    u, _ = inputs(block)
+    out, stats = block(u)
+    assert stats.converged.all()
+    assert_alike(out, oracle.block_output(parameters_of(block), block.config, u), 1e-10)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("rule", ["sequential", "auto", "paper"])
+@some_cases
+@torch.no_grad()
+def test_the_solved_output_of_packed_documents(name, rule, side):
+    block = block_of(**SOME[name], **RULES[rule])
+    starts, mask = documents_and_padding(side)
+    u, _ = inputs(block)
+    out, _ = block(u, Sequences(mask, starts))
+    expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
+    out = out if mask is None else out * mask.unsqueeze(-1)
+    assert_alike(out, expected, 1e-10)
+
+
+@pytest.mark.parametrize("side", ["none", "right"])
+@pytest.mark.parametrize("name", ["fp_rnn-householder1", "fp_rnn-dplr1", "fp_rnn-conv"])
+@torch.no_grad()
+def test_the_exact_schedule(name, side):
+    block = block_of(**ALL[name], schedule="exact")
+    starts, mask = documents_and_padding(side)
+    u, _ = inputs(block)
+    out, stats = block(u, Sequences(mask, starts))
+    assert stats.converged.all() and (stats.token_iters == 1).all()
+    expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
+    assert_alike(out if mask is None else out * mask.unsqueeze(-1), expected, 1e-12)
+
+
+def gradients(output, leaves, cotangent):
+    """{name: gradient of the sum of output ⊙ cotangent}"""
+    found = torch.autograd.grad((output * cotangent).sum(), list(leaves.values()))
+    return dict(zip(leaves, found))
+
+
+def compare_gradients(block, tol, starts=None, mask=None):
+    """The block's output and its gradients, of the input and of every parameter."""
+    u, _ = inputs(block)
+    dtype = block.out_proj.weight.dtype
+    cotangent = normal(*u.shape, seed=3)
+    cotangent = cotangent if mask is None else cotangent * mask.unsqueeze(-1)
+    mine = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
+    out, stats = block(mine["input"], Sequences(mask, starts))
+    assert stats.converged.all()
+    parameters = parameters_of(block, requires_grad=True)
+    theirs = {"input": mine["input"].detach().double().requires_grad_()}
+    theirs |= {name: parameters[name] for name in mine if name != "input"}
+    expected = oracle.block_output(parameters, block.config, theirs["input"], starts, mask)
+    out = out if mask is None else out * mask.unsqueeze(-1)
+    assert_alike(out, expected, tol, "output")
+    found = gradients(out, mine, cotangent.to(dtype))
+    for name, grad in gradients(expected, theirs, cotangent).items():
+        assert grad.abs().max() > 0, f"{name} has no gradient: the comparison would say nothing"
+        assert_alike(found[name], grad, tol, name)
+
+
+@every_case
+def test_the_one_step_gradient(name, monkeypatch):
+    computed_by("plain", monkeypatch)
+    compare_gradients(block_of(**ALL[name]), 1e-10)
+
+
+@some_cases
+def test_the_one_step_gradient_by_the_compiled_kernels(name, monkeypatch):
+    computed_by("cpu", monkeypatch)
+    compare_gradients(block_of(**SOME[name]), 1e-10)
+
+
+GRADIENTS = {
+    "two_backwards": dict(n_backwards=2),
+    "phantom": dict(gradient="phantom:3", stepsize=0.7),
+    "implicit": dict(gradient="implicit"),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@some_cases
+def test_the_other_gradients(name, kind):
+    compare_gradients(block_of(**SOME[name], **GRADIENTS[kind]), 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["one_step", *GRADIENTS])
+@pytest.mark.parametrize("name", ["fp_mamba1-everything", "fp_mamba2-householder4", "fp_rnn-conv"])
+def test_gradients_of_packed_documents(name, kind):
+    block = block_of(**SOME[name], **GRADIENTS.get(kind, {}))
+    compare_gradients(block, 1e-9, *documents_and_padding("right"))
+
+
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
+@some_cases
+def test_in_single_precision(name, backend, monkeypatch):
+    computed_by(backend, monkeypatch)
+    compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 5e-5)
+
+
+@pytest.mark.parametrize("backend", ["plain", "triton"])
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_a_step_and_its_gradients_in_single_precision(name, backend, monkeypatch):
+    """From a given iterate, without a solve: kernels that are interpreted are slow."""
+    computed_by(backend, monkeypatch)
+    block = block_of(torch.float32, **SOME[name])
+    starts, _ = documents_and_padding("none")
+    u, y = (t.float().double() for t in inputs(block))
+    mine = {"input": u.float().requires_grad_(), "y": y.float().requires_grad_()}
+    mine |= dict(block.named_parameters())
+    s = block.prepare(mine["input"], Sequences(None, starts))
+    parameters = parameters_of(block, requires_grad=True)
+    theirs = {"input": u.requires_grad_(), "y": y.requires_grad_()}
+    theirs |= {key: parameters[key] for key in mine if key not in theirs}
+    expected = oracle.iteration(parameters, block.config, theirs["input"], theirs["y"], starts)
+    cotangent = normal(*y.shape, seed=3)
+    g = block.step(s, mine["y"])
+    assert_alike(g, expected, 2e-6, "f(y)")
+    used = {k: t for k, t in theirs.items() if k not in AFTER}
+    found = gradients(g, {k: mine[k] for k in used}, cotangent.float())
+    for key, grad in gradients(expected, used, cotangent).items():
+        assert_alike(found[key], grad, 2e-5, key)
+    with torch.no_grad():
+        again, residual, _ = block.step_residual(s, mine["y"])
+    change = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert_alike(again, expected, 2e-6, "f(y) with its residual")
+    assert_alike(residual, change, 2e-6, "residual")
+
+
+MODELS = {
+    "tied": dict(n_layer=2),
+    "untied": dict(n_layer=2, tie_embeddings=False, block="fp_mamba2", use_short_conv=True),
+    "rnn": dict(n_layer=3, block="fp_rnn", use_short_conv=True, norm_epsilon=0.1),
+    "layer_norm": dict(n_layer=2, rms_norm=False, bias=True, norm_epsilon=0.05),
+    "kronecker": dict(n_layer=2, mixer="kronecker", glu_in_loop=True, n_backwards=2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_language_model(name):
+    options = options_of(**{"eos_token_id": 0, **MODELS[name]})
+    model = perturb(FPRNNForCausalLM(options)).double().train()
+    ids = torch.randint(1, 9, (B, L), generator=torch.Generator().manual_seed(1))
+    ids[0, 2] = ids[1, 4] = 0  # documents end here
+    parameters = parameters_of(model, requires_grad=True)
+    expected = oracle.logits_of(parameters, options, ids)
+    out = model(ids, labels=ids)
+    assert out.fixed_point.converged.all()
+    assert_alike(out.logits, expected, 1e-9, "logits")
+    loss = oracle.loss_of(expected, ids)
+    assert_alike(out.loss, loss, 1e-10, "loss")
+    mine = dict(model.named_parameters())
+    found = torch.autograd.grad(out.loss, list(mine.values()))
+    theirs = torch.autograd.grad(loss, [parameters[key] for key in mine])
+    for key, a, b in zip(mine, found, theirs):
+        assert_alike(a, b, 1e-8, key)

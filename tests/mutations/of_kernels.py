@@ -1,0 +1,225 @@
+"""Mutations of the compiled and of the Triton kernels."""
+
+from tests.mutations import Mutation
+from tests.mutations.of_model import iteration
+
+CPU_SCAN = "lm/kernels/cpu_scan.cpp"
+CPU_STEP = "lm/kernels/cpu_step.cpp"
+CPU_VECTOR = "lm/kernels/cpu_vector.h"
+SCAN = "lm/kernels/triton_scan.py"
+STEP = "lm/kernels/triton_step.py"
+SSD = "lm/kernels/triton_ssd.py"
+CONV = "lm/kernels/triton_conv.py"
+TESTS = "tests/lm/kernels/"
+
+
+def compiled(*cases):
+    return iteration(*cases, backend="cpu")
+
+
+def compiled_gradient(case):
+    return (
+        "tests/lm/model/test_oracle.py::test_the_one_step_gradient_by_the_compiled_kernels"
+        f"[{case}]",
+    )
+
+
+def triton(file, *tests):
+    return tuple(f"{TESTS}test_triton_{file}.py::{test}" for test in tests)
+
+
+WHOLE_SCAN = triton("scan", "test_whatever_is_left_out")
+WHOLE_SSD = triton("ssd", "test_whatever_is_left_out")
+
+MUTATIONS = [
+    # Compiled for the CPU.
+    Mutation(
+        "compiled scan: Δ missing from the input",
+        CPU_SCAN, "const Vec<T> u = dt_t * x_t;\n        const T *B_t",
+        "const Vec<T> u = x_t;\n        const T *B_t",
+        compiled("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "compiled scan: resets ignored in the forward",
+        CPU_SCAN, "h[k] *= keep[t];", "h[k] *= T(1);",
+        (f"{TESTS}test_cpu.py::test_a_reset_forgets_and_dt_zero_keeps",),
+    ),
+    Mutation(
+        "compiled scan: resets ignored in the backward",
+        CPU_SCAN, "const T kept = keep ? keep[t] : T(1);", "const T kept = T(1);",
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
+    ),
+    Mutation(
+        "compiled scan: C's gradient reads the state before the step",
+        CPU_SCAN, "dC[k] += h[k] * gy_t;", "dC[k] += before[k] * gy_t;",
+        compiled_gradient("fp_mamba1-dplr2"),
+    ),
+    Mutation(
+        "compiled scan: the cotangent does not decay",
+        CPU_SCAN, "g[k] = g_k * a[k];", "g[k] = g_k;",
+        compiled_gradient("fp_mamba1-dplr2"),
+    ),
+    Mutation(
+        "compiled scan: Δ's gradient without the input's part",
+        CPU_SCAN, "d_dt + du * x_t, lanes", "d_dt, lanes",
+        compiled_gradient("fp_mamba1-dplr2"),
+    ),
+    Mutation(
+        "compiled scan: D missing from x's gradient",
+        CPU_SCAN, "p.D ? du * dt_t + D * gy_t : du * dt_t", "du * dt_t",
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
+    ),
+    Mutation(
+        "compiled scan: the state before starts from zero",
+        CPU_SCAN, "p.h0 ? in<T>(p.h0) + row * n * d + c0 : nullptr", "nullptr",
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
+    ),
+    Mutation(
+        "compiled step: y's part of the gates left out",
+        CPU_STEP, "gates_y ? gates_x[i] + gates_y[i] : gates_x[i]", "gates_x[i]",
+        compiled("fp_mamba1-householder2_lowrank"),
+    ),
+    Mutation(
+        "compiled step: every reflection is of the first vector's x",
+        CPU_STEP, "p.sequential ? so_far : x;", "x;",
+        compiled("fp_mamba1-householder4"),
+    ),
+    Mutation(
+        "compiled step: u divided by its length once, not twice",
+        CPU_STEP, "a * (across<T>(dot) / length) / length", "a * (across<T>(dot) / length)",
+        compiled("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "compiled step: eps is added, not a floor",
+        CPU_STEP, "return length < T(eps) ? T(eps) : length;", "return length + T(eps);",
+        compiled("fp_mamba1-large_eps"),
+    ),
+    Mutation(
+        "compiled step: relu lets negative numbers through",
+        CPU_STEP, "return v < T(0) ? Vec<T>{} : v;", "return v;",
+        compiled("fp_mamba1-relu"),
+    ),
+    Mutation(
+        "compiled step: eps outside the root",
+        CPU_STEP, "1 / std::sqrt(mean_square + T(p.eps))",
+        "1 / (std::sqrt(mean_square) + T(p.eps))",
+        compiled("fp_mamba1-large_norm_eps"),
+    ),
+    Mutation(
+        "compiled step: the residual relative to the change",
+        CPU_STEP, "largest<T>(change) / (largest<T>(size)",
+        "largest<T>(change) / (largest<T>(change)",
+        compiled("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "compiled step: the variance about zero",
+        CPU_STEP, "first_lanes<T>(load<T>(w + c, lanes) - mean, lanes)", "load<T>(w + c, lanes)",
+        compiled("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "compiled exponential: the last term of the series left out",
+        CPU_VECTOR, "i = F::terms - 2; i >= 0", "i = F::terms - 3; i >= 0",
+        (f"{TESTS}test_cpu.py::test_the_exponential", *compiled("fp_mamba1-householder1")),
+    ),
+    # Triton: the selective scan.
+    Mutation(
+        "Triton scan: Δ missing from the input",
+        SCAN, "h + (r * v)[None, :] * w[:, None]", "h + v[None, :] * w[:, None]",
+        WHOLE_SCAN,
+    ),
+    Mutation(
+        "Triton scan: a chunk forgets that it had a reset",
+        SCAN, "total_keep += log_keep", "total_keep += 0.0 * r",
+        WHOLE_SCAN,
+    ),
+    Mutation(
+        "Triton scan: the entering states do not decay over a chunk",
+        SCAN, "state = decay * state + added", "state = state + added",
+        WHOLE_SCAN,
+    ),
+    Mutation(
+        "Triton scan: the gradient by the decay reads the state after the step",
+        SCAN, "d_log = p * hs[j]", "d_log = p * hs[j + 1]",
+        WHOLE_SCAN,
+    ),
+    Mutation(
+        "Triton scan: B's gradient from a cotangent that has decayed",
+        SCAN, "tl.sum(p * us[j], axis=0)", "tl.sum(p * decays[j] * us[j], axis=0)",
+        WHOLE_SCAN,
+    ),
+    Mutation(
+        "Triton scan: Δ's gradient without the input's part",
+        SCAN, "ddts[TILE - 1 - j] + dus[TILE - 1 - j] * v", "ddts[TILE - 1 - j]",
+        WHOLE_SCAN,
+    ),
+    # Triton: the rest of a step.
+    Mutation(
+        "Triton step: a product of reflections computed as a sum",
+        STEP, "            v = mixed\n", "            v = v\n",
+        triton("step", "test_mix[7-48-2-householder]"),
+    ),
+    Mutation(
+        "Triton step: the gates' gradient without the sigmoid's slope",
+        STEP, "-s * t * a * (1.0 - gate)", "-s * t * a",
+        triton("step", "test_mix[7-48-2-householder]"),
+    ),
+    Mutation(
+        "Triton step: the vectors' gradient without the factor two",
+        STEP, "0.0, 2.0 * s * t)", "0.0, s * t)",
+        triton("step", "test_mix[7-48-2-householder]"),
+    ),
+    Mutation(
+        "Triton step: the gradient of nrm keeps what is along u",
+        STEP, "u = (g - along * u) * inverse[:, None]", "u = g * inverse[:, None]",
+        triton("step", "test_normalise"),
+    ),
+    Mutation(
+        "Triton step: LayerNorm's gradient keeps its mean",
+        STEP, "dw -= (tl.sum(g, 1) / d)[:, None]", "dw -= 0.0 * g",
+        triton("step", "test_finish[7-48-gate-layer]"),
+    ),
+    Mutation(
+        "Triton step: the gate's gradient by silu itself, not its slope",
+        STEP, 'dgate = activate_grad(load(z, row, z_row, col, mask), "silu")',
+        'dgate = activate(load(z, row, z_row, col, mask), "silu")',
+        triton("step", "test_finish[7-48-gate-layer]"),
+    ),
+    # Triton: Mamba-2's scan and the convolution.
+    Mutation(
+        "Triton SSD: Δ missing within a chunk",
+        SSD, "scores *= _between(log, resets, CHUNK) * dt_c[None, :]",
+        "scores *= _between(log, resets, CHUNK)",
+        WHOLE_SSD,
+    ),
+    Mutation(
+        "Triton SSD: the entering state reaches past a reset",
+        SSD, "tl.where(resets == 0, tl.exp(log), 0.0)", "tl.exp(log)",
+        WHOLE_SSD,
+    ),
+    Mutation(
+        "Triton SSD: pairs counted with the wrong sign in the gradient of Δ A",
+        SSD, "started += tl.sum(pairs, 1) - tl.sum(pairs, 0)",
+        "started += tl.sum(pairs, 0) - tl.sum(pairs, 1)",
+        WHOLE_SSD,
+    ),
+    Mutation(
+        "Triton SSD: what passes a whole chunk is not in the gradient of Δ A",
+        SSD, " + over_c * through", "",
+        WHOLE_SSD,
+    ),
+    Mutation(
+        "Triton conv: the taps in reverse",
+        CONV, "weight + col * K + K - 1 - lag", "weight + col * K + lag",
+        triton("step", "test_short_conv[2-7-48-whole-fresh]"),
+    ),
+    Mutation(
+        "Triton conv: the gradient crosses documents",
+        CONV, "g = tl.where(_same(segments, batch, at + lag, at, length), g, 0.0)", "g = g",
+        triton("step", "test_short_conv[2-7-48-documents-fresh]"),
+    ),
+    Mutation(
+        "mamba-ssm: a reset is one token late",
+        "lm/kernels/mamba_ssd.py", "(keep == 0).cumsum(1", "(keep.roll(1, 1) == 0).cumsum(1",
+        (f"{TESTS}test_mamba_ssm.py::test_the_chunked_scan",),
+    ),
+]  # fmt: skip

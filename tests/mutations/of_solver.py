@@ -1,0 +1,247 @@
+"""Mutations of the solve, of its gradients, and of the language model around the blocks."""
+
+from tests.mutations import Mutation
+from tests.mutations.of_model import ORACLE, SEGMENTS, output
+
+SOLVER = "lm/model/solver.py"
+BLOCK = "lm/model/fixed_point.py"
+MODEL = "lm/model/modeling_fprnn.py"
+LOSS = "lm/model/loss.py"
+INPUTS = "lm/model/inputs.py"
+LAYERS = "lm/model/layers.py"
+TESTS = "tests/lm/model/"
+WRITTEN_OUT = (
+    f"{TESTS}test_schedules.py::test_every_token_is_frozen_when_the_rule_written_out_says",
+)
+
+
+def other_gradient(case, kind):
+    return (f"{ORACLE}::test_the_other_gradients[{case}-{kind}]",)
+
+
+def language_model(case):
+    return (f"{ORACLE}::test_the_language_model[{case}]",)
+
+
+MUTATIONS = [
+    # The solver.
+    Mutation(
+        "a residual relative to y, not to f(y)",
+        SOLVER, "/ (g.abs().amax(-1) + 1e-8)", "/ (y.abs().amax(-1) + 1e-8)",
+        (f"{TESTS}test_solver.py", f"{ORACLE}::test_one_iteration[fp_rnn-householder1-plain]"),
+    ),
+    Mutation(
+        "a sequence's residual the mean of its tokens', not the largest",
+        SOLVER, "return token_residual(y, g).amax(-1)", "return token_residual(y, g).mean(-1)",
+        (f"{TESTS}test_solver.py::test_relative_residual_is_the_worst_token",),
+    ),
+    Mutation(
+        "the quantile from the wrong end",
+        SOLVER, "torch.quantile(lowest, rule.quantile)",
+        "torch.quantile(lowest, 1 - rule.quantile)",
+        (f"{TESTS}test_solver.py",),
+    ),
+    Mutation(
+        "the paper's patience counts the step that improved",
+        SOLVER, "waited = torch.where(improved, 0, waited + 1)",
+        "waited = torch.where(improved, 1, waited + 1)",
+        (f"{TESTS}test_solver.py",),
+    ),
+    Mutation(
+        "the paper's solver undamped",
+        SOLVER, "y = torch.lerp(y, g, step[:, None, None])", "y = g",
+        (f"{TESTS}test_solver.py",),
+    ),
+    Mutation(
+        "the paper's solver stops one iteration late",
+        SOLVER, "iters_then >= rule.max_iters:", "iters_then > rule.max_iters:",
+        (f"{TESTS}test_solver.py",),
+    ),
+    Mutation(
+        "a token is frozen before those ahead of it",
+        SOLVER, ".cumprod(1, dtype=torch.long).sum(1)", ".sum(1)",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "tokens move once more after they were frozen",
+        SOLVER, "moves = live & (offset >= frozen[:, None])", "moves = live",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "damping goes on with the step of the token before",
+        SOLVER, "step=torch.where(moved, rule.stepsize, step)", "step=step",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "patience runs out although the residual falls",
+        SOLVER, "torch.where(moved | improved, 0, rows.waited + 1)",
+        "torch.where(moved, 0, rows.waited + 1)",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "a token's lowest residual is that of the token before",
+        SOLVER, "lowest=torch.where(moved, torch.inf, torch.minimum(rows.lowest, watched))",
+        "lowest=torch.minimum(rows.lowest, watched)",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "ℓmax of a token is one too many",
+        SOLVER, "(residual < rule.tol) | (iters >= rule.max_iters) | given_up",
+        "(residual < rule.tol) | (iters > rule.max_iters) | given_up",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "`auto` narrows its window twice as soon",
+        SOLVER, "iters >= 2 * limit", "iters >= limit",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "`auto` never widens its window",
+        SOLVER, "rows.width * AUTO_FACTOR, rows.width)", "rows.width, rows.width)",
+        WRITTEN_OUT,
+    ),
+    Mutation(
+        "the next window reads the iterate of the wrong token",
+        SOLVER, "(rows.index * length + end - 1).clamp_min(0)",
+        "(rows.index * length + end - 2).clamp_min(0)",
+        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-sequential-none]",),
+    ),
+    Mutation(
+        "in decoding a finished sequence moves on while others iterate",
+        SOLVER, "(step * ~frozen)[:, None, None]", "step[:, None, None]",
+        (f"{TESTS}test_schedules.py::test_one_token_is_solved_as_a_window_of_one",),
+    ),
+    Mutation(
+        "the implicit gradient with the wrong sign",
+        SOLVER, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
+        other_gradient("fp_mamba1-dplr2", "implicit"),
+    ),
+    Mutation(
+        "the Lipschitz estimate twice too large",
+        SOLVER, "(f(y + h * v) - f(y - h * v)) / (2 * h)", "(f(y + h * v) - f(y - h * v)) / h",
+        (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
+    ),
+    # The block.
+    Mutation(
+        "with symm_mixer false, sh(y) goes through the weights of x",
+        BLOCK, "weights.first if cfg.symm_mixer else weights.first[:, d:]",
+        "weights.first if cfg.symm_mixer else weights.first[:, :d]",
+        (f"{ORACLE}::test_one_iteration[fp_mamba1-householder1-plain]",),
+    ),
+    Mutation(
+        "the gate outside reads this token's y, not the one before",
+        BLOCK, 'shift(y, s.seqs, "f_y")', "y",
+        output("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "one gradient step too many",
+        BLOCK, "range(cfg.n_backwards - 1)", "range(cfg.n_backwards)",
+        other_gradient("fp_mamba1-dplr2", "two_backwards"),
+    ),
+    Mutation(
+        "the first phantom step is damped the wrong way round",
+        BLOCK, "y = damping * first + (1 - damping) * y_star",
+        "y = (1 - damping) * first + damping * y_star",
+        other_gradient("fp_mamba1-dplr2", "phantom"),
+    ),
+    Mutation(
+        "later phantom steps are undamped",
+        BLOCK, "y = damping * g + (1 - damping) * y", "y = g",
+        other_gradient("fp_mamba1-dplr2", "phantom"),
+    ),
+    Mutation(
+        "evaluation stops at training's share of the batch",
+        BLOCK, "c.eval_tol, c.eval_max_iters, 1.0", "c.eval_tol, c.eval_max_iters, c.quantile",
+        (f"{TESTS}test_blocks.py::test_training_rule_and_evaluation_rule_differ",),
+    ),
+    Mutation(
+        "the state left behind is one token too far",
+        BLOCK, "torch.arange(n, device=counts.device) < counts[:, None]",
+        "torch.arange(n, device=counts.device) <= counts[:, None]",
+        (f"{SEGMENTS}[fp_mamba1]",),
+    ),
+    Mutation(
+        "y* left behind where the output's iterate is meant",
+        BLOCK, 'f_y = at_the_end(y, "f_y")', 'f_y = at_the_end(y_star, "f_y")',
+        (f"{TESTS}test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance[fp_mamba1]",),
+    ),
+    Mutation(
+        "the Jacobian penalty not divided by its step",
+        BLOCK, "((moved - first) / sigma).square()", "(moved - first).square()",
+        (f"{TESTS}test_blocks.py -k jacobian",),
+    ),
+    Mutation(
+        "the agreement penalty is of sizes, not squares",
+        BLOCK, "distance = (self.step(s, other) - first).square()",
+        "distance = (self.step(s, other) - first).abs()",
+        (f"{TESTS}test_blocks.py -k agreement",),
+    ),
+    Mutation(
+        "the mean ‖I − Q‖ of the tokens reported, not the largest",
+        BLOCK, "return mixing.amax(-1), lipschitz", "return mixing.mean(-1), lipschitz",
+        (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
+    ),
+    # The language model.
+    Mutation(
+        "the residual stream drops what came before",
+        MODEL, "else residual + hidden\n        if self.residual_in_fp32",
+        "else hidden\n        if self.residual_in_fp32",
+        language_model("tied"),
+    ),
+    Mutation(
+        "the residual stream's norm is RMSNorm whatever rms_norm says",
+        LAYERS, "RMSNorm if config.rms_norm else LayerNorm", "RMSNorm",
+        language_model("layer_norm"),
+    ),
+    Mutation(
+        "the residual stream's LayerNorm without its bias",
+        LAYERS, "self.normalized_shape, weight, bias, self.eps",
+        "self.normalized_shape, weight, None, self.eps",
+        language_model("layer_norm"),
+    ),
+    Mutation(
+        "the loss is of the token itself, not of the next",
+        LOSS, "F.pad(labels[:, 1:], (0, 1), value=IGNORED)", "labels",
+        language_model("tied"),
+    ),
+    Mutation(
+        "the loss is divided by this micro-batch's targets, not by the update's",
+        LOSS, "if num_items_in_batch is None:", "if True:",
+        ("tests/hf/test_hf_trainer.py::test_the_sum_is_divided_by_what_the_trainer_counts",),
+    ),
+    Mutation(
+        "a sequence's penalty counts the same whatever its number of targets",
+        LOSS, "(penalty.mean(0) * of_sequence).sum()", "penalty.mean()",
+        ("tests/hf/test_hf_trainer.py::test_accumulation_counts_the_regularisers_alike",),
+    ),
+    Mutation(
+        "a document of one token is not told from the one before",
+        INPUTS, "after <= before", "after < before",
+        ("tests/hf/test_hf_packing.py::test_where_documents_start",),
+    ),
+    Mutation(
+        "the end of a document belongs to the next one",
+        INPUTS, "F.pad(torch.isin(input_ids[:, :-1], ends), (1, 0))", "torch.isin(input_ids, ends)",
+        language_model("tied"),
+    ),
+    Mutation(
+        "a document that ended with the segment before goes on",
+        INPUTS, "after[:, 0] = torch.isin(last_token, ends)", "after[:, 0] = False",
+        (f"{TESTS}test_state.py::test_documents_inside_a_segment_and_at_its_border_start_afresh[fp_mamba1]",),
+    ),
+    Mutation(
+        "dt's bias starts as dt itself, not as softplus⁻¹ of it",
+        MODEL, "dt + torch.log(-torch.expm1(-dt))", "dt",
+        (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
+    ),
+    Mutation(
+        "out_proj is not scaled by the number of layers",
+        MODEL, "/ math.sqrt(cfg.n_layer)", "/ 1.0",
+        (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
+    ),
+    Mutation(
+        "every state of a channel starts with the same rate",
+        MODEL, "n.log().expand(cfg.d_inner, -1)", "(0 * n).expand(cfg.d_inner, -1)",
+        (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
+    ),
+]  # fmt: skip
