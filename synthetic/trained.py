@@ -156,7 +156,7 @@ def notes(shown: list[tuple[str, list[dict]]], any_limit: bool = False) -> list[
     also = [n for n, each in sorted(shares.items()) if each - {"0", UNKNOWN}]
     if also:
         each = ", ".join(f"{n} ({max(shares[n] - {UNKNOWN}, key=_percent)})" for n in also)
-        lines.append(f"Of the test samples training has too, at length: {each}")
+        lines.append(f"Test samples that training has too, at length (at most): {each}")
     return lines
 
 

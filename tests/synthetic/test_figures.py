@@ -104,5 +104,5 @@ def test_what_training_has_too_is_noted():
     held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
     assert notes([("a", [row, held])]) == [
         "Solver in evaluation: none",
-        "Of the test samples training has too, at length: 2 (75.0%)",
+        "Test samples that training has too, at length (at most): 2 (75.0%)",
     ]
