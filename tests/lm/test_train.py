@@ -157,7 +157,7 @@ def test_a_loss_that_becomes_infinite_stops_the_run_and_keeps_the_checkpoint(tmp
         ("data.seq_len=100000", "seq_len"),
         ("data.path=nowhere.jsonl", "nowhere.jsonl"),
         ("model.vocab_size=100", "model.vocab_size to at least"),
-        ("resume=runs/none", "no checkpoint folder at runs/none"),
+        ("resume=runs/none", "there is no such folder"),
         ("model.nlayer=3", "did you mean `model.n_layer`?"),
         ("train.steps=many", "train.steps"),
     ],
