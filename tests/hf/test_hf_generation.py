@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from lm.model.state import FPRNNCache
-from tests.hf.models import BLOCKS, OUR_BASELINES, PAD, VOCAB, exact, ids
+from tests.hf.models import BLOCKS, OUR_BASELINES, PAD, VOCAB, build, exact, ids
 
 CACHED = (*BLOCKS, "nope", "alibi")
 every_block = pytest.mark.parametrize("name", BLOCKS)
@@ -28,7 +28,7 @@ def made(name, **fields):
     return model
 
 
-def check_outputs(output, prompt, steps, rows, cached):
+def check_outputs(output, prompt, steps, rows, cached, n_layer):
     """Shapes of what a dictionary-like output holds."""
     assert output.sequences.shape == (rows, prompt.shape[1] + steps)
     assert [s.shape for s in output.scores] == [(rows, VOCAB)] * steps
@@ -36,7 +36,7 @@ def check_outputs(output, prompt, steps, rows, cached):
     assert len(output.hidden_states) == steps
     for index, states in enumerate(output.hidden_states):
         length = 1 if cached and index else prompt.shape[1] + index
-        assert [h.shape[1:] for h in states] == [(length, 16)] * 3
+        assert [h.shape[1:] for h in states] == [(length, 16)] * (n_layer + 1)
 
 
 @every_model
@@ -51,7 +51,9 @@ def test_greedy_with_and_without_a_cache_gives_the_argmax_of_forward_passes(name
         output = model.generate(tokens, use_cache=cached, **GREEDY, **DICT)
         assert isinstance(output, GenerateDecoderOnlyOutput)
         assert torch.equal(output.sequences, expected)
-        check_outputs(output, tokens, 5, 2, cached and name in CACHED)
+        check_outputs(
+            output, tokens, 5, 2, cached and name in CACHED, model.config.num_hidden_layers
+        )
         if name in BLOCKS:
             assert isinstance(output.past_key_values, FPRNNCache) == cached
     assert torch.equal(model.generate(tokens, **GREEDY), expected)
@@ -157,7 +159,7 @@ def test_what_a_recurrence_cannot_do_is_refused_in_a_sentence(name):
 
 @pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
 def test_half_precision_generates(name):
-    model = made(name).to(torch.bfloat16)
+    model = build(name).eval().to(torch.bfloat16)
     out = model.generate(ids(), **GREEDY)
     assert out.shape == (2, 14) and out.max() < VOCAB
 
