@@ -185,7 +185,12 @@ def nonselective(p):
 
 def selective_dense(p, P, c):
     S = triangle(activation(c.mixer_act, weight_normalised(p, "uv_proj") @ P), c.d_inner)
-    return S / (estimated_radius(S, 32) + c.eps)
+    x = torch.full_like(S[0], 1 / math.sqrt(len(S)))
+    for _ in range(32):
+        image = S @ x
+        size = torch.sqrt((image * image).sum())
+        x = image / (size + c.eps)
+    return S / (size + c.eps)
 
 
 def free_matrix(p, P, c):

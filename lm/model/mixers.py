@@ -65,6 +65,18 @@ def largest_eigenvalue(S, steps):
     return before.transpose(-1, -2) @ (S @ x)
 
 
+def largest_stretch(S, steps, eps):
+    """ρ(S) − eps (…,1,1) of (…,m,m), so that S / (it + eps) has radius 1: ‖S x‖ of a power
+    iteration from the vector of ones whose iterates are divided by their norm + eps (as in the
+    paper's code), with gradient through it."""
+    x = S.new_full((*S.shape[:-1], 1), S.shape[-1] ** -0.5)
+    for _ in range(steps):
+        x = S @ x
+        stretch = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        x = x / (stretch + eps)
+    return stretch
+
+
 def _bound_of(matrices):
     """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
     entries = matrices.abs()
@@ -311,7 +323,7 @@ class SelectiveDense(Mixer):
 
     def forward(self, raw, v, weights):
         S = gram_of_triangle(self.act(raw), self.d_inner)
-        S = S / (largest_eigenvalue(S, POWER_STEPS["selective_dense"]) + self.eps)
+        S = S / (largest_stretch(S, POWER_STEPS["selective_dense"], self.eps) + self.eps)
         return (S @ v.unsqueeze(-1)).squeeze(-1)
 
     def flops_per_token(self):

@@ -9,9 +9,8 @@ import torch
 from lm.model.blocks import build_block
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.reference import mismatch, reference_config, reference_name, settle_head
+from tests import oracle_blocks as oracle
 from tests import paper
-
-oracle = pytest.importorskip("tests.oracle_blocks")
 
 D_MODEL = 6  # d_inner 12 = 3 × 4
 OPTIONS = dict(

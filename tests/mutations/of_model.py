@@ -61,8 +61,13 @@ MUTATIONS = [
     ),
     Mutation(
         "one power step too few",
-        MIXERS, "for _ in range(steps):", "for _ in range(steps - 1):",
+        MIXERS, "(steps):\n        before", "(steps - 1):\n        before",
         iteration("fp_rnn-kronecker_spectral"),
+    ),
+    Mutation(
+        "the iterates of selective_dense divided by their norm alone",
+        MIXERS, "x = x / (stretch + eps)", "x = x / stretch",
+        iteration("fp_mamba1-selective_dense"),
     ),
     Mutation(
         "x̃ = M(x − y) + x",

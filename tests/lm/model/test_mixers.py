@@ -5,7 +5,7 @@ import torch
 
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import WNLinear
-from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, nrm
+from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, largest_stretch, nrm
 from tests.oracles import mixer_matrix
 
 CASES = {
@@ -147,6 +147,7 @@ def test_largest_eigenvalue():
     S = S @ S.transpose(-1, -2)
     exact = torch.linalg.eigvalsh(S)[..., -1]
     torch.testing.assert_close(largest_eigenvalue(S, 400)[..., 0, 0], exact)
+    torch.testing.assert_close(largest_stretch(S, 400, 1e-3)[..., 0, 0] + 1e-3, exact)
 
 
 @pytest.mark.parametrize(
