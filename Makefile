@@ -4,13 +4,16 @@ PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test lint golden gpu-check clean
+.PHONY: demo test test-slow lint golden gpu-check clean
 
 demo: .venv/ready
 	PY=$(BIN)/python bash launch/demo.sh
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -26,6 +26,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Scores that passed tests have printed, such as that of the mutations."""
+    for report in terminalreporter.stats.get("passed", []):
+        for line in report.capstdout.splitlines():
+            if line.startswith("score: "):
+                terminalreporter.write_line(f"{report.nodeid}: {line}")
+
+
 @pytest.fixture
 def tiny(tmp_path):
     """A function (override, …) → Config of configs/tiny/lm.yaml with its run under tmp_path."""

@@ -36,7 +36,6 @@ def make(out, *args):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.slow
 def test_a_quick_run_on_a_cpu(tmp_path):
     pytest.importorskip("triton")
     done = make(tmp_path, "--device", "cpu", "--quick", "--parts", "training,tests")

@@ -64,7 +64,6 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-@pytest.mark.slow
 def test_another_number_of_ranks_or_stage_is_refused(tiny_run, tmp_path):
     from tests.running import fprnn
 

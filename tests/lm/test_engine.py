@@ -77,7 +77,6 @@ def test_lr_of_every_update_is_applied(tiny_losses):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     """Same global batch: one process accumulates two micro-batches, two processes take one each."""
@@ -90,7 +89,6 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
@@ -99,7 +97,6 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     assert ours != theirs
 
 
-@pytest.mark.slow
 def test_world_size_other_than_the_configs_is_refused(tmp_path):
     with pytest.raises(AssertionError, match=r"train.world_size is 4 but 1 process"):
         run(tmp_path / "runs", "train.world_size=4")

@@ -239,7 +239,6 @@ def test_unknown_tasks_get_the_nearest_names(checkpoint):
     assert "unknown task `catbabi_mini`" not in message
 
 
-@pytest.mark.slow
 def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
     script = (
         "import sys; from pathlib import Path; from lm.evaluate import evaluate, EvaluationError\n"
@@ -250,7 +249,6 @@ def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
     assert run.stdout.startswith("task `arc_easy` could not be loaded: "), run.stdout + run.stderr
 
 
-@pytest.mark.slow
 def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
     run = _python(
         *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
@@ -267,7 +265,6 @@ def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
     assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_EVAL.is_dir(), reason="../shared is not there")
 def test_local_tasks_on_the_real_files(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(SHARED_EVAL))

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from lm.cli import main
 from tests.running import ENV, ROOT, command, fprnn, losses, run
 
 LONG = ("train.steps=60", "checkpoint.every=7", "checkpoint.keep=3")
@@ -66,7 +67,6 @@ def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
     assert trace(other) != trace(tiny_losses)
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     process = start_and_wait_for(25, tmp_path / "runs")
     process.send_signal(signal.SIGKILL)
@@ -82,7 +82,6 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     assert trace(resumed) == trace(uninterrupted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
     process = start_and_wait_for(10, tmp_path / "runs")
@@ -104,6 +103,14 @@ def refused(*args):
     assert "Traceback" not in done.stderr, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def refused_here(capsys, args):
+    """`refused`, in this process: for what is found out before a process group is made."""
+    assert main(list(args)) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
     return lines[0]
 
 
@@ -162,18 +169,18 @@ def test_a_loss_that_becomes_infinite_stops_the_run_and_keeps_the_checkpoint(tmp
         ("train.steps=many", "train.steps"),
     ],
 )
-def test_bad_input_is_a_sentence(tmp_path, override, sentence):
-    assert sentence in refused(*tiny_args(tmp_path / "runs", override))
+def test_bad_input_is_a_sentence(tmp_path, override, sentence, capsys):
+    assert sentence in refused_here(capsys, tiny_args(tmp_path / "runs", override))
 
 
-def test_empty_corpus_is_a_sentence(tmp_path):
+def test_empty_corpus_is_a_sentence(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
-    message = refused(*tiny_args(tmp_path / "runs", f"data.path={tmp_path / 'empty.jsonl'}"))
-    assert "empty.jsonl" in message
+    args = tiny_args(tmp_path / "runs", f"data.path={tmp_path / 'empty.jsonl'}")
+    assert "empty.jsonl" in refused_here(capsys, args)
 
 
-def test_fineweb_without_a_network_is_a_sentence(tmp_path):
-    message = refused(*tiny_args(tmp_path / "runs", "data.source=fineweb"))
+def test_fineweb_without_a_network_is_a_sentence(tmp_path, capsys):
+    message = refused_here(capsys, tiny_args(tmp_path / "runs", "data.source=fineweb"))
     assert "FineWeb" in message or "fineweb" in message
 
 
@@ -218,7 +225,6 @@ def test_a_start_that_failed_can_be_started_again(tmp_path):
     assert len(records) == 1
 
 
-@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
     out = tmp_path / "runs"
     first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")

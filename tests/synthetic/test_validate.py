@@ -143,7 +143,6 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
     ]
 
 
-@pytest.mark.slow
 def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
     in_turn = list(validate.plan(two, [], str(tmp_path / "one")).values())[:2]
     at_once = list(validate.plan(two, [], str(tmp_path / "two")).values())[:2]
@@ -162,7 +161,6 @@ def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
     assert not is_finished(bad)
 
 
-@pytest.mark.slow
 def test_a_signal_stops_the_runs_at_once_and_they_go_on(two, tmp_path, recipes):
     """The processes of --jobs do not outlive the command; each has saved."""
     path = tmp_path / "long.yaml"

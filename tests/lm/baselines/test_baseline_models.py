@@ -367,7 +367,6 @@ def test_the_table_counts_real_parameters():
     assert total - rest == 24 * 32
 
 
-@pytest.mark.slow
 def test_the_page_shows_the_table():
     from tests.conftest import ROOT
 
