@@ -174,6 +174,23 @@ FIXED = (
 )  # fmt: skip
 
 
+def comparable(cfg: Run) -> dict:
+    """A configuration by dotted keys, its model section `settled`."""
+    tree = cfg.model_dump(mode="json")
+    return _flat({**tree, "model": settled(tree["model"])})
+
+
+def settled(model: dict) -> dict:
+    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
+    model are equal, whether they were written before there was an `auto` or after."""
+    from lm.model.configuration_fprnn import mixer_bounds
+
+    fields = {"block": "fp_mamba1", "mixer": "householder"}
+    fields |= {"kronecker_norm": "auto", "contractive": "auto"}
+    norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
+    return {**model, "kronecker_norm": norm, "contractive": kappa}
+
+
 def _flat(tree: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in tree.items():
@@ -217,7 +234,7 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
             )
         # Through the schema: a key that is newer than the run has its default there.
         was = build(load_tree(saved), str(saved), type(cfg))
-        old, new = (_flat(c.model_dump(mode="json")) for c in (was, cfg))
+        old, new = (comparable(c) for c in (was, cfg))
         changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
                    if old.get(k) != new.get(k)}  # fmt: skip
         other = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()

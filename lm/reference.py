@@ -279,7 +279,7 @@ def _mixer(flat: dict, block: str) -> dict:
     # FPRNN divides by the largest eigenvalue as well; not within a mixture.
     spectral = block == "fp_rnn" and mixer == "kronecker"
     fields["kronecker_norm"] = "spectral" if spectral else "rows"
-    if named == "selectivedense" and block == "fp_rnn":
+    if mixer == "selective_dense" and block == "fp_rnn":
         d_model = _count("d_model", flat["d_model"])
         if DENSE_WIDTH % d_model:
             raise ReferenceCheckpointError(

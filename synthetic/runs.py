@@ -10,19 +10,21 @@ import tempfile
 import time
 from pathlib import Path
 
+from lm import baselines
 from lm import config as base
 from lm.build import check_section
-from lm.checkpoint import read_json
+from lm.checkpoint import read_json, settled
 from lm.console import say
 from lm.engine import TrainingError
 from lm.outputs import check_folder
 from synthetic.build import device_of
 from synthetic.config import Config
 
-# What a baseline has no use for.
-SOLVER = {"schedule", "stopping", "tol", "max_iters", "eval_max_iters", "quantile", "stepsize",
-          "stepsize_decay", "patience", "gradient", "n_backwards", "jacobian_reg",
-          "agreement_reg"}  # fmt: skip
+# What baselines read of the model section, besides the fields that are theirs alone.
+OF_BASELINES = {
+    "name", "d_model", "n_layer", "d_state", "expand", "dt_rank", "d_conv", "headdim", "ngroups",
+    "norm_epsilon", "residual_in_fp32", "tie_embeddings", *baselines.FIELDS,
+}  # fmt: skip
 
 
 def is_finished(cfg: Config) -> bool:
@@ -41,9 +43,12 @@ def differences(cfg: Config) -> list[str]:
     saved = cfg.run_dir / "config.yaml"
     old = base.load_tree(saved) if saved.exists() else {}
     new, found = cfg.model_dump(mode="json"), []
+    if "model" in old:
+        old, new = ({**tree, "model": settled(tree["model"])} for tree in (old, new))
     for section in ("model", "task", "optim", "train", "eval"):
         for key, value in (old.get(section) or {}).items():
-            if section == "model" and key in SOLVER and cfg.model.name != "fprnn":
+            of_fprnn = section == "model" and key not in OF_BASELINES
+            if of_fprnn and cfg.model.name != "fprnn":
                 continue
             wanted = new[section].get(key, value)
             unsaid = key == "data" and wanted is None  # a folder, given when the run was started

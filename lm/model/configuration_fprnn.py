@@ -13,9 +13,41 @@ PAPER_RULES = {
 }
 
 
+NAMES = {
+    "mixer_act": ("silu", "relu", "identity"),
+    "eigen_range": ("signed", "positive"),
+    "kronecker_norm": ("rows", "spectral"),
+}
+_TINY = 5e-324  # the least number above 0
+_LARGE = 1.7e308  # and the largest there is, nearly
+RANGES = {  # field → (least, most, both in words)
+    "contractive": (_TINY, 1 - 1e-9, "a number above 0 and below 1, null or auto"),
+    "tol": (_TINY, _LARGE, "a number above 0"),
+    "eval_tol": (_TINY, _LARGE, "a number above 0, or auto"),
+    "quantile": (0, 1, "a number from 0 to 1, or auto"),
+    "stepsize": (_TINY, 1, "a number above 0 and up to 1, or auto"),
+    "stepsize_decay": (_TINY, 1, "a number above 0 and up to 1, or auto"),
+    "jacobian_reg": (0, _LARGE, "a number from 0 on"),
+    "agreement_reg": (0, _LARGE, "a number from 0 on"),
+    "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
+    "out_norm_epsilon": (_TINY, _LARGE, "a number above 0"),
+    "eps": (_TINY, _LARGE, "a number above 0"),
+    "eval_max_iters": (1, _LARGE, "a whole number from 1 on"),
+    "dt_rank": (1, _LARGE, "a whole number from 1 on, or auto"),
+}
+
 # ‖I − Q‖ that FP-RNN's mixers are held to where nothing else bounds them (`contractive: auto`): it
 # iterates its state without a norm, so an unbounded mixer makes the state grow from token to token.
 FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
+
+
+def mixer_bounds(block, mixer, kronecker_norm, contractive):
+    """kronecker_norm and contractive; where they are "auto", what that is for block and mixer."""
+    if kronecker_norm == "auto":
+        kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
+    if contractive == "auto":
+        contractive = FP_RNN_CONTRACTIVE.get(mixer) if block == "fp_rnn" else None
+    return kronecker_norm, contractive
 
 
 class Schedule(NamedTuple):
@@ -219,11 +251,7 @@ class FPRNNConfig(PretrainedConfig):
         self.mixer_proj_rank = mixer_proj_rank
         self.mixer_act = mixer_act
         self.eigen_range = eigen_range
-        if kronecker_norm == "auto":
-            kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
         self.kronecker_norm = kronecker_norm
-        if contractive == "auto":
-            contractive = FP_RNN_CONTRACTIVE.get(mixer) if block == "fp_rnn" else None
         self.contractive = contractive
         self.mixer_h_dep = mixer_h_dep
         self.symm_mixer = symm_mixer
@@ -238,24 +266,19 @@ class FPRNNConfig(PretrainedConfig):
         self.reset_at_eos = reset_at_eos
         self.schedule = schedule
         self.stopping = stopping
-        self._check_sizes()
-        self._check_schedule()
         self.tol = tol
         self.eval_tol = eval_tol
         self.max_iters = max_iters
         self.eval_max_iters = eval_max_iters
-        paper = PAPER_RULES.get(block, PAPER_RULES["fp_mamba1"])
-        self.quantile = paper["quantile"] if quantile == "auto" else quantile
-        self.stepsize = paper["stepsize"] if stepsize == "auto" else stepsize
-        self.stepsize_decay = (
-            paper["stepsize_decay"] if stepsize_decay == "auto" else stepsize_decay
-        )
+        self.quantile = quantile
+        self.stepsize = stepsize
+        self.stepsize_decay = stepsize_decay
         self.patience = patience
         self.gradient = gradient
         self.n_backwards = n_backwards
         self.jacobian_reg = jacobian_reg
         self.agreement_reg = agreement_reg
-        _ = self.gradient_kind  # a bad name is an error now
+        self.settle()
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
         super().__init__(
@@ -265,6 +288,39 @@ class FPRNNConfig(PretrainedConfig):
             tie_word_embeddings=self.tie_embeddings,
             **kwargs,
         )
+
+    def settle(self):
+        """Replace each "auto" by what it is, and check what can be set; the model does so as well,
+        since `from_pretrained` sets its overrides after `__init__`.
+
+        Raises:
+            ValueError: a value that its field cannot have, or sizes that do not go together.
+        """
+        paper = PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"])
+        for name, value in paper.items():
+            if getattr(self, name) == "auto":
+                setattr(self, name, value)
+        self.kronecker_norm, self.contractive = mixer_bounds(
+            self.block, self.mixer, self.kronecker_norm, self.contractive
+        )
+        self._check_values()
+        self._check_sizes()
+        self._check_schedule()
+        _ = self.gradient_kind  # a bad name is an error now
+
+    def _check_values(self):
+        for name, known in NAMES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} is `{getattr(self, name)}`: it must be one of {', '.join(known)}"
+                )
+        for name, (least, most, words) in RANGES.items():
+            value = getattr(self, name)
+            if (name, value) in (("contractive", None), ("eval_tol", "auto")):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not least <= value <= most:  # NaN is not
+                raise ValueError(f"{name} is {value!r}: it must be {words}")
 
     @property
     def d_inner(self):

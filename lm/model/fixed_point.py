@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_fprnn import parse_schedule
+from .gradient import implicit_gradient
 from .mixers import MixerWeights, added, build_mixer
 from .solver import (
     AUTO_START,
     Rule,
-    implicit_gradient,
     relative_residual,
     solve_causal,
     solve_paper,
@@ -254,11 +254,15 @@ class FixedPointBlock(nn.Module):
         end = self._end(s, y_star, y, h_end)
         return self.finish(s, y), first, self._penalty(s, y_star, first), end
 
+    def _regularised(self):
+        """Whether `_penalty` adds anything to the loss: in training, with gradients or without."""
+        return self.training and bool(self.config.jacobian_reg or self.config.agreement_reg)
+
     def _penalty(self, s, y_star, first):
         """What the regularisers add to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y* by a
         finite difference (Bai et al. 2021), and the distance to what another width finds."""
         cfg, penalty = self.config, y_star.new_zeros(y_star.shape[0])
-        if not (self.training and torch.is_grad_enabled()):
+        if not self._regularised():
             return penalty
         if cfg.jacobian_reg:
             sigma = 1e-2
@@ -278,7 +282,8 @@ class FixedPointBlock(nn.Module):
             s = self.prepare(u, seqs)
         solution = self._solve(s)
         y_star, stats, f_y, h = solution
-        if not torch.is_grad_enabled() and f_y is not None:  # all is there already
+        all_is_there = f_y is not None and not self._regularised()
+        if not torch.is_grad_enabled() and all_is_there:
             out, end = self.finish(s, f_y), self._end(s, y_star, f_y, h)
             return (out, stats, end) if seqs.return_state else (out, stats)
         if checkpoint is not None:

@@ -139,7 +139,8 @@ def ends_among(hidden, embeddings, eos_token_id):
     Args: hidden: (b,l,d_model). embeddings: the module. eos_token_id: one id, or several.
     """
     found = torch.full(hidden.shape[:2], -1, dtype=torch.long, device=hidden.device)
-    for eos in torch.as_tensor(eos_token_id, device=hidden.device).flatten():
+    ids = torch.as_tensor(eos_token_id, device=hidden.device).flatten()
+    for eos in ids[ids < embeddings.num_embeddings]:
         same = (hidden == embeddings(eos).to(hidden.dtype)).all(-1)
         found = torch.where(same, eos, found)
     return found

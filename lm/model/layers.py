@@ -15,8 +15,8 @@ from .scan import causal_conv, faster
 
 
 class _WeightOf(torch.Tensor):
-    """What `WNLinear.weight` reads as: W, whose `.data` can be written, as adapters that merge
-    themselves do (`layer.weight.data += …`). Other changes in place would be lost: errors."""
+    """What `WNLinear.weight` reads as: W, whose `.data` can be assigned, as adapters that merge
+    themselves do (`layer.weight.data += …`). Its other changes in place would be lost: errors."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -31,7 +31,7 @@ class _WeightOf(torch.Tensor):
 
     @property
     def data(self):
-        return self.detach().as_subclass(torch.Tensor)
+        return self.detach().as_subclass(_WeightOf)
 
     @data.setter
     def data(self, value):
@@ -79,9 +79,15 @@ class WNLinear(NonDynamicallyQuantizableLinear):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Until 0.1 the direction was called `weight`."""
-        if f"{prefix}weight" in state_dict:
-            state_dict.setdefault(f"{prefix}direction", state_dict.pop(f"{prefix}weight"))
+        old, new = f"{prefix}weight", f"{prefix}direction"
+        if old in state_dict and new not in state_dict:
+            state_dict[new] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+# What the unit vectors are multiplied by: beside the bias, W must keep its digits in bf16. A power
+# of two, so that nothing else is rounded.
+PROBE = 1024.0
 
 
 def affine_map(linear, like):
@@ -99,8 +105,8 @@ def affine_map(linear, like):
         matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
         return matrix, linear.bias
     eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
-    rows = linear(F.pad(eye, (0, 0, 0, 1)))  # the last is zero
-    return (rows[:-1] - rows[-1]).t(), rows[-1]
+    rows = linear(F.pad(PROBE * eye, (0, 0, 0, 1)))  # the last is zero
+    return (rows[:-1] - rows[-1]).t() / PROBE, rows[-1]
 
 
 class Orthogonal(nn.Module):

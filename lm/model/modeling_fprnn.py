@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .blocks import FPRNN, FPMamba1, FPMamba2, build_block
 from .configuration_fprnn import FPRNNConfig
 from .fixed_point import FixedPointBlock
+from .gradient import implicit_gradient
 from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
 from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
 from .loss import (
@@ -36,7 +37,7 @@ from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (FPRNN, Rule, added, selective_scan, finish)
+_TRAVELS = (implicit_gradient, FPRNN, Rule, added, selective_scan, finish)
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
@@ -86,6 +87,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def __init__(self, config):
+        config.settle()
         super().__init__(config)
         # exp() and softplus() of these need more digits than half precision has.
         self._keep_in_fp32_modules_strict = list(IN_FP32.get(config.block, ()))
@@ -97,7 +99,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, key_mapping=None, **kwargs):
         """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
-        return super().from_pretrained(*args, key_mapping=key_mapping or OLD_NAMES, **kwargs)
+        names = {**OLD_NAMES, **(key_mapping or {})}
+        return super().from_pretrained(*args, key_mapping=names, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -317,7 +320,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Returns:
             mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*.
         """
-        seqs, residual, rows = self._sequences(input_ids, attention_mask), None, []
+        mask = checked_mask(attention_mask, *input_ids.shape)
+        seqs, residual, rows = self._sequences(input_ids, mask), None, []
         with torch.no_grad():
             hidden = self.embeddings(input_ids)
             for layer in self.layers:
@@ -384,7 +388,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         targets, num_items = kwargs.pop("shift_labels", None), kwargs.get("num_items_in_batch")
         if targets is None and labels is not None:
             targets = shifted(labels)
-        self._check_targets(targets, loss_only, num_items)
+        self._check_targets(targets, loss_only, logits_to_keep, num_items)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
         outputs = self.backbone(
@@ -415,11 +419,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         )  # fmt: skip
         return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
-    def _check_targets(self, targets, loss_only, num_items):
+    def _check_targets(self, targets, loss_only, logits_to_keep, num_items):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
         regularised = self.config.jacobian_reg or self.config.agreement_reg
         if targets is None and loss_only:
             raise ValueError("loss_only needs labels or shift_labels")
+        if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
+            raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
         if targets is None and num_items is not None and self.training and regularised:
             raise ValueError(
                 "jacobian_reg and agreement_reg are part of the loss that the model computes from"

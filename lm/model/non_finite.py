@@ -31,6 +31,9 @@ def explained(where, module, config, what):
     elif isinstance(module, nn.Embedding):
         cause = "inputs_embeds holds a NaN or an infinity"
         cure = "mend what computes them"
+    elif any(p.dtype == torch.float16 for p in module.parameters()):
+        cause = "its parameters are finite, but what it computes with them is above what fp16 holds"
+        cure = "compute in bf16 or fp32"
     elif config.block == "fp_rnn" and config.contractive is None:
         cause = (
             f"fp_rnn iterates its state without a norm, and with mixer {config.mixer} and"
@@ -45,7 +48,7 @@ def explained(where, module, config, what):
             f"its parameters are finite: numbers of the {config.block} grew too large on the way"
         )
         cure = (
-            "compute in fp32 or bf16 if this was fp16; in training lower the learning rate or clip"
-            " the gradient; or bound the mixer (contractive: 0.95)"
+            "compute in fp32 or bf16 if this was under fp16 autocast; in training lower the"
+            " learning rate or clip the gradient; or bound the mixer (contractive: 0.95)"
         )
     return NonFiniteError(f"{where}: {what}. Cause: {cause}. What helps: {cure}.")

@@ -427,32 +427,6 @@ def direct_stats(y, f_y, rule):
     return _stats(residual, rule, once[:, 0], torch.ones_like(residual[:, 0]), once)
 
 
-def implicit_gradient(f, y_star, first, rule):
-    """`first` = f(y*) with the true gradient of the fixed point attached (paper Eq. 16).
-
-    The cotangent v of y* becomes g = (I − J)⁻ᵀ v, J = ∂f/∂y at y*, the fixed point of the Neumann
-    iteration g ← v + Jᵀ g, found in the backward by the solver of the forward, with its damping.
-
-    Args:
-        f: the iteration. y_star: (b,l,d), detached. first: f(y*), which carries the graph to the
-        parameters. rule: tolerance and ℓmax of the backward solve.
-    """
-    if not (torch.is_grad_enabled() and first.requires_grad):
-        return first
-    y0 = y_star.detach().requires_grad_()
-    f0 = f(y0)
-
-    def solve_for_g(v):
-        def neumann(g):
-            return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
-
-        return solve_paper(neumann, v, rule._replace(quantile=1.0)).y
-
-    y = first.view_as(first)
-    y.register_hook(solve_for_g)
-    return y
-
-
 def spectral_norm(f, y, iterations, per_token=False, linear=False):
     """‖∂f/∂y‖₂ at y by power iteration on JᵀJ: Jᵀ by reverse mode, J by a central difference (exact
     for a linear f).

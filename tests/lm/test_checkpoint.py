@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from lm import checkpoint
-from lm.checkpoint import CheckpointError, newest, verify
+from lm.checkpoint import CheckpointError, claim, newest, verify
 
 
 @pytest.fixture
@@ -88,3 +88,19 @@ def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
     assert "mixer_h_dep: true" in saved.read_text()
     with pytest.raises(checkpoint.CheckpointError, match=r"model.mixer_h_dep was True, is False"):
         checkpoint.claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
+
+
+def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):
+    cfg = tiny()
+    claim(cfg, False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = cfg.run_dir / "config.yaml"
+    text = saved.read_text()
+    old = text.replace("kronecker_norm: auto", "kronecker_norm: rows")
+    old = old.replace("contractive: auto", "contractive: null")
+    assert old != text
+    saved.write_text(old)
+    claim(tiny("resume=auto"), False)
+    saved.write_text(old.replace("contractive: null", "contractive: 0.5"))
+    with pytest.raises(CheckpointError, match=r"contractive was 0\.5, is None"):
+        claim(tiny("resume=auto"), False)

@@ -4,6 +4,7 @@ from tests.mutations import Mutation
 from tests.mutations.of_model import ORACLE, SEGMENTS, output
 
 SOLVER = "lm/model/solver.py"
+GRADIENT = "lm/model/gradient.py"
 BLOCK = "lm/model/fixed_point.py"
 MODEL = "lm/model/modeling_fprnn.py"
 LOSS = "lm/model/loss.py"
@@ -113,7 +114,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the implicit gradient with the wrong sign",
-        SOLVER, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
+        GRADIENT, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
         other_gradient("fp_mamba1-dplr2", "implicit"),
     ),
     Mutation(

@@ -371,3 +371,23 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         assert torch.equal(stats.converged, stats.unconverged == 0)
         assert (stats.unconverged <= to_the_end.float().mean(-1)).all()
     assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("regulariser", ["jacobian_reg", "agreement_reg"])
+def test_a_regulariser_counts_with_and_without_gradients_and_checkpointing(regulariser):
+    def penalty(how):
+        torch.manual_seed(0)
+        fields = {"d_model": 16, "n_layer": 1, "d_state": 4, "vocab_size": 40, regulariser: 2.0}
+        model = FPRNNForCausalLM(FPRNNConfig(schedule="sequential", tol=0.3, **fields)).train()
+        if how in (True, False):
+            options = {"gradient_checkpointing_kwargs": {"use_reentrant": how}}
+            model.gradient_checkpointing_enable(**options)
+        ids = torch.randint(0, 40, (2, 40))
+        with torch.set_grad_enabled(how != "no gradients"):
+            torch.manual_seed(3)
+            return model(ids, labels=ids).fixed_point.penalty.detach()
+
+    expected = penalty(None)
+    assert (expected > 0).all()
+    for how in (True, False, "no gradients"):
+        torch.testing.assert_close(penalty(how), expected, rtol=1e-3, atol=0)

@@ -56,8 +56,10 @@ def test_what_is_written_to_weight_is_what_it_reads_as(layer):
         lambda weight: weight.zero_(),
         lambda weight: nn.init.normal_(weight),
         lambda weight: weight.__setitem__(0, 1),
+        lambda weight: weight.data.copy_(torch.ones(3, 5)),
+        lambda weight: weight.data.__setitem__(0, 1),
     ],
-    ids=["method", "init", "item"],
+    ids=["method", "init", "item", "data method", "data item"],
 )
 def test_a_change_in_place_that_would_be_lost_is_an_error(layer, change):
     before = copy.deepcopy(layer.state_dict())
@@ -80,6 +82,12 @@ def test_a_state_dict_of_the_old_names_loads(layer):
     torch.testing.assert_close(other.weight.data, layer.weight.data)
 
 
+def test_a_state_dict_of_both_names_is_refused(layer):
+    both = {**layer.state_dict(), "weight": torch.zeros(3, 5)}
+    with pytest.raises(RuntimeError, match="weight"):
+        WNLinear(5, 3, bias=True).load_state_dict(both, strict=True)
+
+
 class Doubled(nn.Linear):
     """What has taken a layer's place and is more than its weight."""
 
@@ -99,6 +107,21 @@ def test_affine_map_is_what_the_layer_does(layer):
         torch.testing.assert_close(nn.functional.linear(x, matrix, bias), module(x))
     assert affine_map(plain, x)[0] is plain.weight
     assert affine_map(nn.Linear(5, 3, bias=False), x)[1] is None
+
+
+def test_affine_map_of_a_hooked_layer_keeps_its_digits_beside_a_large_bias():
+    torch.manual_seed(0)
+    layer, x = WNLinear(256, 4, bias=True), torch.randn(64, 256)
+    nn.init.normal_(layer.direction)
+    nn.init.constant_(layer.gain, 0.5)
+    nn.init.constant_(layer.bias, 4.0)
+    exact = x @ layer.matrix().T
+    layer = layer.bfloat16()
+    plain, _ = affine_map(layer, x.bfloat16())
+    layer.register_forward_hook(lambda module, args, out: None)
+    asked, bias = affine_map(layer, x.bfloat16())
+    error, least = ((x @ m.float().T - exact).norm() for m in (asked, plain))
+    assert error < 3 * least and torch.equal(bias, layer.bias)
 
 
 def test_affine_map_of_a_replaced_layer_carries_its_gradient():

@@ -6,11 +6,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
-from lm.model.solver import NonFiniteError
+from lm.model.layers import WNLinear
+from lm.model.modeling_fprnn import NORMED, FPRNNForCausalLM, FPRNNModel
+from lm.model.non_finite import NonFiniteError
 
 
 def small(**kwargs):
@@ -228,3 +230,80 @@ def test_registration_does_not_depend_on_import_order(first):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "FPRNNConfig", done.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("mixer_act", "gelu"), ("eigen_range", "postive"), ("kronecker_norm", "spectrall"),
+        ("contractive", 2.0), ("contractive", 0.0), ("contractive", "none"), ("tol", float("nan")),
+        ("tol", -1.0), ("eval_tol", "loose"), ("quantile", -24), ("stepsize", 3),
+        ("jacobian_reg", -1.0), ("stopping", "papper"), ("dt_rank", 0),
+    ],
+)  # fmt: skip
+def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(field, value):
+    with pytest.raises(ValueError, match=field):
+        FPRNNConfig(**{field: value})
+    config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1)
+    setattr(config, field, value)  # as from_pretrained does with its overrides
+    with pytest.raises(ValueError, match=field):
+        FPRNNForCausalLM(config)
+
+
+def test_an_auto_that_is_set_later_is_settled():
+    config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, block="fp_rnn", mixer="kronecker")
+    config.kronecker_norm = config.contractive = config.quantile = "auto"
+    config = FPRNNForCausalLM(config).config
+    assert (config.kronecker_norm, config.contractive, config.quantile) == ("spectral", None, 0.9)
+
+
+def test_a_key_mapping_of_the_users_is_added_to_the_old_names(tmp_path):
+    torch.manual_seed(0)
+    model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1))
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state = {name.replace(".direction", ".weight"): t for name, t in state.items()}
+    state["backbone.final.weight"] = state.pop("backbone.norm_f.weight")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = FPRNNForCausalLM.from_pretrained(
+        tmp_path, key_mapping={"backbone.final": "backbone.norm_f"}
+    )
+    for name, p in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), p), name
+
+
+def test_every_layer_with_a_direction_has_its_old_name():
+    found = set()
+    for fields in (
+        dict(mixer_proj_rank=2, dt_h_dep=True), dict(mixer="kronecker"), dict(mixer="monarch"),
+        dict(mixer="mixture", mixer_rank=2), dict(mixer="selective_dense"),
+    ):  # fmt: skip
+        model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, **fields))
+        for name, module in model.named_modules():
+            if isinstance(module, WNLinear):
+                found.add(name.rpartition(".")[2])
+    assert found == set(NORMED)
+
+
+def test_contraction_takes_a_mask_of_numbers():
+    for block in ("fp_mamba1", "fp_rnn"):
+        config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, block=block, eos_token_id=3)
+        model, ids = FPRNNForCausalLM(config).eval(), torch.arange(8).expand(2, 8)
+        mask = torch.ones_like(ids)
+        mask[0, 6:] = 0
+        mixing, _ = model.backbone.contraction(ids, mask)
+        assert mixing.isfinite().all()
+
+
+def test_a_loss_alone_is_of_all_tokens():
+    model, ids = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1)), torch.arange(8)
+    with pytest.raises(ValueError, match="logits_to_keep must be 0"):
+        model(ids[None], labels=ids[None], loss_only=True, logits_to_keep=3)
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_is_none_of_the_embedded_tokens():
+    config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, eos_token_id=99)
+    model = FPRNNForCausalLM(config).eval()
+    ids = torch.arange(8)[None]
+    embedded = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits, model(ids).logits)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from lm.model.gradient import implicit_gradient
 from lm.model.solver import (
     NonFiniteError,
     Rule,
-    implicit_gradient,
     relative_residual,
     solve_paper,
     spectral_norm,
@@ -171,3 +171,26 @@ def test_spectral_norm_of_a_known_map():
     torch.testing.assert_close(token, torch.full((2, 1), exact, dtype=torch.float64))
     bent = spectral_norm(lambda v: torch.sin(v @ M.T), y, 200)
     torch.testing.assert_close(bent, whole, rtol=1e-4, atol=1e-4)
+
+
+def implicitly(slope, rule):
+    """The gradient of the sum of y* with respect to c, for y* = slope y* + c."""
+    c = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)
+    y_star = (c / (1 - slope)).detach()
+    first = slope * y_star + c
+    implicit_gradient(lambda y: slope * y + c, y_star, first, rule).sum().backward()
+    return c.grad
+
+
+def test_an_implicit_gradient_that_diverges_is_an_error_in_the_backward():
+    torch.testing.assert_close(
+        implicitly(0.5, Rule(tol=1e-12)), torch.full((1, 2, 3), 2.0, dtype=torch.float64)
+    )
+    for slope in (1.5, 2.0, 1e200):  # the last overflows
+        with pytest.raises(NonFiniteError, match=r"backward of `gradient: implicit`.*contractive"):
+            implicitly(slope, Rule(tol=0.1))
+
+
+def test_an_implicit_gradient_that_has_not_converged_is_warned_of():
+    with pytest.warns(UserWarning, match=r"not exact: relative residual .* not below 1e-08"):
+        implicitly(0.9, Rule(tol=1e-8, max_iters=20))
