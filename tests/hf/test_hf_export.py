@@ -150,3 +150,24 @@ def test_our_own_kernels_are_used_and_nothing_is_said(found):
     used, said = found["ours"]
     assert used and SAID not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
+
+
+TWICE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for _ in range(2):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+    model(torch.tensor([[1, 2, 3]]))
+    assert "lm.kernels" in sys.modules  # they are used
+    print(type(model).__module__.partition(".")[0])
+"""
+
+
+def test_an_export_keeps_its_own_classes_after_its_kernels_were_imported(tmp_path):
+    path = write_export(build("fp_mamba1"), tmp_path / "hf", None, "tiny", "A test.")
+    env = {**os.environ, "PYTHONPATH": str(Path(lm.__file__).parents[1])}
+    env["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, path], capture_output=True, text=True, env=env
+    )
+    assert done.stdout.split() == ["transformers_modules"] * 2, done.stderr
