@@ -9,6 +9,7 @@ what is being imported, the classes are added once it is whole.
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 
 __version__ = "0.1.0"
@@ -67,9 +68,16 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-for _name, _register in list(_REGISTRIES.items()):
-    if _name in sys.modules:
-        _REGISTRIES.pop(_name)
-        _register()
-if _REGISTRIES:
-    sys.meta_path.insert(0, _AfterImport())
+def register():
+    """Have the Auto classes know our models, as soon as there are both."""
+    for name, registration in list(_REGISTRIES.items()):
+        if name in sys.modules:
+            _REGISTRIES.pop(name)
+            registration()
+    if _REGISTRIES:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+# An exported checkpoint that imports this package for its kernels keeps classes of its own (0).
+if os.environ.get("FPRNN_REGISTER") != "0":
+    register()
