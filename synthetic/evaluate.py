@@ -143,9 +143,11 @@ def _in_training(task: Task, length: int, split: str, shared, samples: int, seen
     if getattr(task, "streams", False):
         count, of = task.seen[split]
         return {"count": count, "of": of}
+    if seen is None:  # a run of before the splits were held apart, at whatever length
+        return {"count": None, "of": samples}
     if task.held_apart(length):
         return {"count": 0, "of": samples}
-    return {"count": None if seen is None else sum(key in seen for key in shared), "of": samples}
+    return {"count": sum(key in seen for key in shared), "of": samples}
 
 
 @torch.no_grad()

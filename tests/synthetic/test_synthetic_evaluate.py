@@ -198,9 +198,15 @@ def test_what_training_has_too_is_counted_where_it_is_not_held_apart():
         row = measure(Oracle(8), S3, cfg, 2, "test", 0, "fp32", seen=known)
         assert row["in_training"]["count"] == {"0": 0, "unknown": None}.get(shown, expected)
         assert in_training([row]) == shown
-    # A word of five or more elements is never one of training, whether that was kept or not.
-    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=None)
-    assert row["in_training"] == {"count": 0, "of": 36}
+    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=set())
+    assert row["in_training"] == {"count": 0, "of": 36}  # held apart
+
+
+def test_a_run_of_before_the_splits_were_held_apart_says_unknown_at_every_length():
+    """It has kept nothing of its training, which was not held apart from today's test samples."""
+    rows = evaluate_all(Oracle(8), S3, config(examples=50), [2, 5, 16], [0], "fp32", seen=None)
+    assert [row["in_training"]["count"] for row in rows] == [None] * 3
+    assert in_training(rows) == "unknown"
 
 
 def test_the_error_of_several_seeds_is_smaller():
