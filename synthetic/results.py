@@ -44,6 +44,13 @@ def in_training(rows: list[dict]) -> str:
     return f"{count / of:.1%}" if count else "0"
 
 
+def distinct(rows: list[dict]) -> int | None:
+    """How many of a seed's samples are different ones, of the rows of one length; the least of
+    several seeds. None where it was not recorded."""
+    found = [row.get("distinct") for row in rows]
+    return None if None in found else min(found)
+
+
 def mean_of(rows: list[dict], metric: str) -> float:
     """Mean over rows (the seeds of one length) of a metric."""
     return float(np.mean([row["metrics"][metric] for row in rows if metric in row["metrics"]]))
@@ -119,6 +126,7 @@ def summary(result: dict, title: str):
     if solver:
         table.add_column("ℓ* per layer", justify="right")
         table.add_column("not converged", justify="right")
+    table.add_column("distinct samples", justify="right")
     table.add_column("in training", justify="right")
     for length, way in itertools.product(sorted({r["length"] for r in rows}), ways):
         same = [r for r in rows if (r["length"], how(r)) == (length, way)]
@@ -127,7 +135,9 @@ def summary(result: dict, title: str):
             layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
             missed = np.mean([r["not_converged"] for r in same])
             cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
-        table.add_row(str(length), *way[: len(ways) > 1], *cells, in_training(same))
+        count = distinct(same)
+        cells += [UNKNOWN if count is None else f"{count:,}", in_training(same)]
+        table.add_row(str(length), *way[: len(ways) > 1], *cells)
     return table
 
 

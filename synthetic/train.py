@@ -23,6 +23,7 @@ from synthetic.config import Config
 from synthetic.evaluate import (
     answer,
     as_tensors,
+    check_seeds,
     evaluate_all,
     measure,
     parse_lengths,
@@ -100,6 +101,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     lengths = parse_lengths(cfg.eval.lengths, task)
     during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
     _check(cfg, task, lengths)
+    check_seeds(cfg.eval.seeds, task)
     for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
         if wanted:
             require(package, f"log.{package}")

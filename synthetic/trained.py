@@ -7,7 +7,15 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from synthetic.config import Config
-from synthetic.results import TOKEN_BY_TOKEN, UNKNOWN, error, how, in_training, solver_text
+from synthetic.results import (
+    TOKEN_BY_TOKEN,
+    UNKNOWN,
+    distinct,
+    error,
+    how,
+    in_training,
+    solver_text,
+)
 
 
 @dataclass
@@ -114,8 +122,9 @@ def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
     for metric in metrics:
         stderr = errors(rows, metric)
         for length, value in over_lengths(rows, metric).items():
-            shared = in_training([row for row in rows if row["length"] == length])
-            line = {"in_training": shared, "length": length, "metric": metric, "value": value}
+            same = [row for row in rows if row["length"] == length]
+            line = {"in_training": in_training(same), "distinct": distinct(same), "length": length}
+            line |= {"metric": metric, "value": value}
             found.append({**who, **line, "stderr": stderr[length]})
     return found
 

@@ -11,7 +11,14 @@ from torch import nn
 
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
-from synthetic.evaluate import _free_bytes, evaluate_all, measure, parse_lengths, standard_error
+from synthetic.evaluate import (
+    _free_bytes,
+    check_seeds,
+    evaluate_all,
+    measure,
+    parse_lengths,
+    standard_error,
+)
 from synthetic.results import at_length, error, in_training, passes, solved_length, summary
 from synthetic.tasks import TaskError
 
@@ -215,3 +222,37 @@ def test_the_error_of_several_seeds_is_smaller():
     assert error(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
     del rows[0]["stderr"]
     assert np.isnan(error(rows, "token_accuracy"))
+
+
+def file_of_words(folder, rows: int):
+    """The word problem of S3 from a file of random words of 16 elements."""
+    x = np.random.default_rng(0).integers(0, 6, (rows, 16))
+    lines = [" ".join(map(str, a)) + "," + " ".join(map(str, b))
+             for a, b in zip(x, S3.group.products(x))]  # fmt: skip
+    (folder / "words.csv").write_text("\n".join(["input,target", *lines]) + "\n")
+    return tasks.build(Task(name="word_problem", group="S3", csv=str(folder / "words.csv")))
+
+
+def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error(tmp_path):
+    words = file_of_words(tmp_path, 200)
+    cfg = config(examples=1000, batch_size=100)
+    row = measure(AllOrNothing(0), words, cfg, 16, "test", 0, "fp32")
+    count = len(words.rows["test"][0])  # about a tenth of the rows
+    assert row["sequences"] == 1000 and row["distinct"] == count < 25
+    right = row["metrics"]["sequence_accuracy"]
+    of_rows = (right * (1 - right) / count) ** 0.5
+    assert row["stderr"]["sequence_accuracy"] == pytest.approx(of_rows, rel=0.25)
+    rows = evaluate_all(AllOrNothing(0), S3, config(examples=50), [16], [0], "fp32", set())
+    assert rows[0]["distinct"] == 50
+    table = summary({"eval": [{"length": 16, **row}]}, "x")
+    column = next(c for c in table.columns if c.header == "distinct samples")
+    assert list(column.cells) == [str(count)]
+
+
+def test_test_data_cannot_be_counted_twice(tmp_path):
+    with pytest.raises(TaskError, match=r"seeds \[0, 1, 0\]: seed 0 is there twice; .* once each"):
+        check_seeds([0, 1, 0], S3)
+    with pytest.raises(TaskError, match=r"seeds \[0, 1\]: .*words\.csv has one set of test rows"):
+        check_seeds([0, 1], file_of_words(tmp_path, 200))
+    check_seeds([0, 1], S3)
+    check_seeds([3], file_of_words(tmp_path, 200))
