@@ -23,7 +23,8 @@ class Trained:
     """A finished run of a sweep."""
 
     run_dir: Path
-    cfg: Config
+    cfg: Config  # as the sweep has it today
+    seed: int  # the run's own
     point: dict  # dotted key → value, mappings flattened
     model: str  # what the sweep says about it, readably, without the task and the seed
     panel: str  # the task, where the sweep goes over several
@@ -115,7 +116,7 @@ def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
     metrics |= {"num_iters": None} if any("num_iters" in row for row in rows) else {}
     read, solver = how(rows[0])
     who = {
-        "run": str(run.run_dir), "label": run.label, "seed": run.cfg.seed, **run.point, **columns,
+        "run": str(run.run_dir), "label": run.label, **run.point, "seed": run.seed, **columns,
         "read": read, "solver": solver,
     }  # fmt: skip
     found = []

@@ -9,7 +9,7 @@ import torch
 
 from synthetic import cli, report
 from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN
-from synthetic.trained import notes, over_lengths, spreads
+from synthetic.trained import notes, over_lengths, spreads, tidy
 from tests.fabricated import fabricate, fabricate_all, numbers
 
 SEEDS = """
@@ -106,3 +106,12 @@ def test_what_training_has_too_is_noted():
         "Solver in evaluation: none",
         "Test samples that training has too, at length (at most): 2 (75.0%)",
     ]
+
+
+def test_the_seed_in_the_numbers_is_the_one_the_run_was_made_with(tmp_path):
+    fabricate_all("fig3c", tmp_path)
+    today = report.expand(report.config_path("fig3c", "small"), (f"out_dir={tmp_path}", "seed=7"))
+    runs = report.collect(today, [])
+    lines = [line for run in runs for line in tidy(run, run.result["eval"])]
+    assert {cfg.seed for cfg in today.configs} == {7}
+    assert {line["seed"] for line in lines} == {0}
