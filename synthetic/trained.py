@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -76,9 +77,16 @@ def by_seed(runs: list[Trained]) -> dict[str, list[Trained]]:
     return groups
 
 
-def counted(label: str, runs: list[Trained]) -> str:
+def number(found: Iterable[Spread]) -> int | str:
+    """The number of seeds of what is drawn: 3, or "1–3" where some of it has fewer."""
+    counts = [len(each.values) for each in found]
+    least, most = min(counts, default=0), max(counts, default=0)
+    return most if least == most else f"{least}–{most}"
+
+
+def counted(label: str, found: Iterable[Spread]) -> str:
     """A label with the number of seeds, for a legend."""
-    return f"{label} (n = {len(runs)})".strip()
+    return f"{label} (n = {number(found)})".strip()
 
 
 def over_lengths(rows: list[dict], metric: str) -> dict[int, float]:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from synthetic import cli, report
+from synthetic import cli, figures, report
 from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN
 from synthetic.trained import notes, over_lengths, spreads, tidy
 from tests.fabricated import fabricate, fabricate_all, numbers
@@ -20,6 +20,15 @@ train: {length: 16}
 eval: {lengths: "2:48", during: "2:32", seeds: [0, 1]}
 sweep:
   model: [{name: fprnn}, {name: lstm}]
+  seed: [0, 1, 2]
+"""
+PAIRS = """
+name: pairs
+model: {name: lstm, d_model: 16, n_layer: 1}
+train: {length: 16}
+eval: {lengths: "8,16,32"}
+sweep:
+  task: [{name: copy}, {name: word_problem, group: S3}]
   seed: [0, 1, 2]
 """
 
@@ -115,3 +124,48 @@ def test_the_seed_in_the_numbers_is_the_one_the_run_was_made_with(tmp_path):
     lines = [line for run in runs for line in tidy(run, run.result["eval"])]
     assert {cfg.seed for cfg in today.configs} == {7}
     assert {line["seed"] for line in lines} == {0}
+
+
+def labels_of(figure) -> set[str]:
+    """The entries of a figure's legend."""
+    return {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+
+
+def test_a_curve_says_of_how_many_seeds_each_length_is(tmp_path):
+    """Seed 0 was evaluated from length 2 on, the others from 16 on."""
+    seeds_of(tmp_path)
+    sweep = report.expand(tmp_path / "seeds.yaml", (f"out_dir={tmp_path}",))
+    runs = report.collect(sweep, [])
+    runs = [run for run in runs if run.cfg.model.name == "lstm"]
+    for run in runs[1:]:
+        run.result["eval"] = [row for row in run.result["eval"] if row["length"] >= 16]
+    drawing = figures.curves(runs, "uneven")
+    assert "LSTM (n = 1–3)" in labels_of(drawing.figure)
+    assert drawing.summary[0]["n"] == "1–3"
+    ax = drawing.figure.axes[0]
+    dots = [line for line in ax.get_lines() if line.get_marker() == "."]
+    lengths = {row["length"] for row in runs[1].result["eval"]}
+    assert {line.get_xdata()[0] for line in dots} == lengths
+    assert {len(line.get_xdata()) for line in dots} == {3}
+    assert len(ax.collections) == 2  # a band where there are several, bars where there is one
+    assert max(segment[0][0] for segment in ax.collections[0].get_segments()) < 16
+
+
+def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
+    """Of copying only seed 2 is finished, of the word problem all three."""
+    (tmp_path / "pairs.yaml").write_text(PAIRS)
+    found = report.expand(tmp_path / "pairs.yaml", (f"out_dir={tmp_path}",))
+    for cfg in found.configs:
+        if cfg.task.name != "copy" or cfg.seed == 2:
+            fabricate(cfg, 20 + 6 * cfg.seed)
+    runs = report.collect(found, [])
+    drawing = report.REPORTS["fig2"].draw(runs, "uneven")
+    (label,) = labels_of(drawing.figure)
+    assert label.endswith("(n = 1–3)") and drawing.summary[0]["n"] == "1–3"
+    (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
+    word = next(r for r in runs if r.seed == 2 and r.cfg.task.name == "word_problem")
+    copy = next(r for r in runs if r.cfg.task.name == "copy")
+    at = {run.panel: over_lengths(run.result["eval"], metric)[32]
+          for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))}  # fmt: skip
+    assert list(dots.get_xydata()[0]) == [at[copy.panel], at[word.panel]]
+    assert len(dots.get_xydata()) == 1
