@@ -7,7 +7,7 @@ from statistics import mean
 from textwrap import wrap
 
 from lm.errors import UserError
-from synthetic.results import TOKEN_BY_TOKEN, solved_length
+from synthetic.results import TOKEN_BY_TOKEN, plus_minus, solved_length
 from synthetic.trained import (
     Spread,
     Trained,
@@ -464,7 +464,8 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
         ax.set_facecolor("0.85")  # what was not evaluated
         for i, line in enumerate(cells):
             for j, cell in enumerate(line):
-                text = "–" if cell is None else f"{cell.mean:.2f}\n±{cell.error:.2f}"
+                known = "" if cell is None else plus_minus(cell.error, 2).strip()
+                text = "–" if cell is None else f"{cell.mean:.2f}\n{known}".strip()
                 color = "w" if cell and cell.mean < 0.5 else "k"
                 ax.text(j, i, text, ha="center", va="center", color=color, fontsize=7)
         ax.set_xticks(range(len(limits)), limits)

@@ -15,6 +15,7 @@ from synthetic.results import (
     error,
     how,
     in_training,
+    plus_minus,
     solver_text,
 )
 
@@ -60,7 +61,7 @@ class Spread:
 
     def __str__(self) -> str:
         digits = 1 if self.mean >= 10 else 4  # iterations, or an accuracy
-        return f"{self.mean:.{digits}f} ±{self.error:.{min(3, digits)}f}"
+        return f"{self.mean:.{digits}f}{plus_minus(self.error, min(3, digits))}"
 
 
 def spread(found: list[tuple[float, float]]) -> Spread:

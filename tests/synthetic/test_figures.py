@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from synthetic import cli, figures, report
-from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN
+from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN, how, summary
 from synthetic.trained import notes, over_lengths, spreads, tidy
 from tests.fabricated import fabricate, fabricate_all, numbers
 
@@ -100,10 +100,14 @@ def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, 
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
     found = numbers(paths["numbers"])
     assert {r["solver"] for r in found} == {r["in_training"] for r in found} == {"unknown"}
-    assert {r["read"] for r in found} == {AT_ONCE, TOKEN_BY_TOKEN}
+    assert {r["read"] for r in found} == {"unknown", TOKEN_BY_TOKEN}
     assert {r["stderr"] for r in found} == {"nan"}
+    old = [{"length": 2, "metrics": {"accuracy": 0.5}, "schedule": "parallel"}] * 2
+    cells = [cell for column in summary({"eval": old}, "old").columns for cell in column.cells]
+    assert "0.5000" in cells and not any("nan" in str(cell) for cell in cells)
     assert "parallel" not in paths["numbers"].read_text()
     shown = " ".join(capsys.readouterr().out.split())
+    assert "nan" not in shown
     assert "Solver in evaluation: unknown" in shown
     assert "Whether training has the test samples too is unknown of some" in shown
 
@@ -169,3 +173,11 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
           for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))}  # fmt: skip
     assert list(dots.get_xydata()[0]) == [at[copy.panel], at[word.panel]]
     assert len(dots.get_xydata()) == 1
+
+
+def test_how_an_old_result_was_read_is_unknown_where_it_was_not_recorded():
+    """What was not read token by token was read at once, or, of CatbAbI, in segments."""
+    solver, words = {"metrics": {"token_accuracy": 0.5}}, {"schedule": "parallel", "length": 16}
+    assert how({**solver, **words}) == ("unknown", "unknown")
+    assert how({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
+    assert how({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
