@@ -84,7 +84,7 @@ def _free_bytes(device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _sequences_that_fit(model, length: int, wanted: int, device) -> int:
+def sequences_that_fit(model, length: int, wanted: int, device) -> int:
     """How many sequences of this length an evaluation pass can hold (a rough lower bound of what
     it needs: a dozen activations of the inner width, and the logits twice).
 
@@ -199,7 +199,7 @@ def measure(
         numbers = range(task.segments(split, size, length))
     else:  # the data do not depend on how many fit
         size = min(size, cfg.eval.examples)
-        at_once = _sequences_that_fit(model, length, size, device)
+        at_once = sequences_that_fit(model, length, size, device)
         numbers = range(math.ceil(cfg.eval.examples / size))
     carries = (streams or sequential) and getattr(model, "carries_state", False)
     if sequential and not carries:

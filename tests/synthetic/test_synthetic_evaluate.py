@@ -126,7 +126,7 @@ def test_a_length_beyond_memory_is_a_sentence(monkeypatch):
 def test_the_sequences_do_not_depend_on_how_many_fit_in_memory(monkeypatch):
     cfg, found = config(examples=50, batch_size=20), []
     for fit in (20, 7, 1):
-        monkeypatch.setattr("synthetic.evaluate._sequences_that_fit", lambda *_, n=fit: n)
+        monkeypatch.setattr("synthetic.evaluate.sequences_that_fit", lambda *_, n=fit: n)
         tried = measure(Oracle(2), S3, cfg, 6, "test", 0, "fp32")
         found.append((tried["sequences"], tried["metrics"], tried["stderr"]))
     assert found[0] == found[1] == found[2] and found[0][0] == 60

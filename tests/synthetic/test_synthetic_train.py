@@ -225,6 +225,17 @@ def test_batches_are_those_of_the_task_in_order(cfg):
             TaskError,
             r"a bar is at length 7, which eval.lengths does not try \(2, 4, 6\)",
         ),
+        (
+            ["bars=[{metric: nope, length: 4, least: 0.5}]"],
+            TaskError,
+            "a bar is on `nope`: word_problem has token_accuracy, sequence_accuracy",
+        ),
+        (
+            ["eval.lengths=4,10000000000"],
+            TaskError,
+            r"length 10000000000 does not fit: .* evaluate shorter lengths",
+        ),
+        (["eval.seeds=[1,1]"], TaskError, r"seed 1 is there twice"),
     ],
 )
 def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, error, message):
