@@ -37,12 +37,12 @@ def solved_by(rows: list[dict]) -> str:
 
 
 def in_training(rows: list[dict]) -> str:
-    """The share of the rows' samples that training has too: "0", "12.5 %" or "unknown"."""
+    """How many of the rows' samples training has too: "0", "3 of 36" or "unknown"."""
     found = [row.get("in_training") for row in rows]
     if any(each is None or each["count"] is None for each in found):
         return UNKNOWN
     count, of = (sum(each[k] for each in found) for k in ("count", "of"))
-    return f"{count / of:.1%}" if count else "0"
+    return f"{count} of {of}" if count else "0"
 
 
 def distinct(rows: list[dict]) -> int | None:

@@ -174,10 +174,12 @@ def notes(shown: list[tuple[str, list[dict]]], any_limit: bool = False) -> list[
         lines.append("Whether training has the test samples too is unknown of some")
     also = [n for n, each in sorted(shares.items()) if each - {"0", UNKNOWN}]
     if also:
-        each = ", ".join(f"{n} ({max(shares[n] - {UNKNOWN}, key=_percent)})" for n in also)
+        each = ", ".join(f"{n} ({max(shares[n] - {'0', UNKNOWN}, key=_share)})" for n in also)
         lines.append(f"Test samples that training has too, at length (at most): {each}")
     return lines
 
 
-def _percent(text: str) -> float:
-    return float(text.rstrip("%"))
+def _share(text: str) -> float:
+    """Of "3 of 36"."""
+    count, of = map(int, text.split(" of "))
+    return count / of

@@ -155,7 +155,7 @@ def _notes(rows: list[dict]) -> list[str]:
     notes = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in ways.items()]
     for row in rows:
         if row["in_training"] not in ("0", None):
-            share = f"{row['in_training']} of the test samples are in training too"
+            share = f"{row['in_training']} test samples are in training too"
             if row["in_training"] == UNKNOWN:
                 share = "whether training has the test samples too is unknown"
             notes.append(f"{row['model']}, {row['task']} at {row['length']}: {share}")

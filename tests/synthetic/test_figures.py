@@ -117,7 +117,7 @@ def test_what_training_has_too_is_noted():
     held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
     assert notes([("a", [row, held])]) == [
         "Solver in evaluation: none",
-        "Test samples that training has too, at length (at most): 2 (75.0%)",
+        "Test samples that training has too, at length (at most): 2 (3 of 4)",
     ]
 
 

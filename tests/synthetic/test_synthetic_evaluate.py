@@ -201,7 +201,7 @@ def test_what_training_has_too_is_counted_where_it_is_not_held_apart():
     words = S3.batch(0, "test", 0, 36, (2, 2)).input_ids
     seen = {int(key) for key in S3.batch(0, "test", 0, 36, (2, 2)).shared[:1]}
     expected = int((words == words[0]).all(1).sum())
-    for known, shown in [(seen, f"{expected / 36:.1%}"), (set(), "0"), (None, "unknown")]:
+    for known, shown in [(seen, f"{expected} of 36"), (set(), "0"), (None, "unknown")]:
         row = measure(Oracle(8), S3, cfg, 2, "test", 0, "fp32", seen=known)
         assert row["in_training"]["count"] == {"0": 0, "unknown": None}.get(shown, expected)
         assert in_training([row]) == shown
@@ -214,6 +214,14 @@ def test_a_run_of_before_the_splits_were_held_apart_says_unknown_at_every_length
     rows = evaluate_all(Oracle(8), S3, config(examples=50), [2, 5, 16], [0], "fp32", seen=None)
     assert [row["in_training"]["count"] for row in rows] == [None] * 3
     assert in_training(rows) == "unknown"
+
+
+def test_few_in_many_are_not_rounded_to_none():
+    rows = [
+        {"in_training": {"count": 1, "of": 10_000}},
+        {"in_training": {"count": 0, "of": 10_000}},
+    ]
+    assert in_training(rows) == "1 of 20000"
 
 
 def test_the_error_of_several_seeds_is_smaller():

@@ -135,12 +135,12 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
         "ability": "a", "task": "parity", "model": "m", "metric": "accuracy", "length": 4,
         "trained_to": 9, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
         "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none",
-        "in_training": "25.0%",
+        "in_training": "9 of 36",
     }  # fmt: skip
     caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
     assert caption.splitlines() == [
         "m: read at once; solver: none",
-        "m, parity at 4: 25.0% of the test samples are in training too",
+        "m, parity at 4: 9 of 36 test samples are in training too",
     ]
 
 
