@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from statistics import mean
 from textwrap import wrap
 
@@ -249,7 +250,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     for places in families.values():  # which points are the same model at another size
         ax.plot(*zip(*places), color="gray", lw=1, alpha=0.5, zorder=1)
     for axis, (task, metric) in zip("xy", (x, y)):
-        text = f"{task.replace('_', ' ')}: {words(metric)} at length {at[task]}"
+        text = f"{task.replace('_', ' ')}:\n{words(metric)} at length {at[task]}"
         ax.set(**{f"{axis}lim": (0, 1.02), f"{axis}label": text})
     ax.grid(alpha=0.3)
     _legend(figure, [ax])
@@ -439,7 +440,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
                 rows += tidy(run, found[limit], **{"eval.max_iters": limit})
                 by_limit.setdefault(limit, []).append(found[limit])
         evaluated.append({n: spreads(by_limit[n], metric) for n in sorted(by_limit)})
-        shown += [(seeds[0].label, each) for several in by_limit.values() for each in several]
+        shown += [(seeds[0].label, row) for several in by_limit.values() for row in chain(*several)]
     limits = sorted({n for found in evaluated for n in found})
     known = sorted({n for found in evaluated for values in found.values() for n in values})
     trained = runs[0].cfg.train.lengths[1]
@@ -476,5 +477,6 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     axes[0].set_yticks(range(len(groups)), names)
     axes[0].set_ylabel("ℓmax in training (iterations)")
     figure.colorbar(image, ax=list(axes), label=words(metric), fraction=0.06, aspect=16)
+    shown = [(label, [row]) for label, row in shown if row["length"] in lengths]
     _footer(figure, shown, True, ERRORS)
     return Drawing(figure, rows, summary)

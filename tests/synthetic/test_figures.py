@@ -181,3 +181,23 @@ def test_how_an_old_result_was_read_is_unknown_where_it_was_not_recorded():
     assert how({**solver, **words}) == ("unknown", "unknown")
     assert how({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
     assert how({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
+
+
+def test_the_footer_of_the_heat_map_names_only_the_lengths_drawn(tmp_path):
+    fabricate_all("ablation", tmp_path)  # where training has all test samples below length 4
+    sweep = report.expand(report.config_path("ablation", "small"), (f"out_dir={tmp_path}",))
+    runs = report.collect(sweep, report.test_limits(sweep))
+    assert 2 in {row["length"] for run in runs for row in run.result["eval"]}
+    figure = figures.heatmap(runs, "ablation").figure
+    assert "Test samples that training has too" not in figure._supxlabel.get_text()
+
+
+def test_the_labels_of_the_scatter_stay_beside_its_axes(tmp_path):
+    fabricate_all("fig2", tmp_path)
+    sweep = report.expand(report.config_path("fig2", "small"), (f"out_dir={tmp_path}",))
+    figure = report.REPORTS["fig2"].draw(report.collect(sweep, []), "State tracking (small)").figure
+    figure.canvas.draw()
+    ax = figure.axes[0]
+    label = ax.yaxis.label.get_window_extent()
+    assert label.y1 < figure._suptitle.get_window_extent().y0
+    assert label.height <= ax.get_window_extent().height
