@@ -18,7 +18,7 @@ from lm.outputs import check_file, writing
 from synthetic.build import load_run, trained_on
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
-from synthetic.tasks import Batch, Task, TaskError
+from synthetic.tasks import Batch, Task, TaskError, splits
 
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
 
@@ -84,7 +84,7 @@ def _free_bytes(device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _sequences_that_fit(model, length: int, wanted: int, device) -> int:
+def sequences_that_fit(model, length: int, wanted: int, device) -> int:
     """How many sequences of this length an evaluation pass can hold (a rough lower bound of what
     it needs: a dozen activations of the inner width, and the logits twice).
 
@@ -131,9 +131,29 @@ def solver_of(model, length: int | None = None) -> dict | str:
     return model.solver(length) if hasattr(model, "solver") else "none"
 
 
+def check_seeds(seeds, task: Task) -> None:
+    """Test data are counted once: no seed twice, and of a file, which has one test set, only one.
+
+    Raises:
+        TaskError: a seed is negative or there twice, or several are given for a file.
+    """
+    seeds = list(seeds)
+    if any(seed < 0 for seed in seeds):
+        raise TaskError(f"seeds {seeds}: a seed is 0 or more")
+    if twice := [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]:
+        raise TaskError(
+            f"seeds {seeds}: seed {twice[0]} is there twice; its test samples are the same ones, so"
+            " name the seeds once each"
+        )
+    if len(seeds) > 1 and (path := getattr(task, "csv", None)):
+        raise TaskError(
+            f"seeds {seeds}: {path} has one set of test rows, whatever the seed; give one seed"
+        )
+
+
 def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
     """Of the mean of values (n,) that are independent between groups (n,) but not within them, as
-    the tokens of a sequence."""
+    the tokens of a sequence, or a sequence that was drawn several times."""
     _, group = np.unique(groups, return_inverse=True)
     sums = np.bincount(group, values - values.mean())
     return float(np.sqrt(np.square(sums).sum()) / len(values))
@@ -143,9 +163,11 @@ def _in_training(task: Task, length: int, split: str, shared, samples: int, seen
     if getattr(task, "streams", False):
         count, of = task.seen[split]
         return {"count": count, "of": of}
+    if seen is None:  # a run of before the splits were held apart, at whatever length
+        return {"count": None, "of": samples}
     if task.held_apart(length):
         return {"count": 0, "of": samples}
-    return {"count": None if seen is None else sum(key in seen for key in shared), "of": samples}
+    return {"count": sum(key in seen for key in shared), "of": samples}
 
 
 @torch.no_grad()
@@ -153,13 +175,15 @@ def measure(
     model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
     sequential: bool = False, seen: set[int] | None = None,
 ) -> dict:  # fmt: skip
-    """One length: {"metrics", "stderr", "sequences", "seconds", "read", "solver", "in_training"}
-    and, with a solver, ℓ* per layer.
+    """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
+    "in_training"} and, with a solver, ℓ* per layer.
 
     A task that is one long stream (CatbAbI) is gone through once, its state carried along.
-    `stderr` has ℓ* (its mean over layers) too. `solver` is what the model itself says it solves by,
-    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
-    questions) training has too; a count of None: not known.
+    `distinct`: how many of the sequences are different ones (of a stream: None). `stderr` takes a
+    sequence that was drawn again as the same one, and has ℓ* (its mean over layers) too. `solver`
+    is what the model itself says it solves by, or "none". `in_training` is {"count", "of"}: how
+    many of the samples (of a stream: of the questions) training has too; a count of None: not
+    known.
 
     Args:
         sequential: solve token by token (a model that carries its state); ℓ* is then per token.
@@ -175,7 +199,7 @@ def measure(
         numbers = range(task.segments(split, size, length))
     else:  # the data do not depend on how many fit
         size = min(size, cfg.eval.examples)
-        at_once = _sequences_that_fit(model, length, size, device)
+        at_once = sequences_that_fit(model, length, size, device)
         numbers = range(math.ceil(cfg.eval.examples / size))
     carries = (streams or sequential) and getattr(model, "carries_state", False)
     if sequential and not carries:
@@ -186,7 +210,7 @@ def measure(
         model.config.eval_max_iters = cfg.eval.max_iters
     values, groups, stats, state, began = {}, {}, [], None, time.perf_counter()
     read = TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE
-    shared = []
+    shared, samples = [], []
     try:
         solver = solver_of(model, 1 if sequential else length)
         for i in numbers:
@@ -202,11 +226,15 @@ def measure(
                     )
                 stats += [s for s in solved if s is not None]
                 predicted.append(logits.argmax(-1).cpu().numpy())
+            if not streams:
+                valid = None if batch.mask is None else batch.mask.sum(1)
+                samples.append(splits.keys(batch.input_ids, valid))
             sequences = task.sequences(batch)
             for name, items in task.score(np.concatenate(predicted), batch).items():
                 values.setdefault(name, []).append(items)
                 group = sequences.get(name, np.arange(len(items)))
-                groups.setdefault(name, []).append(group + i * batch.labels.size)
+                group = group + i * batch.labels.size if streams else samples[-1][group]
+                groups.setdefault(name, []).append(group)
     except (MemoryError, RuntimeError) as e:
         out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
         if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
@@ -226,6 +254,7 @@ def measure(
             k: standard_error(v, np.concatenate(groups[k])) for k, v in pooled.items() if len(v)
         },
         "sequences": size * len(numbers),
+        "distinct": None if streams else len(np.unique(np.concatenate(samples))),
         "read": read,
         "solver": solver,
         "in_training": _in_training(task, length, split, shared, size * len(numbers), seen),
@@ -233,7 +262,8 @@ def measure(
     }
     if stats and not sequential:
         iters = torch.cat([s.num_iters for s in stats], 1).double().mean(0).cpu().numpy()
-        record["stderr"]["num_iters"] = standard_error(iters, np.arange(len(iters)))
+        group = np.arange(len(iters)) if streams else np.concatenate(samples)
+        record["stderr"]["num_iters"] = standard_error(iters, group)
     return {**record, **fixed_point_metrics(stats)}
 
 
@@ -263,11 +293,10 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         what was written to `out` (default RUN/eval.json).
     """
     run_dir = Path(run_dir)
-    if any(seed < 0 for seed in seeds or ()):
-        raise TaskError(f"seeds {seeds}: a seed is 0 or more")
     path = Path(out) if out else run_dir / "eval.json"
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides)
+    check_seeds(seeds or cfg.eval.seeds, task)
     if getattr(task, "streams", False) and (lengths or seeds):
         say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip

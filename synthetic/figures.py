@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from statistics import mean
 from textwrap import wrap
 
 from lm.errors import UserError
-from synthetic.results import TOKEN_BY_TOKEN, solved_length
+from synthetic.results import TOKEN_BY_TOKEN, plus_minus, solved_length
 from synthetic.trained import (
     Spread,
     Trained,
@@ -16,6 +17,7 @@ from synthetic.trained import (
     counted,
     errors,
     notes,
+    number,
     over_lengths,
     spread,
     spreads,
@@ -129,17 +131,21 @@ def _footer(figure, shown, any_limit: bool = False, *more: str) -> None:
 
 
 def _draw_curve(ax, values: dict[int, Spread], style: dict, label: str) -> None:
-    """The mean over lengths: with several seeds a band and each of them, else error bars."""
+    """The mean over lengths: where there are several seeds a band and each of them, else error
+    bars."""
     lengths = list(values)
     middle = [v.mean for v in values.values()]
     error = [v.error for v in values.values()]
     ax.plot(lengths, middle, label=label, **style)
-    if len(next(iter(values.values())).values) == 1:
-        ax.errorbar(lengths, middle, error, fmt="none", ecolor=style["color"], capsize=2, lw=1)
-        return
-    low, high = ([m + sign * e for m, e in zip(middle, error)] for sign in (-1, 1))
-    ax.fill_between(lengths, low, high, color=style["color"], alpha=0.15, lw=0)
-    for length, each in values.items():
+    several = {length: each for length, each in values.items() if len(each.values) > 1}
+    alone = [(n, v.mean, v.error) for n, v in values.items() if n not in several]
+    if alone:
+        ax.errorbar(*zip(*alone), fmt="none", ecolor=style["color"], capsize=2, lw=1)
+    if several:
+        low, high = ([m + sign * e for m, e in zip(middle, error)] for sign in (-1, 1))
+        where = [length in several for length in lengths]
+        ax.fill_between(lengths, low, high, where=where, color=style["color"], alpha=0.15, lw=0)
+    for length, each in several.items():
         places = [length] * len(each.values)
         ax.plot(places, each.values, ".", color=style["color"], ms=3, alpha=0.6, zorder=1)
 
@@ -168,11 +174,15 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
                 values = spreads(measured, metric)
                 style = {**styles[seeds[0].model], "markevery": max(1, len(values) // 12)}
                 style["ls"] = DASHES.get(read, style["ls"])
-                _draw_curve(ax, values, style, counted(name, measured))
+                _draw_curve(ax, values, style, counted(name, values.values()))
                 drawn += [value for each in values.values() for value in each.values]
                 trained = seeds[0].cfg.train.lengths[1]
                 at, last = nearest(values, trained), max(values)
-                line = {"run": label, "n": len(measured), **({"read": read} if several else {})}
+                line = {
+                    "run": label,
+                    "n": number(values.values()),
+                    **({"read": read} if several else {}),
+                }
                 line |= {f"at {length}": str(values[length]) for length in (at, last)}
                 if metric != "num_iters":
                     means = {n: v.mean for n, v in values.items()}
@@ -206,6 +216,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     at, shown = {}, []
     for model, tasks in models.items():
         place: list[Spread | None] = []
+        of_seeds: list[dict[int, float]] = []  # of each task
         for task, metric in wanted.items():
             if task not in tasks:
                 place.append(None)
@@ -217,13 +228,19 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
                 rows += tidy(run, each)
                 shown.append((run.model, [row for row in each if row["length"] == at[task]]))
             place.append(values[at[task]])
-        line = {"run": model}
+            each_seed = {
+                run.seed: over_lengths(rows, metric) for run, rows in zip(tasks[task], measured)
+            }
+            of_seeds.append({seed: v[at[task]] for seed, v in each_seed.items() if at[task] in v})
+        line = {"run": model, "n": number(filter(None, place))}
         for task, value in zip(wanted, place):
             name = f"{task} at {at.get(task, '2×')}".replace("_", " ")
             line[name] = value and str(value)
         summary.append(line)
         if None not in place:
-            _draw_point(ax, model, place, styles[model])
+            first, second = of_seeds
+            pairs = [(first[seed], second[seed]) for seed in first if seed in second]
+            _draw_point(ax, model, place, pairs, styles[model])
             kind = next(iter(tasks.values()))[0].cfg.model.name
             families.setdefault(kind, []).append([value.mean for value in place])
     if not families:
@@ -233,7 +250,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     for places in families.values():  # which points are the same model at another size
         ax.plot(*zip(*places), color="gray", lw=1, alpha=0.5, zorder=1)
     for axis, (task, metric) in zip("xy", (x, y)):
-        text = f"{task.replace('_', ' ')}: {words(metric)} at length {at[task]}"
+        text = f"{task.replace('_', ' ')}:\n{words(metric)} at length {at[task]}"
         ax.set(**{f"{axis}lim": (0, 1.02), f"{axis}label": text})
     ax.grid(alpha=0.3)
     _legend(figure, [ax])
@@ -241,17 +258,17 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
     return Drawing(figure, rows, summary)
 
 
-def _draw_point(ax, model: str, place: list[Spread], style: dict) -> None:
-    """A model's mean on both axes with its errors, and each seed, paired in order."""
-    count = min(len(value.values) for value in place)
+def _draw_point(
+    ax, model: str, place: list[Spread], pairs: list[tuple[float, float]], style: dict
+) -> None:
+    """A model's mean on both axes with its errors, and each seed that has finished both tasks."""
     style = {**style, "ms": 8, "lw": 0, "zorder": 3}
-    ax.plot(*(value.mean for value in place), label=f"{model} (n = {count})", **style)
+    ax.plot(*(value.mean for value in place), label=counted(model, place), **style)
     ax.errorbar(
         *(value.mean for value in place), xerr=place[0].error, yerr=place[1].error, fmt="none",
         ecolor=style["color"], capsize=2, lw=1,
     )  # fmt: skip
-    if count > 1:
-        pairs = zip(*(value.values for value in place))
+    if pairs and max(len(value.values) for value in place) > 1:
         ax.plot(*zip(*pairs), ".", color=style["color"], ms=4, alpha=0.6, zorder=2)
 
 
@@ -314,7 +331,7 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
         edge = max(edge, *value.values)
         ax.annotate(f"{value.mean:.3f}", (edge, place), (4, 0), textcoords="offset points",
                     va="center", fontsize="small")  # fmt: skip
-    ax.set_yticks(places, [counted(label, seeds) for label, seeds in groups.items()])
+    ax.set_yticks(places, [counted(label, [value]) for label, value in zip(groups, values)])
     ax.invert_yaxis()
     lowest = min(0, *(v.mean for v in values)) * 1.05
     ax.set(xlim=(lowest, 1.15), xlabel=f"{words(metric)}, {where}")
@@ -377,7 +394,7 @@ def times(runs: list[Trained], title: str) -> Drawing:
             lines.append((xs, ys))
         run = seeds[0]
         style = {**styles[run.model], "markevery": [-1], "ms": 6}  # many lines share their steps
-        name = counted(run.model, seeds)
+        name = f"{run.model} (n = {len(seeds)})"
         if len(seeds) > 1:
             for xs, ys in lines:
                 ax.plot(xs, ys, drawstyle="steps-post", color=style["color"], lw=0.7, alpha=0.5)
@@ -423,7 +440,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
                 rows += tidy(run, found[limit], **{"eval.max_iters": limit})
                 by_limit.setdefault(limit, []).append(found[limit])
         evaluated.append({n: spreads(by_limit[n], metric) for n in sorted(by_limit)})
-        shown += [(seeds[0].label, each) for several in by_limit.values() for each in several]
+        shown += [(seeds[0].label, row) for several in by_limit.values() for row in chain(*several)]
     limits = sorted({n for found in evaluated for n in found})
     known = sorted({n for found in evaluated for values in found.values() for n in values})
     trained = runs[0].cfg.train.lengths[1]
@@ -433,9 +450,10 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
         [f"test length {n} tokens" for n in lengths], title, sharey=True,
         width=max(2.4, 0.9 + 0.62 * len(limits)), height=2.1 + 0.5 * len(groups),
     )  # fmt: skip
-    summary = []
-    for (label, seeds), found in zip(groups.items(), evaluated):
-        line = {"run": f"{label}, at {double}", "n": len(seeds)}
+    summary, drawn = [], []  # the number of seeds of each line
+    for label, found in zip(groups, evaluated):
+        drawn.append(number(v[n] for v in found.values() for n in lengths if n in v))
+        line = {"run": f"{label}, at {double}", "n": drawn[-1]}
         for n in limits:
             value = found.get(n, {}).get(double)
             line[f"tested with {n}"] = value and str(value)
@@ -447,14 +465,18 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
         ax.set_facecolor("0.85")  # what was not evaluated
         for i, line in enumerate(cells):
             for j, cell in enumerate(line):
-                text = "–" if cell is None else f"{cell.mean:.2f}\n±{cell.error:.2f}"
+                known = "" if cell is None else plus_minus(cell.error, 2).strip()
+                text = "–" if cell is None else f"{cell.mean:.2f}\n{known}".strip()
                 color = "w" if cell and cell.mean < 0.5 else "k"
                 ax.text(j, i, text, ha="center", va="center", color=color, fontsize=7)
         ax.set_xticks(range(len(limits)), limits)
         ax.set_xlabel("ℓmax in evaluation (iterations)")
-    names = [f"{seeds[0].cfg.train.max_iters} (n = {len(seeds)})" for seeds in groups.values()]
+    names = [
+        f"{seeds[0].cfg.train.max_iters} (n = {n})" for seeds, n in zip(groups.values(), drawn)
+    ]
     axes[0].set_yticks(range(len(groups)), names)
     axes[0].set_ylabel("ℓmax in training (iterations)")
     figure.colorbar(image, ax=list(axes), label=words(metric), fraction=0.06, aspect=16)
+    shown = [(label, [row]) for label, row in shown if row["length"] in lengths]
     _footer(figure, shown, True, ERRORS)
     return Drawing(figure, rows, summary)

@@ -19,7 +19,7 @@ from lm.metrics import read_metrics
 from lm.outputs import check_folder, writing
 from synthetic.config import Config, load
 from synthetic.figures import Drawing, ReportError, bars, curves, heatmap, scatter, times
-from synthetic.runs import differences
+from synthetic.runs import differences, seed_of
 from synthetic.trained import Trained, notes
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "synthetic"
@@ -239,12 +239,13 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
         fresh = [n for n in limits if n not in limits_missing(cfg, limits)]
         runs.append(
             Trained(
-                cfg.run_dir, cfg, point, model_label(cfg, point), task_label(cfg, point),
+                cfg.run_dir, cfg, seed_of(cfg), point,
+                model_label(cfg, point), task_label(cfg, point),
                 read_json(cfg.run_dir / "result.json", ("eval",)), read_metrics(cfg.run_dir),
                 {n: read_json(limit_file(cfg, n), ("eval",)) for n in fresh},
             )
         )  # fmt: skip
-    labels = [(run.label, run.cfg.seed) for run in runs]
+    labels = [(run.label, run.seed) for run in runs]
     for i, run in enumerate(runs):  # two curves of one name and seed would be one in the legend
         if labels.count(labels[i]) > 1:
             run.model += f" ({labels[:i].count(labels[i]) + 1})"

@@ -22,8 +22,9 @@ def solver_text(solver: dict | str, limit: bool = True) -> str:
 
 def how(row: dict) -> tuple[str, str]:
     """How a row of a result was made: `read`, and `solver` in words. Results of before these were
-    recorded called all that was not read token by token `parallel`, whatever solved it."""
-    old = {"sequential": TOKEN_BY_TOKEN}.get(row.get("schedule"), AT_ONCE)
+    recorded called all that was not read token by token `parallel`, at once or in segments and
+    whatever solved it."""
+    old = {"sequential": TOKEN_BY_TOKEN}.get(row.get("schedule"), UNKNOWN)
     return row.get("read", old), solver_text(row.get("solver", UNKNOWN))
 
 
@@ -36,12 +37,19 @@ def solved_by(rows: list[dict]) -> str:
 
 
 def in_training(rows: list[dict]) -> str:
-    """The share of the rows' samples that training has too: "0", "12.5 %" or "unknown"."""
+    """How many of the rows' samples training has too: "0", "3 of 36" or "unknown"."""
     found = [row.get("in_training") for row in rows]
     if any(each is None or each["count"] is None for each in found):
         return UNKNOWN
     count, of = (sum(each[k] for each in found) for k in ("count", "of"))
-    return f"{count / of:.1%}" if count else "0"
+    return f"{count} of {of}" if count else "0"
+
+
+def distinct(rows: list[dict]) -> int | None:
+    """How many of a seed's samples are different ones, of the rows of one length; the least of
+    several seeds. None where it was not recorded."""
+    found = [row.get("distinct") for row in rows]
+    return None if None in found else min(found)
 
 
 def mean_of(rows: list[dict], metric: str) -> float:
@@ -53,6 +61,11 @@ def error(rows: list[dict], metric: str) -> float:
     """The standard error of `mean_of`, of rows of different samples; NaN where it is not known."""
     errors = [row.get("stderr", {}).get(metric, np.nan) for row in rows]
     return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
+
+
+def plus_minus(stderr: float, digits: int = 3) -> str:
+    """ " ±0.012" to stand behind a value; "" where the error is not known."""
+    return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
 def at_length(
@@ -100,10 +113,11 @@ def summary(result: dict, title: str):
     stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
     table = Table(title=title, caption=solved_by(rows), caption_justify="left")
     if stream:
-        for head in ("metric", "value", "± standard error"):
+        for head in ("metric", "value", "standard error"):
             table.add_column(head, justify="right")
         for name in names:
-            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}", f"{error(rows, name):.4f}")
+            stderr = plus_minus(error(rows, name), 4).strip() or UNKNOWN
+            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}", stderr)
         if "num_iters" in rows[0]:
             mean = rows[0]["num_iters"]["mean"]
             table.add_row("ℓ* per layer", " ".join(f"{v:.1f}" for v in mean))
@@ -119,15 +133,18 @@ def summary(result: dict, title: str):
     if solver:
         table.add_column("ℓ* per layer", justify="right")
         table.add_column("not converged", justify="right")
+    table.add_column("distinct samples", justify="right")
     table.add_column("in training", justify="right")
     for length, way in itertools.product(sorted({r["length"] for r in rows}), ways):
         same = [r for r in rows if (r["length"], how(r)) == (length, way)]
-        cells = [f"{mean_of(same, name):.4f} ±{error(same, name):.3f}" for name in names]
+        cells = [f"{mean_of(same, name):.4f}{plus_minus(error(same, name))}" for name in names]
         if solver:
             layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
             missed = np.mean([r["not_converged"] for r in same])
             cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
-        table.add_row(str(length), *way[: len(ways) > 1], *cells, in_training(same))
+        count = distinct(same)
+        cells += [UNKNOWN if count is None else f"{count:,}", in_training(same)]
+        table.add_row(str(length), *way[: len(ways) > 1], *cells)
     return table
 
 

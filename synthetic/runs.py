@@ -57,6 +57,12 @@ def differences(cfg: Config) -> list[str]:
     return found
 
 
+def seed_of(cfg: Config) -> int:
+    """The seed that a finished run was made with, whatever the config asks for today."""
+    saved = cfg.run_dir / "config.yaml"
+    return base.load_tree(saved).get("seed", cfg.seed) if saved.exists() else cfg.seed
+
+
 def run_all(configs: list[Config], jobs: int = 1) -> None:
     """Train the configs that are not finished; one that fails does not keep the others from it.
 

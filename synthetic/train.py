@@ -23,9 +23,11 @@ from synthetic.config import Config
 from synthetic.evaluate import (
     answer,
     as_tensors,
+    check_seeds,
     evaluate_all,
     measure,
     parse_lengths,
+    sequences_that_fit,
     solver_of,
 )
 from synthetic.results import passes, solver_text
@@ -100,10 +102,13 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     lengths = parse_lengths(cfg.eval.lengths, task)
     during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
     _check(cfg, task, lengths)
+    check_seeds(cfg.eval.seeds, task)
     for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
         if wanted:
             require(package, f"log.{package}")
     model, device, precision = build(cfg, task, max(hi, *lengths))
+    if not getattr(task, "streams", False):  # whose segments are as long as in training
+        sequences_that_fit(model, max([*lengths, *during]), 1, device)
     parameters = sum(p.numel() for p in model.parameters())
     streams = getattr(task, "streams", False)
     carries_state = getattr(model, "carries_state", False)
@@ -273,9 +278,15 @@ def _check(cfg: Config, task, lengths: list[int]) -> None:
     curriculum = cfg.train.curriculum
     for length in (*(range(curriculum.start, hi, curriculum.grow) if curriculum else ()), hi):
         task.check_length(length)
-    task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))  # fits its context, its data
+    # It fits its context, its data.
+    batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))
+    metrics = list(task.score(batch.labels, batch))
     tested = [hi] if getattr(task, "streams", False) else lengths
     for bar in cfg.bars:
+        if bar.metric not in metrics:
+            raise tasks.TaskError(
+                f"a bar is on `{bar.metric}`: {cfg.task.name} has {', '.join(metrics)}"
+            )
         if bar.length not in (None, *tested):
             raise tasks.TaskError(
                 f"a bar is at length {bar.length}, which eval.lengths does not try"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
 from synthetic.config import Config
-from synthetic.results import TOKEN_BY_TOKEN, UNKNOWN, error, how, in_training, solver_text
+from synthetic.results import (
+    TOKEN_BY_TOKEN,
+    UNKNOWN,
+    distinct,
+    error,
+    how,
+    in_training,
+    plus_minus,
+    solver_text,
+)
 
 
 @dataclass
@@ -15,7 +25,8 @@ class Trained:
     """A finished run of a sweep."""
 
     run_dir: Path
-    cfg: Config
+    cfg: Config  # as the sweep has it today
+    seed: int  # the run's own
     point: dict  # dotted key → value, mappings flattened
     model: str  # what the sweep says about it, readably, without the task and the seed
     panel: str  # the task, where the sweep goes over several
@@ -50,7 +61,7 @@ class Spread:
 
     def __str__(self) -> str:
         digits = 1 if self.mean >= 10 else 4  # iterations, or an accuracy
-        return f"{self.mean:.{digits}f} ±{self.error:.{min(3, digits)}f}"
+        return f"{self.mean:.{digits}f}{plus_minus(self.error, min(3, digits))}"
 
 
 def spread(found: list[tuple[float, float]]) -> Spread:
@@ -67,9 +78,16 @@ def by_seed(runs: list[Trained]) -> dict[str, list[Trained]]:
     return groups
 
 
-def counted(label: str, runs: list[Trained]) -> str:
+def number(found: Iterable[Spread]) -> int | str:
+    """The number of seeds of what is drawn: 3, or "1–3" where some of it has fewer."""
+    counts = [len(each.values) for each in found]
+    least, most = min(counts, default=0), max(counts, default=0)
+    return most if least == most else f"{least}–{most}"
+
+
+def counted(label: str, found: Iterable[Spread]) -> str:
     """A label with the number of seeds, for a legend."""
-    return f"{label} (n = {len(runs)})".strip()
+    return f"{label} (n = {number(found)})".strip()
 
 
 def over_lengths(rows: list[dict], metric: str) -> dict[int, float]:
@@ -107,15 +125,16 @@ def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
     metrics |= {"num_iters": None} if any("num_iters" in row for row in rows) else {}
     read, solver = how(rows[0])
     who = {
-        "run": str(run.run_dir), "label": run.label, "seed": run.cfg.seed, **run.point, **columns,
+        "run": str(run.run_dir), "label": run.label, **run.point, "seed": run.seed, **columns,
         "read": read, "solver": solver,
     }  # fmt: skip
     found = []
     for metric in metrics:
         stderr = errors(rows, metric)
         for length, value in over_lengths(rows, metric).items():
-            shared = in_training([row for row in rows if row["length"] == length])
-            line = {"in_training": shared, "length": length, "metric": metric, "value": value}
+            same = [row for row in rows if row["length"] == length]
+            line = {"in_training": in_training(same), "distinct": distinct(same), "length": length}
+            line |= {"metric": metric, "value": value}
             found.append({**who, **line, "stderr": stderr[length]})
     return found
 
@@ -155,10 +174,12 @@ def notes(shown: list[tuple[str, list[dict]]], any_limit: bool = False) -> list[
         lines.append("Whether training has the test samples too is unknown of some")
     also = [n for n, each in sorted(shares.items()) if each - {"0", UNKNOWN}]
     if also:
-        each = ", ".join(f"{n} ({max(shares[n] - {UNKNOWN}, key=_percent)})" for n in also)
+        each = ", ".join(f"{n} ({max(shares[n] - {'0', UNKNOWN}, key=_share)})" for n in also)
         lines.append(f"Test samples that training has too, at length (at most): {each}")
     return lines
 
 
-def _percent(text: str) -> float:
-    return float(text.rstrip("%"))
+def _share(text: str) -> float:
+    """Of "3 of 36"."""
+    count, of = map(int, text.split(" of "))
+    return count / of

@@ -11,7 +11,7 @@ from lm.config import ConfigError
 from lm.console import say
 from lm.outputs import check_file
 from synthetic import config
-from synthetic.results import error, how, in_training, passes
+from synthetic.results import UNKNOWN, error, how, in_training, passes, plus_minus
 from synthetic.runs import differences, is_finished, result, run_all
 
 RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
@@ -155,14 +155,16 @@ def _notes(rows: list[dict]) -> list[str]:
     notes = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in ways.items()]
     for row in rows:
         if row["in_training"] not in ("0", None):
-            at = f"{row['model']}, {row['task']} at {row['length']}"
-            notes.append(f"{at}: {row['in_training']} of the test samples are in training too")
+            share = f"{row['in_training']} test samples are in training too"
+            if row["in_training"] == UNKNOWN:
+                share = "whether training has the test samples too is unknown"
+            notes.append(f"{row['model']}, {row['task']} at {row['length']}: {share}")
     return notes
 
 
 def _cell(row: dict) -> str:
     value, stderr = (math.nan if row[k] is None else row[k] for k in ("value", "stderr"))
-    return f"{value:.3f} ± {stderr:.3f} {'✓' if row['passed'] else '·'}"
+    return f"{value:.3f}{plus_minus(stderr)} {'✓' if row['passed'] else '·'}"
 
 
 def _total(rows: list[dict], label: str, name: str) -> float:

@@ -124,6 +124,7 @@ class WordProblem(Task):
         self.vocab_size, self.chance = self.group.order, 1 / self.group.order
         # Words of different splits differ within this many elements; shorter ones are shared.
         self.opening = splits.opening_length(lambda length: self.group.order**length)
+        self.csv = task.csv
         self.rows = None  # of the file: split → inputs and targets, (rows,length) each
         if task.csv is not None:
             x, y = read_csv(task.csv, self.vocab_size)

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from synthetic import cli, report
-from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN
-from synthetic.trained import notes, over_lengths, spreads
+from synthetic import cli, figures, report
+from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN, how, summary
+from synthetic.trained import notes, over_lengths, spreads, tidy
 from tests.fabricated import fabricate, fabricate_all, numbers
 
 SEEDS = """
@@ -20,6 +20,15 @@ train: {length: 16}
 eval: {lengths: "2:48", during: "2:32", seeds: [0, 1]}
 sweep:
   model: [{name: fprnn}, {name: lstm}]
+  seed: [0, 1, 2]
+"""
+PAIRS = """
+name: pairs
+model: {name: lstm, d_model: 16, n_layer: 1}
+train: {length: 16}
+eval: {lengths: "8,16,32"}
+sweep:
+  task: [{name: copy}, {name: word_problem, group: S3}]
   seed: [0, 1, 2]
 """
 
@@ -91,10 +100,14 @@ def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, 
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
     found = numbers(paths["numbers"])
     assert {r["solver"] for r in found} == {r["in_training"] for r in found} == {"unknown"}
-    assert {r["read"] for r in found} == {AT_ONCE, TOKEN_BY_TOKEN}
+    assert {r["read"] for r in found} == {"unknown", TOKEN_BY_TOKEN}
     assert {r["stderr"] for r in found} == {"nan"}
+    old = [{"length": 2, "metrics": {"accuracy": 0.5}, "schedule": "parallel"}] * 2
+    cells = [cell for column in summary({"eval": old}, "old").columns for cell in column.cells]
+    assert "0.5000" in cells and not any("nan" in str(cell) for cell in cells)
     assert "parallel" not in paths["numbers"].read_text()
     shown = " ".join(capsys.readouterr().out.split())
+    assert "nan" not in shown
     assert "Solver in evaluation: unknown" in shown
     assert "Whether training has the test samples too is unknown of some" in shown
 
@@ -104,5 +117,87 @@ def test_what_training_has_too_is_noted():
     held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
     assert notes([("a", [row, held])]) == [
         "Solver in evaluation: none",
-        "Test samples that training has too, at length (at most): 2 (75.0%)",
+        "Test samples that training has too, at length (at most): 2 (3 of 4)",
     ]
+
+
+def test_the_seed_in_the_numbers_is_the_one_the_run_was_made_with(tmp_path):
+    fabricate_all("fig3c", tmp_path)
+    today = report.expand(report.config_path("fig3c", "small"), (f"out_dir={tmp_path}", "seed=7"))
+    runs = report.collect(today, [])
+    lines = [line for run in runs for line in tidy(run, run.result["eval"])]
+    assert {cfg.seed for cfg in today.configs} == {7}
+    assert {line["seed"] for line in lines} == {0}
+
+
+def labels_of(figure) -> set[str]:
+    """The entries of a figure's legend."""
+    return {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+
+
+def test_a_curve_says_of_how_many_seeds_each_length_is(tmp_path):
+    """Seed 0 was evaluated from length 2 on, the others from 16 on."""
+    seeds_of(tmp_path)
+    sweep = report.expand(tmp_path / "seeds.yaml", (f"out_dir={tmp_path}",))
+    runs = report.collect(sweep, [])
+    runs = [run for run in runs if run.cfg.model.name == "lstm"]
+    for run in runs[1:]:
+        run.result["eval"] = [row for row in run.result["eval"] if row["length"] >= 16]
+    drawing = figures.curves(runs, "uneven")
+    assert "LSTM (n = 1–3)" in labels_of(drawing.figure)
+    assert drawing.summary[0]["n"] == "1–3"
+    ax = drawing.figure.axes[0]
+    dots = [line for line in ax.get_lines() if line.get_marker() == "."]
+    lengths = {row["length"] for row in runs[1].result["eval"]}
+    assert {line.get_xdata()[0] for line in dots} == lengths
+    assert {len(line.get_xdata()) for line in dots} == {3}
+    assert len(ax.collections) == 2  # a band where there are several, bars where there is one
+    assert max(segment[0][0] for segment in ax.collections[0].get_segments()) < 16
+
+
+def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
+    """Of copying only seed 2 is finished, of the word problem all three."""
+    (tmp_path / "pairs.yaml").write_text(PAIRS)
+    found = report.expand(tmp_path / "pairs.yaml", (f"out_dir={tmp_path}",))
+    for cfg in found.configs:
+        if cfg.task.name != "copy" or cfg.seed == 2:
+            fabricate(cfg, 20 + 6 * cfg.seed)
+    runs = report.collect(found, [])
+    drawing = report.REPORTS["fig2"].draw(runs, "uneven")
+    (label,) = labels_of(drawing.figure)
+    assert label.endswith("(n = 1–3)") and drawing.summary[0]["n"] == "1–3"
+    (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
+    word = next(r for r in runs if r.seed == 2 and r.cfg.task.name == "word_problem")
+    copy = next(r for r in runs if r.cfg.task.name == "copy")
+    at = {run.panel: over_lengths(run.result["eval"], metric)[32]
+          for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))}  # fmt: skip
+    assert list(dots.get_xydata()[0]) == [at[copy.panel], at[word.panel]]
+    assert len(dots.get_xydata()) == 1
+
+
+def test_how_an_old_result_was_read_is_unknown_where_it_was_not_recorded():
+    """What was not read token by token was read at once, or, of CatbAbI, in segments."""
+    solver, words = {"metrics": {"token_accuracy": 0.5}}, {"schedule": "parallel", "length": 16}
+    assert how({**solver, **words}) == ("unknown", "unknown")
+    assert how({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
+    assert how({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
+
+
+def test_the_footer_of_the_heat_map_names_only_the_lengths_drawn(tmp_path):
+    fabricate_all("ablation", tmp_path)  # where training has all test samples below length 4
+    sweep = report.expand(report.config_path("ablation", "small"), (f"out_dir={tmp_path}",))
+    runs = report.collect(sweep, report.test_limits(sweep))
+    assert 2 in {row["length"] for run in runs for row in run.result["eval"]}
+    figure = figures.heatmap(runs, "ablation").figure
+    assert "Test samples that training has too" not in figure._supxlabel.get_text()
+
+
+def test_the_labels_of_the_scatter_stay_beside_its_axes(tmp_path):
+    fabricate_all("fig2", tmp_path)
+    sweep = report.expand(report.config_path("fig2", "small"), (f"out_dir={tmp_path}",))
+    figure = report.REPORTS["fig2"].draw(report.collect(sweep, []), "State tracking (small)").figure
+    figure.canvas.draw()
+    ax = figure.axes[0]
+    label = ax.yaxis.label.get_window_extent()
+    assert label.y1 < figure._suptitle.get_window_extent().y0
+    assert label.height <= ax.get_window_extent().height

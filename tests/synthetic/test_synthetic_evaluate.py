@@ -11,7 +11,14 @@ from torch import nn
 
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
-from synthetic.evaluate import _free_bytes, evaluate_all, measure, parse_lengths, standard_error
+from synthetic.evaluate import (
+    _free_bytes,
+    check_seeds,
+    evaluate_all,
+    measure,
+    parse_lengths,
+    standard_error,
+)
 from synthetic.results import at_length, error, in_training, passes, solved_length, summary
 from synthetic.tasks import TaskError
 
@@ -119,7 +126,7 @@ def test_a_length_beyond_memory_is_a_sentence(monkeypatch):
 def test_the_sequences_do_not_depend_on_how_many_fit_in_memory(monkeypatch):
     cfg, found = config(examples=50, batch_size=20), []
     for fit in (20, 7, 1):
-        monkeypatch.setattr("synthetic.evaluate._sequences_that_fit", lambda *_, n=fit: n)
+        monkeypatch.setattr("synthetic.evaluate.sequences_that_fit", lambda *_, n=fit: n)
         tried = measure(Oracle(2), S3, cfg, 6, "test", 0, "fp32")
         found.append((tried["sequences"], tried["metrics"], tried["stderr"]))
     assert found[0] == found[1] == found[2] and found[0][0] == 60
@@ -194,13 +201,27 @@ def test_what_training_has_too_is_counted_where_it_is_not_held_apart():
     words = S3.batch(0, "test", 0, 36, (2, 2)).input_ids
     seen = {int(key) for key in S3.batch(0, "test", 0, 36, (2, 2)).shared[:1]}
     expected = int((words == words[0]).all(1).sum())
-    for known, shown in [(seen, f"{expected / 36:.1%}"), (set(), "0"), (None, "unknown")]:
+    for known, shown in [(seen, f"{expected} of 36"), (set(), "0"), (None, "unknown")]:
         row = measure(Oracle(8), S3, cfg, 2, "test", 0, "fp32", seen=known)
         assert row["in_training"]["count"] == {"0": 0, "unknown": None}.get(shown, expected)
         assert in_training([row]) == shown
-    # A word of five or more elements is never one of training, whether that was kept or not.
-    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=None)
-    assert row["in_training"] == {"count": 0, "of": 36}
+    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=set())
+    assert row["in_training"] == {"count": 0, "of": 36}  # held apart
+
+
+def test_a_run_of_before_the_splits_were_held_apart_says_unknown_at_every_length():
+    """It has kept nothing of its training, which was not held apart from today's test samples."""
+    rows = evaluate_all(Oracle(8), S3, config(examples=50), [2, 5, 16], [0], "fp32", seen=None)
+    assert [row["in_training"]["count"] for row in rows] == [None] * 3
+    assert in_training(rows) == "unknown"
+
+
+def test_few_in_many_are_not_rounded_to_none():
+    rows = [
+        {"in_training": {"count": 1, "of": 10_000}},
+        {"in_training": {"count": 0, "of": 10_000}},
+    ]
+    assert in_training(rows) == "1 of 20000"
 
 
 def test_the_error_of_several_seeds_is_smaller():
@@ -209,3 +230,37 @@ def test_the_error_of_several_seeds_is_smaller():
     assert error(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
     del rows[0]["stderr"]
     assert np.isnan(error(rows, "token_accuracy"))
+
+
+def file_of_words(folder, rows: int):
+    """The word problem of S3 from a file of random words of 16 elements."""
+    x = np.random.default_rng(0).integers(0, 6, (rows, 16))
+    lines = [" ".join(map(str, a)) + "," + " ".join(map(str, b))
+             for a, b in zip(x, S3.group.products(x))]  # fmt: skip
+    (folder / "words.csv").write_text("\n".join(["input,target", *lines]) + "\n")
+    return tasks.build(Task(name="word_problem", group="S3", csv=str(folder / "words.csv")))
+
+
+def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error(tmp_path):
+    words = file_of_words(tmp_path, 200)
+    cfg = config(examples=1000, batch_size=100)
+    row = measure(AllOrNothing(0), words, cfg, 16, "test", 0, "fp32")
+    count = len(words.rows["test"][0])  # about a tenth of the rows
+    assert row["sequences"] == 1000 and row["distinct"] == count < 25
+    right = row["metrics"]["sequence_accuracy"]
+    of_rows = (right * (1 - right) / count) ** 0.5
+    assert row["stderr"]["sequence_accuracy"] == pytest.approx(of_rows, rel=0.25)
+    rows = evaluate_all(AllOrNothing(0), S3, config(examples=50), [16], [0], "fp32", set())
+    assert rows[0]["distinct"] == 50
+    table = summary({"eval": [{"length": 16, **row}]}, "x")
+    column = next(c for c in table.columns if c.header == "distinct samples")
+    assert list(column.cells) == [str(count)]
+
+
+def test_test_data_cannot_be_counted_twice(tmp_path):
+    with pytest.raises(TaskError, match=r"seeds \[0, 1, 0\]: seed 0 is there twice; .* once each"):
+        check_seeds([0, 1, 0], S3)
+    with pytest.raises(TaskError, match=r"seeds \[0, 1\]: .*words\.csv has one set of test rows"):
+        check_seeds([0, 1], file_of_words(tmp_path, 200))
+    check_seeds([0, 1], S3)
+    check_seeds([3], file_of_words(tmp_path, 200))

@@ -225,6 +225,17 @@ def test_batches_are_those_of_the_task_in_order(cfg):
             TaskError,
             r"a bar is at length 7, which eval.lengths does not try \(2, 4, 6\)",
         ),
+        (
+            ["bars=[{metric: nope, length: 4, least: 0.5}]"],
+            TaskError,
+            "a bar is on `nope`: word_problem has token_accuracy, sequence_accuracy",
+        ),
+        (
+            ["eval.lengths=4,10000000000"],
+            TaskError,
+            r"length 10000000000 does not fit: .* evaluate shorter lengths",
+        ),
+        (["eval.seeds=[1,1]"], TaskError, r"seed 1 is there twice"),
     ],
 )
 def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, error, message):
@@ -326,7 +337,8 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     seen = saved.pop("seen")
     assert seen.dtype == torch.uint64 and len(seen) > 9
     torch.save(saved, path)
-    assert evaluate_run(c.run_dir)["eval"][0]["in_training"] == {"count": None, "of": 16}
+    old = [row["in_training"] for row in evaluate_run(c.run_dir)["eval"]]
+    assert old == [{"count": None, "of": 16}] * 2
 
 
 def test_the_questions_that_bAbI_has_in_two_splits_are_counted(cfg, babi):

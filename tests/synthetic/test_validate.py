@@ -1,6 +1,7 @@
 """The quick set: what it plans for a config, its table, and several processes at once."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -134,13 +135,27 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
         "ability": "a", "task": "parity", "model": "m", "metric": "accuracy", "length": 4,
         "trained_to": 9, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
         "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none",
-        "in_training": "25.0%",
+        "in_training": "9 of 36",
     }  # fmt: skip
     caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
     assert caption.splitlines() == [
         "m: read at once; solver: none",
-        "m, parity at 4: 25.0% of the test samples are in training too",
+        "m, parity at 4: 9 of 36 test samples are in training too",
     ]
+
+
+def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
+    row = {
+        "ability": "a", "task": "copy", "model": "m", "metric": "accuracy", "length": 8,
+        "trained_to": 8, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
+        "parameters": 1, "stderr": math.nan, "read": "unknown", "solver": "unknown",
+        "in_training": "unknown",
+    }  # fmt: skip
+    table = validate.table([row])
+    assert table.caption.splitlines()[1:] == [
+        "m, copy at 8: whether training has the test samples too is unknown",
+    ]
+    assert next(iter(table.columns[4].cells)) == "0.500 ·"
 
 
 def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
