@@ -14,6 +14,7 @@ from lm.exported import LoadError, load_model
 from lm.outputs import OutputError, check_file, check_folder, writing
 from tests.refusals import refused
 
+TINY = Path(__file__).parents[2] / "configs/tiny/lm.yaml"
 WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 
@@ -59,6 +60,27 @@ def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
 def test_a_place_that_even_root_cannot_write():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
+
+
+LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
+
+
+def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
+    from lm.checkpoint import claim
+
+    for check in (check_folder, check_file):
+        for place in (tmp_path / LONG, tmp_path / LONG / "below"):
+            with pytest.raises(OutputError, match="cannot be written: File name too long"):
+                check(place)
+    with pytest.raises(OutputError, match="File name too long"):
+        claim(tiny(f"name={LONG}"), False)
+    with pytest.raises(OutputError, match="File name too long"):
+        write_export(None, tmp_path / LONG, None, "x", "")
+    train = ["train", "--config", TINY, "--dry-run", f"out_dir={tmp_path}", f"name={LONG}"]
+    generate = ["generate", small_export, "--prompt", "a", "--out", tmp_path / LONG]
+    for command in (train, generate):
+        assert "cannot be written: File name too long" in refused(capsys, *command)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_path, blocked):
