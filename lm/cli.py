@@ -33,16 +33,14 @@ def _train(args) -> int:
             f" {args.gpus} --module lm train …`"
         )
     if args.dry_run:
-        from lm.checkpoint import check_resume
         from lm.console import say
-        from lm.engine import deepspeed_config
         from lm.outputs import check_folder
         from lm.plan import describe, plan
+        from lm.train import check_config
 
         gpus = args.gpus or cfg.train.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-        check_resume(cfg.resume)
+        check_config(cfg, gpus)
         check_folder(cfg.run_dir)
-        deepspeed_config(cfg, gpus)
         planned = describe(plan(cfg, gpus), cfg)
         say(cfg.to_yaml())
         say(planned)

@@ -175,16 +175,6 @@ class Optim(Section):
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
 
-    @field_validator("warmup")
-    @classmethod
-    def _whole_updates(cls, value):
-        if value > 1 and value != int(value):
-            raise ValueError(
-                f"{value:g} updates cannot be: below 1 it is a fraction of all updates, else a"
-                " whole number of them"
-            )
-        return value
-
     @model_validator(mode="after")
     def _floor_below_peak(self):
         if self.min_lr > self.lr:
@@ -268,11 +258,22 @@ class Run(Section):
 
 
 def check_warmup(cfg) -> None:
-    """Raises ValueError when a run's warm-up is longer than the run."""
-    if cfg.optim.warmup > cfg.train.steps:
-        raise ValueError(
-            f"optim.warmup is {cfg.optim.warmup:g} updates, and train.steps is only"
-            f" {cfg.train.steps}: the learning rate would never reach optim.lr"
+    """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
+    before this was checked are still read.
+
+    Raises:
+        ConfigError: it is longer than the run, or no whole number of updates.
+    """
+    warmup = cfg.optim.warmup
+    if warmup > 1 and warmup != int(warmup):
+        raise ConfigError(
+            f"optim.warmup: {warmup:g} updates cannot be: below 1 it is a fraction of all updates,"
+            " else a whole number of them"
+        )
+    if warmup > cfg.train.steps:
+        raise ConfigError(
+            f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
+            " learning rate would never reach optim.lr"
         )
 
 
@@ -289,11 +290,6 @@ class Config(Run):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     eval: Eval = Eval()
-
-    @model_validator(mode="after")
-    def _warmup_within_training(self):
-        check_warmup(self)
-        return self
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
@@ -408,7 +404,7 @@ def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> li
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
-        build(candidate, where, schema)
+        check_warmup(build(candidate, where, schema))
     return points
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from lm import checkpoint
 from lm import engine as ds
 from lm.build import build_model, check_section, missing_kernels, vocabulary
-from lm.config import Config, ConfigError
+from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
 from lm.errors import require
 from lm.metrics import Throughput, Writer, fixed_point_metrics
@@ -37,17 +37,28 @@ def environment(ranks) -> dict:
     }
 
 
+def check_config(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
+
+    Raises:
+        ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
+            cannot be used.
+        CheckpointError: no checkpoint of the name that `resume` gives.
+    """
+    check_warmup(cfg)
+    checkpoint.check_resume(cfg.resume)
+    ds.deepspeed_config(cfg, world_size)
+    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+
+
 def check(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
-        ConfigError: sizes that do not go together, a DeepSpeed JSON that cannot be used.
-        CheckpointError: no checkpoint of the name that `resume` gives.
+        ConfigError, CheckpointError: as `check_config`.
         MissingPackageError: something that the config asks for is not installed.
     """
-    checkpoint.check_resume(cfg.resume)
-    ds.deepspeed_config(cfg, world_size)
-    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    check_config(cfg, world_size)
     for package, key, wanted in [
         ("wandb", "log.wandb", cfg.log.wandb),
         ("tensorboard", "log.tensorboard", cfg.log.tensorboard),

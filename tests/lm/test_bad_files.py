@@ -244,6 +244,15 @@ def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_of_a_warmup_that_is_refused_now_is_still_exported(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("warmup: 0.1", "warmup: 50"))
+    assert "warmup: 50" in config.read_text()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
     message = refused(capsys, "import-reference", "x", "--config", tmp_path / "c.yaml", "out")

@@ -134,6 +134,11 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7"),
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (["resume=runs/step-000001"], "and there is no such folder"),
+        (
+            ["optim.warmup=50", "train.steps=8"],
+            "optim.warmup is 50 updates, and train.steps is only 8",
+        ),
+        (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
     ],
 )
@@ -160,6 +165,12 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
     assert main(["train", "--config", path, "--dry-run", "--job-index", "5"]) == 0
     assert "sweep: {}\n" in capsys.readouterr().out  # what it writes down is one run
     assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
+
+
+def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
+    assert "and train.steps is only 10" in refused(capsys, "sweep", path)
 
 
 def test_gpus_are_those_of_a_plan(capsys, tmp_path):
