@@ -193,7 +193,8 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
 
     Raises:
-        ConfigError: engine.deepspeed names a file that is missing or is not JSON.
+        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
+            what the config decides otherwise or DeepSpeed cannot take.
     """
     t = cfg.train
     config = {
@@ -215,9 +216,13 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     over = cfg.engine.deepspeed
     if isinstance(over, str):
         try:
-            over = json.loads(Path(over).read_text())
-        except (OSError, json.JSONDecodeError) as e:
+            over = json.loads(Path(over).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
             raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
+        if not isinstance(over, dict):
+            raise ConfigError(
+                f"engine.deepspeed: {cfg.engine.deepspeed} must hold a mapping of keys to values"
+            )
     merged = _merge(config, over or {})
     for key in (
         "train_micro_batch_size_per_gpu",
@@ -229,6 +234,17 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
                 " set train.micro_batch_size and train.grad_accum_steps instead"
             )
+    zero = merged["zero_optimization"]
+    if not isinstance(zero, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
+            " {zero_optimization: {stage: 3}}"
+        )
+    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
+        raise ConfigError(
+            f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
+            " one of 0, 1, 2, 3"
+        )
     if '"auto"' in json.dumps(merged):
         raise ConfigError(
             'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'

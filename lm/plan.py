@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lm.build import build_model, vocabulary
 from lm.config import Config
+from lm.engine import deepspeed_config
 
 GIB = 2**30
 
@@ -95,7 +96,7 @@ def plan(cfg: Config, world_size: int) -> dict:
     """Numbers of a run on `world_size` GPUs. Builds on the meta device; downloads nothing.
 
     Raises:
-        ConfigError: as `build_model` and `vocabulary`.
+        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
     """
     import torch
 
@@ -104,7 +105,8 @@ def plan(cfg: Config, world_size: int) -> dict:
         model = build_model(cfg, vocab_size)
     n = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()
-    m, t, stage = cfg.model, cfg.train, cfg.engine.zero_stage
+    m, t = cfg.model, cfg.train
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
     tokens_per_step = cfg.tokens_per_step(world_size)
 
     if m.name == "fprnn":
@@ -155,6 +157,7 @@ def plan(cfg: Config, world_size: int) -> dict:
     dataset_tokens, dataset = training_data(cfg)
     return {
         "world_size": world_size,
+        "zero_stage": stage,
         "vocab_size": vocab_size,
         "parameters": n,
         "parameters_without_embedding": n - embedding,
@@ -206,7 +209,7 @@ def describe(p: dict, cfg: Config):
     for name, size in p["memory_per_gpu"].items():
         rows.append((f"memory: {name}", f"{size / GIB:,.2f} GiB"))
     rows.append(
-        (f"memory per GPU, ZeRO-{cfg.engine.zero_stage}",
+        (f"memory per GPU, ZeRO-{p['zero_stage']}",
          f"{sum(p['memory_per_gpu'].values()) / GIB:,.1f} GiB (estimate)")
     )  # fmt: skip
     for row in rows:

@@ -139,6 +139,15 @@ def test_memory_falls_with_the_zero_stage():
     assert shards[3]["weights"] == 4 * n / 4
 
 
+def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
+    by_key, by_json = tiny(), tiny()
+    by_key.engine.zero_stage = 3
+    by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
+    planned = plan(by_json, 4)
+    assert planned["memory_per_gpu"] == plan(by_key, 4)["memory_per_gpu"]
+    assert "memory per GPU, ZeRO-3" in shown(planned, by_json)
+
+
 def activations(cfg: Config) -> float:
     return plan(cfg, 1)["memory_per_gpu"]["activations"]
 
