@@ -18,21 +18,29 @@ HUB_TOKENS = {
 
 def training_data(cfg: Config) -> tuple[float | None, str]:
     """Tokens that the run can be trained on before any comes again, and where the number is from;
-    None where nothing says before the source is tokenised. Reads files of the run directory, no
-    text."""
+    None where nothing says before the source is tokenised: what the run directory holds counts only
+    if it was made of this source with this tokenizer. Reads no text."""
     d = cfg.data
     if d.source == "fineweb":
         name = f"{d.dataset} {d.name}"
         if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
             return None, f"how many {name} has is not known here"
         return total * (1 - d.val_fraction), f"about, of {name}, less validation's share"
-    from lm.data.prepare import open_corpus
+    unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
+    if not (cfg.run_dir / "tokenizer").is_dir():
+        return unknown
+    from lm.data.prepare import fingerprint, open_corpus
     from lm.data.sources import DataError
+    from lm.data.tokenizer import load_tokenizer
 
     try:
-        return open_corpus(cfg.run_dir).meta.train_tokens, f"as tokenised in {cfg.run_dir}"
-    except DataError:
-        return None, f"known once `{d.source}` is tokenised, when the run starts"
+        meta = open_corpus(cfg.run_dir).meta
+        wanted = fingerprint(d, load_tokenizer(cfg, cfg.run_dir))
+    except DataError:  # not there, or of another tokenizer
+        return unknown
+    if meta.fingerprint != wanted:
+        return unknown
+    return meta.train_tokens, f"as tokenised in {cfg.run_dir}"
 
 
 def _passes(p: dict, cfg: Config) -> str:

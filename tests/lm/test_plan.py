@@ -1,7 +1,6 @@
 """The cost of a run before it starts, against real models and a count of their products."""
 
 import io
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm import config
 from lm import plan as planning
 from lm.build import build_model
-from lm.config import Config, ConfigError, Model
+from lm.config import Config, ConfigError, Data, Model, Tokenizer
 from lm.plan import describe, plan
 
 ROOT = Path(__file__).parents[2]
@@ -250,25 +249,37 @@ def test_the_plan_says_whether_data_repeats():
     assert rows["passes over the data"].startswith("not known; after each")
 
 
-def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path):
-    cfg = tiny()
-    cfg.out_dir = str(tmp_path)
+def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, byte_tokenizer):
+    from lm.data.prepare import prepare
+    from lm.data.tokenizer import load_tokenizer
+
+    def local(**data) -> Config:
+        cfg = tiny()
+        cfg.out_dir = str(tmp_path)
+        cfg.tokenizer.name = str(byte_tokenizer)
+        cfg.data = Data(seq_len=32, **data)
+        return cfg
+
+    corpus = ROOT / "tests/data/tiny.jsonl"
+    cfg = local(source="jsonl", path=str(corpus))
     p = plan(cfg, 1)
     assert p["dataset_tokens"] is p["passes"] is None
-    assert "known once `builtin` is tokenised" in shown(p, cfg)["tokens in the data"]
-    meta = {
-        "fingerprint": "", "dtype": "uint16", "complete": True, "train_tokens": 448,
-        "train_documents": 1, "val_tokens": 3, "val_documents": 1,
-    }  # fmt: skip
-    folder = cfg.run_dir / "data"
-    folder.mkdir(parents=True)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    (folder / "train.bin").write_bytes(bytes(2 * 448))
-    (folder / "val.bin").write_bytes(bytes(2 * 3))
+    assert "known once `jsonl` is tokenised" in shown(p, cfg)["tokens in the data"]
+
+    meta = prepare(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir).meta
+    cfg.train.steps = 1 + 3 * meta.train_tokens // (3 * 2 * 32)
     p = plan(cfg, 1)
-    assert (p["tokens"], p["passes"]) == (3 * 2 * 32 * 7, 3.0)
+    assert p["dataset_tokens"] == meta.train_tokens
     said = shown(p, cfg)["passes over the data"]
-    assert said == "3.00: data repeats; after each pass its blocks come again in a new order"
+    assert said.endswith(": data repeats; after each pass its blocks come again in a new order")
+    assert 3 <= float(said.partition(":")[0]) < 3.2
+
+    others = [local(source="text", path=str(corpus)), local(source="jsonl", path=str(corpus))]
+    others[1].tokenizer = Tokenizer(vocab_size=300)
+    for other in others:
+        p = plan(other, 1)
+        assert p["dataset_tokens"] is None
+        assert "known once" in shown(p, other)["tokens in the data"]
 
 
 def test_the_plan_as_a_table():
