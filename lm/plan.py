@@ -199,8 +199,10 @@ def describe(p: dict, cfg: Config):
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
     rows = [("parameters", f"{p['parameters'] / 1e6:,.1f} M")]
     if beside := p["parameters_of_fprnn"]:
+        m = cfg.model
         share = f"{p['parameters'] / beside:.2f} of its {beside / 1e6:,.1f} M"
-        rows.append(("… beside fprnn of these sizes", share))
+        sizes = f"{m.n_layer} layers, d_model {m.d_model}, as here"
+        rows.append(("… beside fprnn", f"{share} ({sizes})"))
     rows += [
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),

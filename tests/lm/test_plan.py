@@ -220,8 +220,13 @@ def test_the_papers_baseline_has_half_of_the_parameters_and_the_matched_one_as_m
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
     p = plan(cfg, 4)
     assert p["parameters_of_fprnn"] == ours
-    assert shown(p, cfg)["… beside fprnn of these sizes"] == "0.50 of its 169.4 M"
-    assert parameters("mamba_169m") == pytest.approx(ours, rel=0.02)
+    assert shown(p, cfg)["… beside fprnn"] == (
+        "0.50 of its 169.4 M (12 layers, d_model 768, as here)"
+    )
+    matched = config.load(LM / "mamba_169m_fineweb2b.yaml")  # whose layers are more, not ours
+    p = plan(matched, 4)
+    assert p["parameters"] == pytest.approx(ours, rel=0.02)
+    assert shown(p, matched)["… beside fprnn"].endswith("M (35 layers, d_model 768, as here)")
     for name in ("fpmamba_160m", "mamba_160m", "mamba_169m"):  # what the comments say
         first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
         assert f"{parameters(name) / 1e6:.1f} M" in first
