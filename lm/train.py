@@ -268,4 +268,11 @@ def result(run_dir: Path) -> dict:
     path = Path(run_dir) / "result.json"
     if not path.exists():
         raise checkpoint.CheckpointError(f"{run_dir} has no result.json: training is unfinished")
-    return checkpoint.read_json(path, ("updates", "tokens", "validation"))
+    keys = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
+    value = checkpoint.read_json(path, keys)
+    reached = value["validation"]
+    if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
+        raise checkpoint.CheckpointError(
+            f"{path} is damaged: its validation must hold perplexity and tokens"
+        )
+    return value

@@ -194,7 +194,10 @@ def test_a_whole_export_is_loaded_quietly(capsys, small_export):
         ("model.safetensors", None, "cannot load"),
         ("config.json", "{", "is not a valid JSON file"),
         ("config.json", "[]", "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "n_layer": "two"}', "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "d_model": -5}', "cannot load"),
         ("tokenizer.json", "{", "cannot load the tokenizer of"),
+        ("tokenizer.json", "{}", "cannot load the tokenizer of"),
     ],
 )
 def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, words):
@@ -203,6 +206,14 @@ def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, w
     else:
         (copy / name).write_text(text)
     assert words in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+def test_evaluation_refuses_a_damaged_tokenizer(capsys, copy):
+    pytest.importorskip("lm_eval")
+    path = copy / "tokenizer.json"
+    path.write_text(path.read_text()[:100])
+    message = refused(capsys, "eval", copy, "--tasks", "catbabi_mini", "--limit", "1")
+    assert "cannot load the tokenizer of" in message
 
 
 def test_a_config_that_no_model_can_have(capsys, copy):
@@ -229,6 +240,33 @@ def test_a_damaged_result(capsys, tmp_path):
     for text in ("{", "[]", "{}"):
         (tmp_path / "result.json").write_text(text)
         assert "result.json is damaged" in refused(capsys, "report", tmp_path)
+
+
+def test_a_result_without_its_numbers(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    result = {"updates": 1, "tokens": 1, "training_seconds": 1, "tokens_per_s": 1}
+    for validation in ({}, [], {"perplexity": 1.0}):
+        (tmp_path / "result.json").write_text(json.dumps(result | {"validation": validation}))
+        message = refused(capsys, "report", tmp_path)
+        assert "result.json is damaged: its validation must hold perplexity" in message
+
+
+def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    scores = run / "hf" / "eval" / "results.json"
+    scores.parent.mkdir(parents=True)
+    for tasks in ([], {"a": []}, {"a": {"metrics": {"acc": {}}}}, {"a": {"metrics": {"acc": 1}}}):
+        scores.write_text(json.dumps({"tasks": tasks}))
+        assert "results.json is damaged: its tasks must hold" in refused(capsys, "report", run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"work"', '"wrok"'))
+    assert "its last record of the solver has no work" in refused(capsys, "report", run)
+
+
+def test_a_damaged_record_of_the_tokenizer(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "tokenizer" / "made_from.json").write_text("{")
+    assert "made_from.json is damaged" in refused(capsys, "export", run, tmp_path / "out")
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_path):
