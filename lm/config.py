@@ -47,6 +47,8 @@ class Section(BaseModel):
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
+# Far above what a machine holds, and far below what no tensor can have.
+Size = Annotated[int, Field(gt=0, le=65_536)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -65,25 +67,25 @@ class Model(Section):
         "gated_deltanet", "deltaproduct", "gated_deltaproduct",
     ] = "fprnn"  # fmt: skip
     vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
-    d_model: int = Field(768, gt=0)
-    n_layer: int = Field(12, gt=0)
-    d_state: int = Field(16, gt=0)
-    expand: int = Field(2, gt=0)
-    dt_rank: PositiveInt | Literal["auto"] = "auto"
-    d_conv: int = Field(4, gt=0)
+    d_model: Size = 768
+    n_layer: int = Field(12, gt=0, le=10_000)
+    d_state: Size = 16
+    expand: Size = 2
+    dt_rank: Size | Literal["auto"] = "auto"
+    d_conv: Size = 4
     norm_epsilon: float = Field(1e-5, gt=0)
     rms_norm: bool = True
     residual_in_fp32: bool = True
     tie_embeddings: bool = True
     bias: bool = False
     block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
-    headdim: int = Field(64, gt=0)  # of fp_mamba2
-    ngroups: int = Field(1, gt=0)
+    headdim: Size = 64  # of fp_mamba2
+    ngroups: Size = 1
     mixer: Literal[
         "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense"
     ] = "householder"
-    mixer_rank: int = Field(1, gt=0)
-    mixer_proj_rank: int | None = Field(None, gt=0)
+    mixer_rank: Size = 1
+    mixer_proj_rank: Size | None = None
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
     eigen_range: Literal["signed", "positive"] = "signed"
     kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
@@ -124,10 +126,10 @@ class Model(Section):
     agreement_reg: float = Field(0.0, ge=0)
     gradient_checkpointing: bool = False
     # Of the baselines alone (lm.baselines.FIELDS).
-    n_heads: PositiveInt | Literal["auto"] = "auto"  # auto: as many of headdim as fit
-    d_ff: PositiveInt | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
+    n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
+    d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
     position: Literal["rope", "nope", "alibi"] = "rope"
-    n_householder: int = Field(2, gt=0)
+    n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     backend: Literal["auto", "plain", "fla"] = "auto"
 
@@ -190,7 +192,7 @@ class Train(Section):
     grad_accum_steps: int = Field(1, gt=0)
     world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
-    threads: int | None = Field(None, gt=0)  # CPU threads per rank; null: torch's choice
+    threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
 
 
 class Engine(Section):
@@ -199,7 +201,7 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0)  # a collective that takes longer is an error
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
 
 
 class Checkpoint(Section):

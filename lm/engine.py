@@ -22,6 +22,8 @@ import torch.distributed as torch_dist
 from lm.config import Config, ConfigError, Optim
 from lm.errors import UserError
 
+MOST_RANKS = 1_000_000
+
 
 class TrainingError(UserError, RuntimeError):
     """Training cannot go on; the message says at which step and what is left."""
@@ -110,15 +112,46 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
 
 
+def launched() -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
+    and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
+
+    Raises:
+        ConfigError: one of them is no such number, or RANK is there without WORLD_SIZE.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
+            " one process"
+        )
+    world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank = _from_environment("RANK", 0, 0, world - 1)
+    return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
+
+
+def _from_environment(name: str, default: int, least: int, most: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise ConfigError(
+            f"{name} is {text!r} in the environment: it must be a whole number from {least} to"
+            f" {most}, as a launcher sets it; without a launcher unset it"
+        )
+    return value
+
+
 def start(cfg: Config) -> Ranks:
     """Join the process group; alone when no launcher has set RANK. Also fixes seed and threads."""
     on_gpu = torch.cuda.is_available()
+    launched()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world, local_rank = launched()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
     deepspeed = _import_deepspeed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import platform
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
 from lm.errors import require
 from lm.metrics import Throughput, Writer, fixed_point_metrics
+
+WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def environment(ranks) -> dict:
@@ -55,7 +58,7 @@ def check(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
-        ConfigError, CheckpointError: as `check_config`.
+        ConfigError, CheckpointError: as `check_config`; a WANDB_MODE that wandb does not know.
         MissingPackageError: something that the config asks for is not installed.
     """
     check_config(cfg, world_size)
@@ -67,6 +70,9 @@ def check(cfg: Config, world_size: int) -> None:
     ]:
         if wanted:
             require(package, key)
+    mode = os.environ.get("WANDB_MODE")
+    if cfg.log.wandb and mode and mode not in WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:

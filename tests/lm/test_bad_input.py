@@ -151,6 +151,49 @@ def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
     assert words in refused(capsys, *dry_run(*overrides))
 
 
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        (
+            {"WORLD_SIZE": "abc"},
+            "WORLD_SIZE is 'abc' in the environment: it must be a whole number",
+        ),
+        ({"WORLD_SIZE": "0"}, "from 1 to 1000000"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"RANK": "0"}, "the environment has RANK but no WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2' in the environment: it must be a whole"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+    ],
+)
+def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert words in refused(capsys, *dry_run())
+    assert words in refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"],
+)
+def test_sizes_that_no_machine_has(capsys, override):
+    assert "it must be a whole number above 0 and at most" in refused(capsys, *dry_run(override))
+
+
+def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
+    from lm.train import check
+
+    monkeypatch.setattr("lm.train.require", lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
+        check(tiny("log.wandb=true"), 1)
+    check(tiny(), 1)
+
+
 def test_a_sweep_needs_an_index(capsys, tmp_path):
     path = str(ROOT / "configs/lm/sweep_mixers.yaml")
     for more in ([], ["--dry-run"]):

@@ -127,8 +127,8 @@ def test_every_error_is_named_at_once():
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
         ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 or auto"]),
-        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "above 0 or auto"]),
-        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "above 0 or null"]),
+        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "at most 65536 or auto"]),
+        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "65536 or null"]),
         ({"model": {"quantile": 1.1}}, ["`model.quantile` is 1.1", "at least 0 and at most 1"]),
         ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "above 0 and below 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
