@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -138,7 +139,7 @@ class Tokenizer(Section):
     """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with
     the run; anything else is a HuggingFace tokenizer, by hub name or folder."""
 
-    name: str = "bpe"
+    name: str = Field("bpe", min_length=1)
     vocab_size: int = Field(4096, gt=257)
     train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
 
@@ -235,6 +236,15 @@ class Run(Section):
     @classmethod
     def _model_by_name(cls, value):
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("out_dir")
+    @classmethod
+    def _home_of_out_dir(cls, value):
+        """A shell that does not see ~ at the beginning of a word leaves it to us."""
+        place = os.path.expanduser(value)
+        if place.startswith("~"):
+            raise ValueError(f"`{value}` begins with ~, and there is no such user: give the folder")
+        return place
 
     @field_validator("name")
     @classmethod
@@ -380,6 +390,8 @@ def load(
 
 def refuse_sweep(cfg: Run, where: str | Path) -> None:
     """Raises ConfigError for a config that stands for the many runs of a grid, not for one."""
+    if empty := [key for key, values in cfg.sweep.items() if not values]:
+        raise ConfigError(f"{where}: sweep.{empty[0]} must be a non-empty list")
     if cfg.sweep:
         last = math.prod(len(values) for values in cfg.sweep.values()) - 1
         raise ConfigError(

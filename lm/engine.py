@@ -286,6 +286,25 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     return merged
 
 
+def check_contraction(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where `log.contraction` has no blocks to look into.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if not cfg.log.contraction:
+        return
+    if cfg.model.name != "fprnn":
+        raise ConfigError(
+            f"log.contraction is for model.name fprnn: {cfg.model.name} has no fixed point"
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
+            " zero_stage 0, 1 or 2 with it"
+        )
+
+
 class Engine:
     """A model under DeepSpeed: one `step` is one update, over grad_accum_steps micro-batches."""
 
@@ -297,11 +316,6 @@ class Engine:
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         self.losses_only = cfg.model.name == "fprnn"
-        if cfg.log.contraction and (self.zero_stage == 3 or not self.losses_only):
-            raise ConfigError(
-                "log.contraction looks inside the blocks of model.name fprnn, which ZeRO-3 has"
-                " partitioned away: use zero_stage 0, 1 or 2 with it"
-            )
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.zero_stage == 3 and cfg.model.name == "fprnn":

@@ -14,7 +14,9 @@ from lm import engine as ds
 from lm.build import build_model, check_section, missing_kernels, vocabulary
 from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
+from lm.data.sources import SUFFIXES, source_files
 from lm.errors import require
+from lm.kernels import asked
 from lm.metrics import Throughput, Writer, fixed_point_metrics
 
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
@@ -44,21 +46,33 @@ def check_config(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
 
     Raises:
-        ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
-            cannot be used.
+        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
         CheckpointError: no checkpoint of the name that `resume` gives.
+        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
+    wanted = cfg.train.world_size
+    if wanted and wanted != world_size:
+        raise ConfigError(
+            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
+            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
+            " train.grad_accum_steps to keep the global batch"
+        )
+    asked()
     check_warmup(cfg)
     checkpoint.check_resume(cfg.resume)
-    ds.deepspeed_config(cfg, world_size)
+    ds.check_contraction(cfg, ds.deepspeed_config(cfg, world_size))
     check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    if cfg.data.path is not None and cfg.data.source in SUFFIXES:
+        source_files(cfg.data)
 
 
 def check(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
-        ConfigError, CheckpointError: as `check_config`; a WANDB_MODE that wandb does not know.
+        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; a WANDB_MODE that
+            wandb does not know.
         MissingPackageError: something that the config asks for is not installed.
     """
     check_config(cfg, world_size)
@@ -94,13 +108,6 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
     from lm.data.ngram import ngram_baselines
     from lm.data.tokenizer import load_tokenizer
 
-    wanted = cfg.train.world_size
-    if wanted and wanted != ranks.world_size:
-        raise ConfigError(
-            f"train.world_size is {wanted} but {ranks.world_size} process(es) were started: launch"
-            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.grad_accum_steps to keep the global batch"
-        )
     check(cfg, ranks.world_size)
     run_dir = cfg.run_dir
     ranks.first(checkpoint.claim, cfg, overwrite, say)

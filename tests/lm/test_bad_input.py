@@ -138,6 +138,15 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
             ["optim.warmup=50", "train.steps=8"],
             "optim.warmup is 50 updates, and train.steps is only 8",
         ),
+        (
+            ["data.source=text", "data.path=/nonexist"],
+            "data.path /nonexist: no such file or folder",
+        ),
+        (["model=mamba", "log.contraction=true"], "log.contraction is for model.name fprnn: mamba"),
+        (
+            ["log.contraction=true", "engine.deepspeed={zero_optimization: {stage: 3}}"],
+            "use zero_stage 0, 1 or 2 with it",
+        ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
     ],
@@ -210,6 +219,19 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
     assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
 
 
+def test_kernels_that_we_do_not_have(capsys, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "nope")
+    assert "FPRNN_KERNELS is `nope`: it must be auto, plain or one of" in refused(
+        capsys, *dry_run()
+    )
+
+
+def test_a_sweep_over_nothing(capsys):
+    assert refused(capsys, *dry_run("sweep={model.mixer: []}")) == (
+        f"{TINY}: sweep.model.mixer must be a non-empty list"
+    )
+
+
 def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
@@ -222,6 +244,8 @@ def test_gpus_are_those_of_a_plan(capsys, tmp_path):
     message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
     assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
     assert not (tmp_path / "runs").exists()
+    message = refused(capsys, *dry_run("--gpus", 2, "train.world_size=4"))
+    assert message.startswith("train.world_size is 4 but 2 process(es) were asked for: launch 4")
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])

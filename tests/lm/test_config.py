@@ -141,6 +141,8 @@ def test_every_error_is_named_at_once():
         ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "above 0"]),
         ({"name": ""}, ["`name` is ''", "not empty"]),
         ({"out_dir": ""}, ["`out_dir` is ''", "not empty"]),
+        ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
+        ({"tokenizer": {"name": ""}}, ["`tokenizer.name` is ''", "not empty"]),
         *(
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
             for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
@@ -155,6 +157,11 @@ def test_every_error_is_named_at_once():
 def test_a_bad_value_is_refused_in_a_sentence(tree, words):
     message = refused(tree)
     assert [w for w in words if w not in message] == [], message
+
+
+def test_out_dir_may_lie_in_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert str(config.build({"out_dir": "~/x"}).run_dir) == "/somewhere/x/run"
 
 
 def test_assignment_is_validated_too():
