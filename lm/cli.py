@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from lm.arguments import SEED, Number, Whole, counts, names
@@ -33,14 +32,15 @@ def _train(args) -> int:
             f" {args.gpus} --module lm train …`"
         )
     if args.dry_run:
-        from lm.checkpoint import check_resume
         from lm.console import say
-        from lm.engine import deepspeed_config
+        from lm.engine import launched
+        from lm.outputs import check_folder
         from lm.plan import describe, plan
+        from lm.train import check_config
 
-        gpus = args.gpus or cfg.train.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-        check_resume(cfg.resume)
-        deepspeed_config(cfg, gpus)
+        gpus = args.gpus or cfg.train.world_size or launched()[1]
+        check_config(cfg, gpus)
+        check_folder(cfg.run_dir)
         planned = describe(plan(cfg, gpus), cfg)
         say(cfg.to_yaml())
         say(planned)
@@ -201,7 +201,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
     c.add_argument(
-        "--gpus", type=Whole(), metavar="N", help="GPUs that a --dry-run plans for, at least 1"
+        "--gpus",
+        type=Whole(1, 1_000_000),
+        metavar="N",
+        help="GPUs that a --dry-run plans for, at least 1",
     )
     c.add_argument(
         "--job-index", type=Whole(0), metavar="I",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -47,6 +48,8 @@ class Section(BaseModel):
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
+# Far above what a machine holds, and far below what no tensor can have.
+Size = Annotated[int, Field(gt=0, le=65_536)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -65,25 +68,25 @@ class Model(Section):
         "gated_deltanet", "deltaproduct", "gated_deltaproduct",
     ] = "fprnn"  # fmt: skip
     vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
-    d_model: int = Field(768, gt=0)
-    n_layer: int = Field(12, gt=0)
-    d_state: int = Field(16, gt=0)
-    expand: int = Field(2, gt=0)
-    dt_rank: PositiveInt | Literal["auto"] = "auto"
-    d_conv: int = Field(4, gt=0)
+    d_model: Size = 768
+    n_layer: int = Field(12, gt=0, le=10_000)
+    d_state: Size = 16
+    expand: Size = 2
+    dt_rank: Size | Literal["auto"] = "auto"
+    d_conv: Size = 4
     norm_epsilon: float = Field(1e-5, gt=0)
     rms_norm: bool = True
     residual_in_fp32: bool = True
     tie_embeddings: bool = True
     bias: bool = False
     block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
-    headdim: int = Field(64, gt=0)  # of fp_mamba2
-    ngroups: int = Field(1, gt=0)
+    headdim: Size = 64  # of fp_mamba2
+    ngroups: Size = 1
     mixer: Literal[
         "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense"
     ] = "householder"
-    mixer_rank: int = Field(1, gt=0)
-    mixer_proj_rank: int | None = Field(None, gt=0)
+    mixer_rank: Size = 1
+    mixer_proj_rank: Size | None = None
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
     eigen_range: Literal["signed", "positive"] = "signed"
     kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
@@ -124,10 +127,10 @@ class Model(Section):
     agreement_reg: float = Field(0.0, ge=0)
     gradient_checkpointing: bool = False
     # Of the baselines alone (lm.baselines.FIELDS).
-    n_heads: PositiveInt | Literal["auto"] = "auto"  # auto: as many of headdim as fit
-    d_ff: PositiveInt | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
+    n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
+    d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
     position: Literal["rope", "nope", "alibi"] = "rope"
-    n_householder: int = Field(2, gt=0)
+    n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     backend: Literal["auto", "plain", "fla"] = "auto"
 
@@ -136,7 +139,7 @@ class Tokenizer(Section):
     """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with
     the run; anything else is a HuggingFace tokenizer, by hub name or folder."""
 
-    name: str = "bpe"
+    name: str = Field("bpe", min_length=1)
     vocab_size: int = Field(4096, gt=257)
     train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
 
@@ -175,16 +178,6 @@ class Optim(Section):
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
 
-    @field_validator("warmup")
-    @classmethod
-    def _whole_updates(cls, value):
-        if value > 1 and value != int(value):
-            raise ValueError(
-                f"{value:g} updates cannot be: below 1 it is a fraction of all updates, else a"
-                " whole number of them"
-            )
-        return value
-
     @model_validator(mode="after")
     def _floor_below_peak(self):
         if self.min_lr > self.lr:
@@ -200,7 +193,7 @@ class Train(Section):
     grad_accum_steps: int = Field(1, gt=0)
     world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
-    threads: int | None = Field(None, gt=0)  # CPU threads per rank; null: torch's choice
+    threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
 
 
 class Engine(Section):
@@ -209,7 +202,7 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0)  # a collective that takes longer is an error
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
 
 
 class Checkpoint(Section):
@@ -244,6 +237,15 @@ class Run(Section):
     def _model_by_name(cls, value):
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator("out_dir")
+    @classmethod
+    def _home_of_out_dir(cls, value):
+        """A shell that does not see ~ at the beginning of a word leaves it to us."""
+        place = os.path.expanduser(value)
+        if place.startswith("~"):
+            raise ValueError(f"`{value}` begins with ~, and there is no such user: give the folder")
+        return place
+
     @field_validator("name")
     @classmethod
     def _name_below_out_dir(cls, value):
@@ -268,11 +270,22 @@ class Run(Section):
 
 
 def check_warmup(cfg) -> None:
-    """Raises ValueError when a run's warm-up is longer than the run."""
-    if cfg.optim.warmup > cfg.train.steps:
-        raise ValueError(
-            f"optim.warmup is {cfg.optim.warmup:g} updates, and train.steps is only"
-            f" {cfg.train.steps}: the learning rate would never reach optim.lr"
+    """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
+    before this was checked are still read.
+
+    Raises:
+        ConfigError: it is longer than the run, or no whole number of updates.
+    """
+    warmup = cfg.optim.warmup
+    if warmup > 1 and warmup != int(warmup):
+        raise ConfigError(
+            f"optim.warmup: {warmup:g} updates cannot be: below 1 it is a fraction of all updates,"
+            " else a whole number of them"
+        )
+    if warmup > cfg.train.steps:
+        raise ConfigError(
+            f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
+            " learning rate would never reach optim.lr"
         )
 
 
@@ -289,11 +302,6 @@ class Config(Run):
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     eval: Eval = Eval()
-
-    @model_validator(mode="after")
-    def _warmup_within_training(self):
-        check_warmup(self)
-        return self
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
@@ -382,6 +390,8 @@ def load(
 
 def refuse_sweep(cfg: Run, where: str | Path) -> None:
     """Raises ConfigError for a config that stands for the many runs of a grid, not for one."""
+    if empty := [key for key, values in cfg.sweep.items() if not values]:
+        raise ConfigError(f"{where}: sweep.{empty[0]} must be a non-empty list")
     if cfg.sweep:
         last = math.prod(len(values) for values in cfg.sweep.values()) - 1
         raise ConfigError(
@@ -408,7 +418,7 @@ def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> li
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
-        build(candidate, where, schema)
+        check_warmup(build(candidate, where, schema))
     return points
 
 

@@ -22,6 +22,8 @@ import torch.distributed as torch_dist
 from lm.config import Config, ConfigError, Optim
 from lm.errors import UserError
 
+MOST_RANKS = 1_000_000
+
 
 class TrainingError(UserError, RuntimeError):
     """Training cannot go on; the message says at which step and what is left."""
@@ -110,15 +112,46 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
 
 
+def launched() -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
+    and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
+
+    Raises:
+        ConfigError: one of them is no such number, or RANK is there without WORLD_SIZE.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
+            " one process"
+        )
+    world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank = _from_environment("RANK", 0, 0, world - 1)
+    return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
+
+
+def _from_environment(name: str, default: int, least: int, most: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise ConfigError(
+            f"{name} is {text!r} in the environment: it must be a whole number from {least} to"
+            f" {most}, as a launcher sets it; without a launcher unset it"
+        )
+    return value
+
+
 def start(cfg: Config) -> Ranks:
     """Join the process group; alone when no launcher has set RANK. Also fixes seed and threads."""
     on_gpu = torch.cuda.is_available()
+    launched()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world, local_rank = launched()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
     deepspeed = _import_deepspeed()
@@ -193,7 +226,8 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
 
     Raises:
-        ConfigError: engine.deepspeed names a file that is missing or is not JSON.
+        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
+            what the config decides otherwise or DeepSpeed cannot take.
     """
     t = cfg.train
     config = {
@@ -215,9 +249,13 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     over = cfg.engine.deepspeed
     if isinstance(over, str):
         try:
-            over = json.loads(Path(over).read_text())
-        except (OSError, json.JSONDecodeError) as e:
+            over = json.loads(Path(over).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
             raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
+        if not isinstance(over, dict):
+            raise ConfigError(
+                f"engine.deepspeed: {cfg.engine.deepspeed} must hold a mapping of keys to values"
+            )
     merged = _merge(config, over or {})
     for key in (
         "train_micro_batch_size_per_gpu",
@@ -229,12 +267,42 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
                 " set train.micro_batch_size and train.grad_accum_steps instead"
             )
+    zero = merged["zero_optimization"]
+    if not isinstance(zero, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
+            " {zero_optimization: {stage: 3}}"
+        )
+    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
+        raise ConfigError(
+            f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
+            " one of 0, 1, 2, 3"
+        )
     if '"auto"' in json.dumps(merged):
         raise ConfigError(
             'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
             " numbers, or leave the key out"
         )
     return merged
+
+
+def check_contraction(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where `log.contraction` has no blocks to look into.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if not cfg.log.contraction:
+        return
+    if cfg.model.name != "fprnn":
+        raise ConfigError(
+            f"log.contraction is for model.name fprnn: {cfg.model.name} has no fixed point"
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
+            " zero_stage 0, 1 or 2 with it"
+        )
 
 
 class Engine:
@@ -248,11 +316,6 @@ class Engine:
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         self.losses_only = cfg.model.name == "fprnn"
-        if cfg.log.contraction and (self.zero_stage == 3 or not self.losses_only):
-            raise ConfigError(
-                "log.contraction looks inside the blocks of model.name fprnn, which ZeRO-3 has"
-                " partitioned away: use zero_stage 0, 1 or 2 with it"
-            )
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.zero_stage == 3 and cfg.model.name == "fprnn":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import lm
 from lm.errors import UserError, missing_package
-from lm.exported import load_model
+from lm.exported import load_model, load_tokenizer
 from lm.outputs import check_file, writing
 from lm.tasks import TASKS_DIR
 
@@ -79,6 +79,7 @@ def evaluate(
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         manager, selected = _load_tasks(tasks, include_path)
+        load_tokenizer(checkpoint)
         load_model(checkpoint)  # lm-eval would go on with random weights in place of missing ones
         raw = lm_eval.simple_evaluate(
             model="hf",

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lm.errors import UserError
-from lm.outputs import check_folder
+from lm.outputs import check_folder, writing
 
 
 class ExportError(UserError, RuntimeError):
@@ -116,8 +116,11 @@ def _map_auto_classes(model) -> None:
 
 def _refuse_if_other(out: Path) -> None:
     """Also refuses a place that cannot be written, before there is anything to write."""
-    if out.is_file():
+    with writing(out):
+        is_file = out.is_file()
+        other = out.is_dir() and not (out / "config.json").is_file() and any(out.iterdir())
+    if is_file:
         raise ExportError(f"{out} is a file: an export is a folder")
-    if out.exists() and not (out / "config.json").is_file() and any(out.iterdir()):
+    if other:
         raise ExportError(f"{out} is not empty and holds no earlier export: choose another folder")
     check_folder(out)

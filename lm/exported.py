@@ -1,4 +1,4 @@
-"""The model of an exported directory, whole or refused: transformers makes up what is missing."""
+"""Model and tokenizer of an exported directory, whole or refused, where transformers makes up."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def load_model(path: Path | str):
         raise LoadError(
             f"the weights in {path} are cut short or damaged ({e}): export the run again"
         ) from None
-    except (OSError, ValueError) as e:  # ValueError: a model that nobody knows
-        raise LoadError(f"cannot load {path}: {str(e).strip().splitlines()[0]}") from None
+    # ValueError: a model that nobody knows; the others: a config.json that no model can have.
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
+        raise LoadError(f"cannot load {path}: {_reason(e)}") from None
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -57,6 +58,30 @@ def load_model(path: Path | str):
             " export the run again"
         )
     return model
+
+
+def load_tokenizer(path: Path | str):
+    """The tokenizer of an exported directory, or of a name on the hub.
+
+    Raises:
+        LoadError: it is not there, or damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    except ImportError:  # a package is missing, which has a sentence of its own
+        raise
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        raise LoadError(f"cannot load the tokenizer of {path}: {_reason(e)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what a loader says; where that may be a bare key, with the error's name."""
+    lines = str(error).strip().splitlines() or ["no reason given"]
+    if isinstance(error, OSError | ValueError):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _misshapen(mismatched) -> list[str]:

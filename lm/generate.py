@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from lm.errors import UserError
-from lm.exported import load_model
+from lm.exported import load_model, load_tokenizer
 
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
@@ -22,7 +22,6 @@ def load_exported(path: Path | str):
         GenerationError: there is no such export. LoadError: it is damaged.
     """
     import torch
-    from transformers import AutoTokenizer
 
     name = str(path)
     looks_local = Path(path).is_dir() or name.count("/") != 1 or name.startswith(("/", ".", "~"))
@@ -35,11 +34,7 @@ def load_exported(path: Path | str):
             " `fprnn import-reference` with --tokenizer"
         )
     model = load_model(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    except (OSError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0]
-        raise GenerationError(f"cannot load the tokenizer of {path}: {reason}") from None
+    tokenizer = load_tokenizer(path)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

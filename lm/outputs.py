@@ -35,22 +35,24 @@ def check_folder(path: Path | str) -> None:
     """
     path = Path(path)
     new = []  # innermost first
-    for place in (path, *path.parents):
-        if place.exists():
-            break
-        new.append(place)
-    if not place.is_dir():
+    with writing(path):
+        for place in (path, *path.parents):
+            if place.exists():
+                break
+            new.append(place)
+        blocked = not place.is_dir()
+    if blocked:
         what = "it" if place == path else str(place)
         raise OutputError(f"{path} cannot be a folder to write to: {what} is a file")
-    try:
-        with writing(path):
+    with writing(path):
+        try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-    finally:
-        for place in new:
-            if place.exists():
-                place.rmdir()
+        finally:
+            for place in new:
+                with contextlib.suppress(OSError):  # never made, or filled by another meanwhile
+                    place.rmdir()
 
 
 def check_file(path: Path | str) -> None:
@@ -60,9 +62,12 @@ def check_file(path: Path | str) -> None:
         OutputError: it cannot.
     """
     path = Path(path)
-    if path.is_dir():
+    with writing(path):
+        is_folder = path.is_dir()
+    if is_folder:
         raise OutputError(f"{path} is a folder: name a file in it")
     check_folder(path.parent)
-    if path.exists():
-        with writing(path), path.open("ab"):
-            pass
+    with writing(path):
+        if path.exists():
+            with path.open("ab"):
+                pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lm.build import build_model, vocabulary
 from lm.config import Config
+from lm.engine import deepspeed_config
 
 GIB = 2**30
 
@@ -17,21 +18,29 @@ HUB_TOKENS = {
 
 def training_data(cfg: Config) -> tuple[float | None, str]:
     """Tokens that the run can be trained on before any comes again, and where the number is from;
-    None where nothing says before the source is tokenised. Reads files of the run directory, no
-    text."""
+    None where nothing says before the source is tokenised: what the run directory holds counts only
+    if it was made of this source with this tokenizer. Reads no text."""
     d = cfg.data
     if d.source == "fineweb":
         name = f"{d.dataset} {d.name}"
         if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
             return None, f"how many {name} has is not known here"
         return total * (1 - d.val_fraction), f"about, of {name}, less validation's share"
-    from lm.data.prepare import open_corpus
+    unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
+    if not (cfg.run_dir / "tokenizer").is_dir():
+        return unknown
+    from lm.data.prepare import fingerprint, open_corpus
     from lm.data.sources import DataError
+    from lm.data.tokenizer import load_tokenizer
 
     try:
-        return open_corpus(cfg.run_dir).meta.train_tokens, f"as tokenised in {cfg.run_dir}"
-    except DataError:
-        return None, f"known once `{d.source}` is tokenised, when the run starts"
+        meta = open_corpus(cfg.run_dir).meta
+        wanted = fingerprint(d, load_tokenizer(cfg, cfg.run_dir))
+    except DataError:  # not there, or of another tokenizer
+        return unknown
+    if meta.fingerprint != wanted:
+        return unknown
+    return meta.train_tokens, f"as tokenised in {cfg.run_dir}"
 
 
 def _passes(p: dict, cfg: Config) -> str:
@@ -95,7 +104,7 @@ def plan(cfg: Config, world_size: int) -> dict:
     """Numbers of a run on `world_size` GPUs. Builds on the meta device; downloads nothing.
 
     Raises:
-        ConfigError: as `build_model` and `vocabulary`.
+        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
     """
     import torch
 
@@ -104,7 +113,8 @@ def plan(cfg: Config, world_size: int) -> dict:
         model = build_model(cfg, vocab_size)
     n = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()
-    m, t, stage = cfg.model, cfg.train, cfg.engine.zero_stage
+    m, t = cfg.model, cfg.train
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
     tokens_per_step = cfg.tokens_per_step(world_size)
 
     if m.name == "fprnn":
@@ -155,6 +165,7 @@ def plan(cfg: Config, world_size: int) -> dict:
     dataset_tokens, dataset = training_data(cfg)
     return {
         "world_size": world_size,
+        "zero_stage": stage,
         "vocab_size": vocab_size,
         "parameters": n,
         "parameters_without_embedding": n - embedding,
@@ -188,8 +199,10 @@ def describe(p: dict, cfg: Config):
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
     rows = [("parameters", f"{p['parameters'] / 1e6:,.1f} M")]
     if beside := p["parameters_of_fprnn"]:
+        m = cfg.model
         share = f"{p['parameters'] / beside:.2f} of its {beside / 1e6:,.1f} M"
-        rows.append(("… beside fprnn of these sizes", share))
+        sizes = f"{m.n_layer} layers, d_model {m.d_model}, as here"
+        rows.append(("… beside fprnn", f"{share} ({sizes})"))
     rows += [
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),
@@ -206,7 +219,7 @@ def describe(p: dict, cfg: Config):
     for name, size in p["memory_per_gpu"].items():
         rows.append((f"memory: {name}", f"{size / GIB:,.2f} GiB"))
     rows.append(
-        (f"memory per GPU, ZeRO-{cfg.engine.zero_stage}",
+        (f"memory per GPU, ZeRO-{p['zero_stage']}",
          f"{sum(p['memory_per_gpu'].values()) / GIB:,.1f} GiB (estimate)")
     )  # fmt: skip
     for row in rows:

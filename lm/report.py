@@ -16,7 +16,7 @@ def summarise(run_dir: Path) -> dict:
     """Draw the figures, gather the numbers of a finished run and write `summary.json`.
 
     Raises:
-        CheckpointError: there is no such run, or it has not finished.
+        CheckpointError: there is no such run, it has not finished, or a file of it is damaged.
         PlotError: its metrics are gone. OutputError: nothing can be written there.
     """
     run_dir = Path(run_dir)
@@ -28,10 +28,15 @@ def summarise(run_dir: Path) -> dict:
     solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
     if solved:
         keys = ("num_iters", "work", "hit_max", "not_converged", "tokens_not_converged", "residual")
+        if absent := [k for k in keys if k not in solved[-1]]:
+            raise CheckpointError(
+                f"{run_dir / 'metrics.jsonl'} is damaged: its last record of the solver has no"
+                f" {', '.join(absent)}"
+            )
         summary["fixed_point"] = {k: solved[-1][k] for k in keys}
     scores = run_dir / "hf" / "eval" / "results.json"
     if scores.exists():
-        summary["evaluation"] = read_json(scores, ("tasks",))["tasks"]
+        summary["evaluation"] = _evaluation(scores)
     paths = {
         "metrics": run_dir / "metrics.jsonl",
         "checkpoint": newest(run_dir),
@@ -45,6 +50,24 @@ def summarise(run_dir: Path) -> dict:
     write_json(run_dir / "summary.json", summary)
     summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
     return summary
+
+
+def _evaluation(path: Path) -> dict:
+    """What `fprnn eval` found: {task: {"metrics": {name: {"value", …}}, …}}.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    tasks = read_json(path, ("tasks",))["tasks"]
+    try:
+        for task in tasks.values():
+            for metric in task["metrics"].values():
+                metric["value"]
+    except (AttributeError, LookupError, TypeError):
+        raise CheckpointError(
+            f"{path} is damaged: its tasks must hold metrics, and each metric its value"
+        ) from None
+    return tasks
 
 
 def table(summary: dict, title: str):

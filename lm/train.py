@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import platform
 import time
 from pathlib import Path
@@ -11,10 +12,14 @@ from pathlib import Path
 from lm import checkpoint
 from lm import engine as ds
 from lm.build import build_model, check_section, missing_kernels, vocabulary
-from lm.config import Config, ConfigError
+from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
+from lm.data.sources import SUFFIXES, source_files
 from lm.errors import require
+from lm.kernels import asked
 from lm.metrics import Throughput, Writer, fixed_point_metrics
+
+WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def environment(ranks) -> dict:
@@ -37,17 +42,40 @@ def environment(ranks) -> dict:
     }
 
 
+def check_config(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
+
+    Raises:
+        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
+        CheckpointError: no checkpoint of the name that `resume` gives.
+        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
+    """
+    wanted = cfg.train.world_size
+    if wanted and wanted != world_size:
+        raise ConfigError(
+            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
+            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
+            " train.grad_accum_steps to keep the global batch"
+        )
+    asked()
+    check_warmup(cfg)
+    checkpoint.check_resume(cfg.resume)
+    ds.check_contraction(cfg, ds.deepspeed_config(cfg, world_size))
+    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    if cfg.data.path is not None and cfg.data.source in SUFFIXES:
+        source_files(cfg.data)
+
+
 def check(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
-        ConfigError: sizes that do not go together, a DeepSpeed JSON that cannot be used.
-        CheckpointError: no checkpoint of the name that `resume` gives.
+        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; a WANDB_MODE that
+            wandb does not know.
         MissingPackageError: something that the config asks for is not installed.
     """
-    checkpoint.check_resume(cfg.resume)
-    ds.deepspeed_config(cfg, world_size)
-    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    check_config(cfg, world_size)
     for package, key, wanted in [
         ("wandb", "log.wandb", cfg.log.wandb),
         ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
@@ -56,6 +84,9 @@ def check(cfg: Config, world_size: int) -> None:
     ]:
         if wanted:
             require(package, key)
+    mode = os.environ.get("WANDB_MODE")
+    if cfg.log.wandb and mode and mode not in WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -77,13 +108,6 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
     from lm.data.ngram import ngram_baselines
     from lm.data.tokenizer import load_tokenizer
 
-    wanted = cfg.train.world_size
-    if wanted and wanted != ranks.world_size:
-        raise ConfigError(
-            f"train.world_size is {wanted} but {ranks.world_size} process(es) were started: launch"
-            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.grad_accum_steps to keep the global batch"
-        )
     check(cfg, ranks.world_size)
     run_dir = cfg.run_dir
     ranks.first(checkpoint.claim, cfg, overwrite, say)
@@ -257,4 +281,11 @@ def result(run_dir: Path) -> dict:
     path = Path(run_dir) / "result.json"
     if not path.exists():
         raise checkpoint.CheckpointError(f"{run_dir} has no result.json: training is unfinished")
-    return checkpoint.read_json(path, ("updates", "tokens", "validation"))
+    keys = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
+    value = checkpoint.read_json(path, keys)
+    reached = value["validation"]
+    if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
+        raise checkpoint.CheckpointError(
+            f"{path} is damaged: its validation must hold perplexity and tokens"
+        )
+    return value

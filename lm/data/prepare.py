@@ -63,10 +63,10 @@ def prepare(
         DataError: unreadable or empty source, no validation document, fewer tokens than a block.
     """
     folder = Path(run_dir) / "data"
-    fingerprint = _fingerprint(cfg.data, tokenizer)
+    wanted = fingerprint(cfg.data, tokenizer)
     meta = _read_meta(folder)
-    if meta is None or meta.fingerprint != fingerprint or not _whole(folder, meta):
-        meta = _tokenise(cfg.data, tokenizer, folder, fingerprint, progress)
+    if meta is None or meta.fingerprint != wanted or not _whole(folder, meta):
+        meta = _tokenise(cfg.data, tokenizer, folder, wanted, progress)
     _check(meta, cfg.data)
     return open_corpus(run_dir)
 
@@ -142,7 +142,7 @@ def _check(meta: Meta, data: Data) -> None:
         )
 
 
-def _fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
+def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     """Changes when the tokens would: source, files (size and time), split, tokenizer."""
     keys = {"source", "text_field", "val_fraction", "leading_eos"}
     parts = {key: getattr(data, key) for key in keys}

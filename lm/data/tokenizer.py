@@ -36,7 +36,10 @@ def load_tokenizer(
     folder, wanted = Path(run_dir) / "tokenizer", _wanted(cfg)
     if folder.is_dir():
         record = folder / RECORD
-        made_from = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else wanted
+        try:
+            made_from = json.loads(record.read_text("utf-8")) if record.is_file() else wanted
+        except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
+            raise DataError(f"{record} is damaged: it is not JSON ({e})") from None
         if made_from != wanted:
             raise DataError(
                 f"{folder} was made from {made_from}, but the config asks for {wanted}; "

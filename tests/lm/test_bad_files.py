@@ -14,6 +14,7 @@ from lm.exported import LoadError, load_model
 from lm.outputs import OutputError, check_file, check_folder, writing
 from tests.refusals import refused
 
+TINY = Path(__file__).parents[2] / "configs/tiny/lm.yaml"
 WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 
@@ -59,6 +60,27 @@ def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
 def test_a_place_that_even_root_cannot_write():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
+
+
+LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
+
+
+def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
+    from lm.checkpoint import claim
+
+    for check in (check_folder, check_file):
+        for place in (tmp_path / LONG, tmp_path / LONG / "below"):
+            with pytest.raises(OutputError, match="cannot be written: File name too long"):
+                check(place)
+    with pytest.raises(OutputError, match="File name too long"):
+        claim(tiny(f"name={LONG}"), False)
+    with pytest.raises(OutputError, match="File name too long"):
+        write_export(None, tmp_path / LONG, None, "x", "")
+    train = ["train", "--config", TINY, "--dry-run", f"out_dir={tmp_path}", f"name={LONG}"]
+    generate = ["generate", small_export, "--prompt", "a", "--out", tmp_path / LONG]
+    for command in (train, generate):
+        assert "cannot be written: File name too long" in refused(capsys, *command)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_path, blocked):
@@ -172,7 +194,10 @@ def test_a_whole_export_is_loaded_quietly(capsys, small_export):
         ("model.safetensors", None, "cannot load"),
         ("config.json", "{", "is not a valid JSON file"),
         ("config.json", "[]", "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "n_layer": "two"}', "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "d_model": -5}', "cannot load"),
         ("tokenizer.json", "{", "cannot load the tokenizer of"),
+        ("tokenizer.json", "{}", "cannot load the tokenizer of"),
     ],
 )
 def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, words):
@@ -181,6 +206,14 @@ def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, w
     else:
         (copy / name).write_text(text)
     assert words in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+def test_evaluation_refuses_a_damaged_tokenizer(capsys, copy):
+    pytest.importorskip("lm_eval")
+    path = copy / "tokenizer.json"
+    path.write_text(path.read_text()[:100])
+    message = refused(capsys, "eval", copy, "--tasks", "catbabi_mini", "--limit", "1")
+    assert "cannot load the tokenizer of" in message
 
 
 def test_a_config_that_no_model_can_have(capsys, copy):
@@ -209,6 +242,33 @@ def test_a_damaged_result(capsys, tmp_path):
         assert "result.json is damaged" in refused(capsys, "report", tmp_path)
 
 
+def test_a_result_without_its_numbers(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    result = {"updates": 1, "tokens": 1, "training_seconds": 1, "tokens_per_s": 1}
+    for validation in ({}, [], {"perplexity": 1.0}):
+        (tmp_path / "result.json").write_text(json.dumps(result | {"validation": validation}))
+        message = refused(capsys, "report", tmp_path)
+        assert "result.json is damaged: its validation must hold perplexity" in message
+
+
+def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    scores = run / "hf" / "eval" / "results.json"
+    scores.parent.mkdir(parents=True)
+    for tasks in ([], {"a": []}, {"a": {"metrics": {"acc": {}}}}, {"a": {"metrics": {"acc": 1}}}):
+        scores.write_text(json.dumps({"tasks": tasks}))
+        assert "results.json is damaged: its tasks must hold" in refused(capsys, "report", run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"work"', '"wrok"'))
+    assert "its last record of the solver has no work" in refused(capsys, "report", run)
+
+
+def test_a_damaged_record_of_the_tokenizer(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "tokenizer" / "made_from.json").write_text("{")
+    assert "made_from.json is damaged" in refused(capsys, "export", run, tmp_path / "out")
+
+
 def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_path):
     run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     config = run / "config.yaml"
@@ -220,6 +280,15 @@ def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_pat
     (run / "tokenizer" / "tokenizer.json").write_text("{")
     assert "the tokenizer in" in refused(capsys, "export", run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_a_warmup_that_is_refused_now_is_still_exported(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("warmup: 0.1", "warmup: 50"))
+    assert "warmup: 50" in config.read_text()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):

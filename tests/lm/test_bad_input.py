@@ -134,6 +134,20 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7"),
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (["resume=runs/step-000001"], "and there is no such folder"),
+        (
+            ["optim.warmup=50", "train.steps=8"],
+            "optim.warmup is 50 updates, and train.steps is only 8",
+        ),
+        (
+            ["data.source=text", "data.path=/nonexist"],
+            "data.path /nonexist: no such file or folder",
+        ),
+        (["model=mamba", "log.contraction=true"], "log.contraction is for model.name fprnn: mamba"),
+        (
+            ["log.contraction=true", "engine.deepspeed={zero_optimization: {stage: 3}}"],
+            "use zero_stage 0, 1 or 2 with it",
+        ),
+        (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
     ],
 )
@@ -144,6 +158,49 @@ def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
         check(tiny(*overrides), 1)
     assert words in str(e.value)
     assert words in refused(capsys, *dry_run(*overrides))
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        (
+            {"WORLD_SIZE": "abc"},
+            "WORLD_SIZE is 'abc' in the environment: it must be a whole number",
+        ),
+        ({"WORLD_SIZE": "0"}, "from 1 to 1000000"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"RANK": "0"}, "the environment has RANK but no WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2' in the environment: it must be a whole"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+    ],
+)
+def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert words in refused(capsys, *dry_run())
+    assert words in refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"],
+)
+def test_sizes_that_no_machine_has(capsys, override):
+    assert "it must be a whole number above 0 and at most" in refused(capsys, *dry_run(override))
+
+
+def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
+    from lm.train import check
+
+    monkeypatch.setattr("lm.train.require", lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
+        check(tiny("log.wandb=true"), 1)
+    check(tiny(), 1)
 
 
 def test_a_sweep_needs_an_index(capsys, tmp_path):
@@ -162,12 +219,33 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
     assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
 
 
+def test_kernels_that_we_do_not_have(capsys, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "nope")
+    assert "FPRNN_KERNELS is `nope`: it must be auto, plain or one of" in refused(
+        capsys, *dry_run()
+    )
+
+
+def test_a_sweep_over_nothing(capsys):
+    assert refused(capsys, *dry_run("sweep={model.mixer: []}")) == (
+        f"{TINY}: sweep.model.mixer must be a non-empty list"
+    )
+
+
+def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
+    assert "and train.steps is only 10" in refused(capsys, "sweep", path)
+
+
 def test_gpus_are_those_of_a_plan(capsys, tmp_path):
     for wrong in ("0", "-3", "two"):
         assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
     message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
     assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
     assert not (tmp_path / "runs").exists()
+    message = refused(capsys, *dry_run("--gpus", 2, "train.world_size=4"))
+    assert message.startswith("train.world_size is 4 but 2 process(es) were asked for: launch 4")
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])

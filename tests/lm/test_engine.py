@@ -107,6 +107,10 @@ def test_world_size_other_than_the_configs_is_refused(tmp_path):
     [
         ({"gradient_accumulation_steps": 7}, "sets gradient_accumulation_steps to 7"),
         ({"gradient_clipping": "auto"}, 'holds "auto"'),
+        ({"zero_optimization": 3}, "sets zero_optimization to 3: it must be a mapping"),
+        ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
+        ({"zero_optimization": {"stage": [3]}}, "stage of zero_optimization to"),
+        ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
     ],
 )
 def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
@@ -114,3 +118,11 @@ def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
     cfg.engine.deepspeed = raw
     with pytest.raises(ConfigError, match=sentence):
         ds.deepspeed_config(cfg, 1)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null"])
+def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
+    raw = tmp_path / "ds.json"
+    raw.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
+        ds.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)

@@ -1,7 +1,6 @@
 """The cost of a run before it starts, against real models and a count of their products."""
 
 import io
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm import config
 from lm import plan as planning
 from lm.build import build_model
-from lm.config import Config, ConfigError, Model
+from lm.config import Config, ConfigError, Data, Model, Tokenizer
 from lm.plan import describe, plan
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +138,15 @@ def test_memory_falls_with_the_zero_stage():
     assert shards[3]["weights"] == 4 * n / 4
 
 
+def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
+    by_key, by_json = tiny(), tiny()
+    by_key.engine.zero_stage = 3
+    by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
+    planned = plan(by_json, 4)
+    assert planned["memory_per_gpu"] == plan(by_key, 4)["memory_per_gpu"]
+    assert "memory per GPU, ZeRO-3" in shown(planned, by_json)
+
+
 def activations(cfg: Config) -> float:
     return plan(cfg, 1)["memory_per_gpu"]["activations"]
 
@@ -212,8 +220,13 @@ def test_the_papers_baseline_has_half_of_the_parameters_and_the_matched_one_as_m
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
     p = plan(cfg, 4)
     assert p["parameters_of_fprnn"] == ours
-    assert shown(p, cfg)["… beside fprnn of these sizes"] == "0.50 of its 169.4 M"
-    assert parameters("mamba_169m") == pytest.approx(ours, rel=0.02)
+    assert shown(p, cfg)["… beside fprnn"] == (
+        "0.50 of its 169.4 M (12 layers, d_model 768, as here)"
+    )
+    matched = config.load(LM / "mamba_169m_fineweb2b.yaml")  # whose layers are more, not ours
+    p = plan(matched, 4)
+    assert p["parameters"] == pytest.approx(ours, rel=0.02)
+    assert shown(p, matched)["… beside fprnn"].endswith("M (35 layers, d_model 768, as here)")
     for name in ("fpmamba_160m", "mamba_160m", "mamba_169m"):  # what the comments say
         first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
         assert f"{parameters(name) / 1e6:.1f} M" in first
@@ -241,25 +254,37 @@ def test_the_plan_says_whether_data_repeats():
     assert rows["passes over the data"].startswith("not known; after each")
 
 
-def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path):
-    cfg = tiny()
-    cfg.out_dir = str(tmp_path)
+def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, byte_tokenizer):
+    from lm.data.prepare import prepare
+    from lm.data.tokenizer import load_tokenizer
+
+    def local(**data) -> Config:
+        cfg = tiny()
+        cfg.out_dir = str(tmp_path)
+        cfg.tokenizer.name = str(byte_tokenizer)
+        cfg.data = Data(seq_len=32, **data)
+        return cfg
+
+    corpus = ROOT / "tests/data/tiny.jsonl"
+    cfg = local(source="jsonl", path=str(corpus))
     p = plan(cfg, 1)
     assert p["dataset_tokens"] is p["passes"] is None
-    assert "known once `builtin` is tokenised" in shown(p, cfg)["tokens in the data"]
-    meta = {
-        "fingerprint": "", "dtype": "uint16", "complete": True, "train_tokens": 448,
-        "train_documents": 1, "val_tokens": 3, "val_documents": 1,
-    }  # fmt: skip
-    folder = cfg.run_dir / "data"
-    folder.mkdir(parents=True)
-    (folder / "meta.json").write_text(json.dumps(meta))
-    (folder / "train.bin").write_bytes(bytes(2 * 448))
-    (folder / "val.bin").write_bytes(bytes(2 * 3))
+    assert "known once `jsonl` is tokenised" in shown(p, cfg)["tokens in the data"]
+
+    meta = prepare(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir).meta
+    cfg.train.steps = 1 + 3 * meta.train_tokens // (3 * 2 * 32)
     p = plan(cfg, 1)
-    assert (p["tokens"], p["passes"]) == (3 * 2 * 32 * 7, 3.0)
+    assert p["dataset_tokens"] == meta.train_tokens
     said = shown(p, cfg)["passes over the data"]
-    assert said == "3.00: data repeats; after each pass its blocks come again in a new order"
+    assert said.endswith(": data repeats; after each pass its blocks come again in a new order")
+    assert 3 <= float(said.partition(":")[0]) < 3.2
+
+    others = [local(source="text", path=str(corpus)), local(source="jsonl", path=str(corpus))]
+    others[1].tokenizer = Tokenizer(vocab_size=300)
+    for other in others:
+        p = plan(other, 1)
+        assert p["dataset_tokens"] is None
+        assert "known once" in shown(p, other)["tokens in the data"]
 
 
 def test_the_plan_as_a_table():
