@@ -16,6 +16,11 @@ HUB_TOKENS = {
 }
 
 
+def is_gpt2(tokenizer: str) -> bool:
+    """Whether a tokenizer of this name or folder calls itself GPT-2's."""
+    return tokenizer.rstrip("/").rpartition("/")[2] == "gpt2"
+
+
 def training_data(cfg: Config) -> tuple[float | None, str]:
     """Tokens that the run can be trained on before any comes again, and where the number is from;
     None where nothing says before the source is tokenised: what the run directory holds counts only
@@ -25,7 +30,10 @@ def training_data(cfg: Config) -> tuple[float | None, str]:
         name = f"{d.dataset} {d.name}"
         if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
             return None, f"how many {name} has is not known here"
-        return total * (1 - d.val_fraction), f"about, of {name}, less validation's share"
+        whose = "GPT-2's tokens"
+        if not is_gpt2(cfg.tokenizer.name):
+            whose += f", those of `{cfg.tokenizer.name}` will be more or fewer"
+        return total * (1 - d.val_fraction), f"about, of {name}, less validation's share; {whose}"
     unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
     if not (cfg.run_dir / "tokenizer").is_dir():
         return unknown
@@ -50,9 +58,12 @@ def _passes(p: dict, cfg: Config) -> str:
         again = "its blocks come again in a new order"
     if p["passes"] is None:
         return f"not known; after each {again}"
+    count = f"{p['passes']:.2f}"
+    if cfg.data.source == "fineweb" and not is_gpt2(cfg.tokenizer.name):
+        count = f"about {count} (in GPT-2's tokens)"
     if p["passes"] <= 1:
-        return f"{p['passes']:.2f}: nothing is read twice"
-    return f"{p['passes']:.2f}: data repeats; after each pass {again}"
+        return f"{count}: nothing is read twice"
+    return f"{count}: data repeats; after each pass {again}"
 
 
 def saved_bytes(cfg: Config) -> tuple[float, float]:

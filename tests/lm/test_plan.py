@@ -246,12 +246,21 @@ def test_the_plan_says_whether_data_repeats():
     cfg.train.steps = 48_000
     repeated = shown(plan(cfg, 4), cfg)["passes over the data"]
     assert repeated.startswith("2.65: data repeats; after each pass the documents come again")
+    assert shown(p, cfg)["tokens in the data"].endswith("share; GPT-2's tokens)")
     cfg.data.name = "CC-MAIN-2024-10"
     rows = shown(plan(cfg, 4), cfg)
     assert rows["tokens in the data"] == (
         "how many HuggingFaceFW/fineweb CC-MAIN-2024-10 has is not known here"
     )
     assert rows["passes over the data"].startswith("not known; after each")
+
+
+def test_the_plan_says_whose_tokens_a_hub_dataset_is_counted_in():
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    cfg.tokenizer = Tokenizer(vocab_size=300)
+    rows = shown(plan(cfg, 4), cfg)
+    assert "; GPT-2's tokens, those of `bpe` will be more or fewer" in rows["tokens in the data"]
+    assert rows["passes over the data"].startswith("about 0.26 (in GPT-2's tokens): nothing")
 
 
 def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, byte_tokenizer):
