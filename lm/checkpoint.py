@@ -221,8 +221,6 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
     """
     run_dir = cfg.run_dir
     check_folder(run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise CheckpointError(f"{run_dir} is a file, not a run directory")
     saved = run_dir / "config.yaml"
     if not saved.exists() and run_dir.exists() and any(run_dir.iterdir()):
         raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
