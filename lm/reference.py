@@ -69,7 +69,8 @@ ALWAYS = {
 SOLVER = {"token": "exact", **dict.fromkeys(("schedule", "stopping", "gradient"), "auto")}
 ORIGIN = (
     "Imported from a checkpoint of the paper's code. It is solved exactly (`token: exact`); the"
-    " paper's own procedure is `model.solving(token='iterate', stopping='paper')`."
+    " paper's own procedure, `model.solving(token='iterate')`, may find another solution:"
+    " `fprnn agree` compares them."
 )
 DENSE_WIDTH = 256  # d_inner of their selectivedense, whatever expand says
 

@@ -490,8 +490,8 @@ def test_what_does_not_go_together_in_the_solver_is_named_as_the_solvers():
     )
     with pytest.raises(ConfigError, match=r"^solver: stopping `paper`"):
         build_model(cfg, 16)
-    with pytest.raises(ConfigError, match=r"^model: headdim is 48"):
-        build_model(config.build({"model": {"block": "fp_mamba2", "headdim": 48}}), 16)
+    with pytest.raises(ConfigError, match=r"^model: headdim is 50"):
+        build_model(config.build({"model": {"block": "fp_mamba2", "headdim": 50}}), 16)
 
 
 def test_a_baseline_reads_nothing_of_the_solver():
