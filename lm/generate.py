@@ -87,12 +87,14 @@ def solving(
             until_the_end.enter_context(model.solving(**new))
         except ValueError as e:
             raise GenerationError(str(e)) from None
-        if (tol, max_iters) != (None, None) and model.solver()["tol"] is None:
-            raise GenerationError(
-                f"tol and max_iters mean nothing to schedule {model.solver()['schedule']} with token"
-                " exact, where each token is solved to rounding: name another schedule (parallel,"
-                " window:W)"
-            )
+        solver, asked = model.solver(), {"tol": tol, "max_iters": max_iters}
+        for name, value in asked.items():
+            if value is not None and solver[name] is None:
+                raise GenerationError(
+                    f"{name} means nothing to schedule {solver['schedule']} with token"
+                    f" {solver['token']}, which solves each token to rounding: name another"
+                    " schedule with it (parallel, window:W)"
+                )
         yield
 
 
