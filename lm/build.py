@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 
-from lm.config import Config, ConfigError, Model
+from lm.config import Config, ConfigError, Model, Solver
 
 
 def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
@@ -37,19 +37,22 @@ def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
 def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=None):
     """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
     return build_section(
-        cfg.model, vocab_size, cfg.data.seq_len, cfg.train.precision,
+        cfg.model, cfg.solver, vocab_size, cfg.data.seq_len, cfg.train.precision,
         eos_token_id=eos_token_id, pad_token_id=pad_token_id,
     )  # fmt: skip
 
 
-def build_section(model: Model, vocab_size: int, seq_len: int, precision: str, **token_ids):
-    """The `model:` section of a YAML → PreTrainedModel with freshly initialised weights.
+def build_section(
+    model: Model, solver: Solver, vocab_size: int, seq_len: int, precision: str, **token_ids
+):
+    """The `model:` and `solver:` sections of a YAML → PreTrainedModel with freshly initialised
+    weights.
 
     Args:
-        seq_len: tokens of a training sequence. precision: "fp32" or "bf16". token_ids:
-        eos_token_id, pad_token_id.
+        solver: not read by the baselines, which have none. seq_len: tokens of a training sequence.
+        precision: "fp32" or "bf16". token_ids: eos_token_id, pad_token_id.
     Raises:
-        ConfigError: sizes that do not go together.
+        ConfigError: sizes, or settings of the solver, that do not go together.
     """
     # transformers says on every build which CUDA packages of Mamba are absent; `fprnn train` says
     # it once, in its own words.
@@ -58,22 +61,22 @@ def build_section(model: Model, vocab_size: int, seq_len: int, precision: str, *
     logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return _build(model, vocab_size, seq_len, precision, **token_ids)
+            return _build(model, solver, vocab_size, seq_len, precision, **token_ids)
     finally:
         logger.setLevel(level)
 
 
-def check_section(model: Model, seq_len: int, precision: str) -> None:
+def check_section(model: Model, solver: Solver, seq_len: int, precision: str) -> None:
     """Find out whether a model can be built, before there is data or a run directory: it is, on the
     meta device, without weights.
 
     Raises:
-        ConfigError: sizes that do not go together.
+        ConfigError: as `build_section`.
     """
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        build_section(model, 8, seq_len, precision)
+        build_section(model, solver, 8, seq_len, precision)
 
 
 def missing_kernels(cfg) -> str | None:
@@ -93,7 +96,9 @@ def missing_kernels(cfg) -> str | None:
     )
 
 
-def _build(model: Model, vocab_size: int, seq_len: int, precision: str, **token_ids):
+def _build(
+    model: Model, solver: Solver, vocab_size: int, seq_len: int, precision: str, **token_ids
+):
     from lm import baselines
 
     if model.name != "fprnn":
@@ -107,10 +112,12 @@ def _build(model: Model, vocab_size: int, seq_len: int, precision: str, **token_
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),
+            **solver.model_dump(),
             vocab_size=vocab_size,
             max_position_embeddings=max(2048, seq_len),
             **token_ids,
         )
     except ValueError as e:
-        raise ConfigError(f"model: {e}") from None
+        of_solver = str(e).partition(" ")[0] in Solver.model_fields
+        raise ConfigError(f"{'solver' if of_solver else 'model'}: {e}") from None
     return FPRNNForCausalLM(config)

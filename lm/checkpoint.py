@@ -19,6 +19,7 @@ from lm.config import Run, build, load_tree
 from lm.engine import Engine, consolidate_zero
 from lm.errors import UserError
 from lm.outputs import check_folder, writing
+from lm.resuming import Resume, resume_rule
 
 MANIFEST = "manifest.json"
 
@@ -166,29 +167,25 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     return consolidate_zero(path.parent, path.name)
 
 
-# What a resumed run may not change: the weights' shapes, the order of the data, and what the
-# optimizer's and schedule's saved states would override anyway.
-FIXED = (
-    "seed", "model", "tokenizer", "data", "optim", "train.micro_batch_size",
-    "train.grad_accum_steps",
-)  # fmt: skip
-
-
 def comparable(cfg: Run) -> dict:
-    """A configuration by dotted keys, its model section `settled`."""
-    tree = cfg.model_dump(mode="json")
-    return _flat({**tree, "model": settled(tree["model"])})
+    """A configuration by dotted keys, its model and solver sections `settled`."""
+    return _flat(settled(cfg.model_dump(mode="json")))
 
 
-def settled(model: dict) -> dict:
-    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
-    model are equal, whether they were written before there was an `auto` or after."""
+def settled(tree: dict) -> dict:
+    """A whole configuration with each "auto" of the mixer's bounds and of the stopping as what it
+    is: two that are the same model are equal, whether they were written before there was an `auto`
+    or after."""
     from lm.model.configuration_fprnn import mixer_bounds
 
+    model, solver = tree.get("model") or {}, tree.get("solver") or {}
     fields = {"block": "fp_mamba1", "mixer": "householder"}
     fields |= {"kronecker_norm": "auto", "contractive": "auto"}
     norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
-    return {**model, "kronecker_norm": norm, "contractive": kappa}
+    model = {**model, "kronecker_norm": norm, "contractive": kappa}
+    if solver.get("token", "exact") == "exact" and solver.get("stopping") == "auto":
+        solver = {**solver, "stopping": "causal"}
+    return {**tree, "model": model, "solver": solver}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:
@@ -206,13 +203,11 @@ def _started(run_dir: Path) -> bool:
     return logged or any((run_dir / "checkpoints").glob("step-*"))
 
 
-def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) -> None:
-    """Make the run directory ours, new or the same run continued, and write its config.yaml.
+def claim(cfg: Run, overwrite: bool, say=print) -> None:
+    """Make the run directory ours, new or the same run continued, and write its config.yaml. What a
+    continued run may change is said by the fields of the schema (`lm.resuming`).
 
     A directory whose run never got to its first step (a start that failed) is made anew.
-
-    Args:
-        fixed: dotted keys (and whole sections) that a continued run may not change.
 
     Raises:
         CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
@@ -230,27 +225,43 @@ def claim(cfg: Run, overwrite: bool, say=print, fixed: tuple[str, ...] = FIXED) 
                 f"{run_dir} already holds a run: continue it with resume=auto, choose another"
                 " `name`, or delete it with --overwrite"
             )
-        # Through the schema: a key that is newer than the run has its default there.
-        was = build(load_tree(saved), str(saved), type(cfg))
-        old, new = (comparable(c) for c in (was, cfg))
-        changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
-                   if old.get(k) != new.get(k)}  # fmt: skip
-        other = [f"{k} was {was!r}, is {now!r}" for k, (was, now) in changed.items()
-                 if k.startswith(fixed)]  # fmt: skip
-        if other:
-            raise CheckpointError(
-                f"{run_dir} holds a run of another config ({'; '.join(other)}): choose another"
-                " `name`, or delete it with --overwrite"
-            )
-        if "train.steps" in changed:
-            before, now = changed["train.steps"]
-            say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
+        _continued(cfg, saved, say)
     elif saved.exists():
         shutil.rmtree(run_dir)
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     tmp = saved.with_name("config.yaml.tmp")
     tmp.write_text(cfg.to_yaml(), encoding="utf-8")
     os.replace(tmp, saved)
+
+
+def _continued(cfg: Run, saved: Path, say) -> None:
+    """Refuse what a continued run may not change, and say what changes its training.
+
+    Args:
+        saved: the config.yaml that it was trained with so far.
+    Raises:
+        CheckpointError: it is a run of another config.
+    """
+    # Through the schema: a key that is newer than the run has its default there.
+    was = build(load_tree(saved), str(saved), type(cfg))
+    old, new = (comparable(c) for c in (was, cfg))
+    changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
+               if old.get(k) != new.get(k)}  # fmt: skip
+    said = {Resume.FIXED: [], Resume.NOTED: [], Resume.FREE: []}
+    for key, (before, now) in changed.items():
+        if key.startswith("solver.") and cfg.model.name != "fprnn":
+            continue  # a baseline has none
+        said[resume_rule(type(cfg), key)].append(f"{key} was {before!r}, is {now!r}")
+    if other := said[Resume.FIXED]:
+        raise CheckpointError(
+            f"{saved.parent} holds a run of another config ({'; '.join(other)}): choose another"
+            " `name`, or delete it with --overwrite"
+        )
+    if noted := said[Resume.NOTED]:
+        say(f"note: {'; '.join(noted)}: training goes on with what it is now")
+    if "train.steps" in changed:
+        before, now = changed["train.steps"]
+        say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
 
 
 def check_resume(resume: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,6 +24,8 @@ from pydantic import (
 
 from lm.config_messages import all_keys, explain, nearest
 from lm.errors import ConfigError
+from lm.old_keys import is_old, moved, moved_tree
+from lm.resuming import FIXED, FREE, NOTED
 from lm.yaml_text import Dumper, load_tree, parse
 
 
@@ -53,15 +56,10 @@ Size = Annotated[int, Field(gt=0, le=65_536)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
-# As lm.model.configuration_fprnn.parse_schedule reads it.
-SCHEDULE = r"^(parallel|sequential|auto|exact|window:W|mixed(:(L|W)(,(L|W))*)?)$".replace(
-    "W", "[1-9][0-9]*"
-)
-
-
 class Model(Section):
-    """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them);
-    the other names build a baseline (docs/baselines.md) from the same d_model, n_layer, …"""
+    """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them),
+    as those of Solver are; the other names build a baseline (docs/baselines.md) from the same
+    d_model, n_layer, …"""
 
     name: Literal[
         "fprnn", "mamba", "mamba2", "transformer", "lstm",
@@ -102,30 +100,7 @@ class Model(Section):
     out_norm_epsilon: float = Field(1e-5, gt=0)
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
-    schedule: str = Field(
-        "mixed",
-        pattern=SCHEDULE,
-        description="parallel, sequential, window:W, auto, exact, mixed or mixed:W,W,…,L (W: a"
-        " number of tokens above 0; L: all)",
-    )
-    stopping: Literal["causal", "paper"] = "causal"
-    tol: float = Field(0.1, gt=0)
-    eval_tol: PositiveFloat | Literal["auto"] = "auto"
-    max_iters: int = Field(100, gt=0)
-    eval_max_iters: int = Field(1000, gt=0)
-    quantile: Fraction1 | Literal["auto"] = "auto"
-    stepsize: PositiveFraction | Literal["auto"] = "auto"
-    stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
-    patience: int = Field(15, gt=0)
-    gradient: str = Field(
-        "one_step",
-        pattern=r"^(one_step|implicit|phantom:[1-9][0-9]*)$",
-        description="one_step, implicit or phantom:K (K: a whole number of steps above 0)",
-    )
-    n_backwards: int = Field(1, gt=0)
-    jacobian_reg: float = Field(0.0, ge=0)
-    agreement_reg: float = Field(0.0, ge=0)
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, FREE] = False
     # Of the baselines alone (lm.baselines.FIELDS).
     n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
     d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
@@ -133,6 +108,36 @@ class Model(Section):
     n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     backend: Literal["auto", "plain", "fla"] = "auto"
+
+
+class Solver(Section):
+    """How the fixed point is found, and how gradients go through it; of `fprnn` alone. No weight
+    depends on it: a run can be resumed and evaluated with another."""
+
+    token: Literal["exact", "iterate"] = "exact"
+    schedule: str = Field(
+        "auto",
+        pattern=r"^(auto|sequential|parallel|window:[1-9][0-9]*)$",
+        description="auto, sequential, parallel or window:W (W: a number of tokens above 0)",
+    )
+    stopping: Literal["auto", "causal", "paper"] = "auto"
+    tol: float = Field(0.1, gt=0)
+    eval_tol: Annotated[PositiveFloat | Literal["auto"], FREE] = "auto"
+    max_iters: int = Field(100, gt=0)
+    eval_max_iters: Annotated[int, FREE] = Field(1000, gt=0)
+    quantile: Fraction1 | Literal["auto"] = "auto"
+    stepsize: PositiveFraction | Literal["auto"] = "auto"
+    stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
+    patience: int = Field(15, gt=0)
+    gradient: str = Field(
+        "exact",
+        pattern=r"^(exact|one_step|implicit|(adjoint|phantom):[1-9][0-9]*)$",
+        description="exact, adjoint:K, one_step, phantom:K or implicit (K: a whole number of steps"
+        " above 0)",
+    )
+    n_backwards: int = Field(1, gt=0)
+    adjoint_clip: PositiveFloat | None = None
+    jacobian_reg: float = Field(0.0, ge=0)
 
 
 class Tokenizer(Section):
@@ -189,8 +194,9 @@ class Train(Section):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0)  # optimizer updates
-    micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
-    grad_accum_steps: int = Field(1, gt=0)
+    # sequences a forward pass, per rank
+    micro_batch_size: Annotated[int, FIXED] = Field(8, gt=0)
+    grad_accum_steps: Annotated[int, FIXED] = Field(1, gt=0)
     world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
@@ -225,13 +231,15 @@ class Eval(Section):
 
 
 class Run(Section):
-    """What every run has. `out_dir/name` is its run directory."""
+    """What every run has. `out_dir/name` is its run directory. Each field says whether a resumed
+    run may change it, a section for all that is in it."""
 
-    name: str = Field("run", min_length=1)
-    out_dir: str = Field("runs", min_length=1)
-    seed: int = Field(0, ge=0, le=2**64 - 1)  # what torch takes
-    model: Model = Model()
-    sweep: dict[str, list[Any]] = {}
+    name: Annotated[str, FREE] = Field("run", min_length=1)
+    out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
+    seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
+    model: Annotated[Model, FIXED] = Model()
+    solver: Annotated[Solver, NOTED] = Solver()
+    sweep: Annotated[dict[str, list[Any]], FREE] = {}
 
     @field_validator("model", mode="before")
     @classmethod
@@ -294,15 +302,15 @@ class Config(Run):
     """A language-model run."""
 
     # never | auto (newest good checkpoint of this run) | a checkpoint's path
-    resume: str = Field("never", min_length=1)
-    tokenizer: Tokenizer = Tokenizer()
-    data: Data = Data()
-    optim: Optim = Optim()
-    train: Train = Train()
-    engine: Engine = Engine()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
-    eval: Eval = Eval()
+    resume: Annotated[str, FREE] = Field("never", min_length=1)
+    tokenizer: Annotated[Tokenizer, FIXED] = Tokenizer()
+    data: Annotated[Data, FIXED] = Data()
+    optim: Annotated[Optim, FIXED] = Optim()
+    train: Annotated[Train, FREE] = Train()
+    engine: Annotated[Engine, FREE] = Engine()
+    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
+    log: Annotated[Log, FREE] = Log()
+    eval: Annotated[Eval, FREE] = Eval()
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
@@ -332,7 +340,7 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
 
 def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
-    for key, value in point.items():
+    for key, value in moved(point.items(), "sweep", tree):
         if isinstance(value, dict):
             for below, v in value.items():
                 set_key(tree, f"{key}.{below}", v)
@@ -340,12 +348,24 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
             set_key(tree, key, value)
 
 
+def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -> None:
+    """Put `key=value` overrides into a tree.
+
+    Raises:
+        ConfigError: as `parse_override`, or a key under both its old and its new name.
+    """
+    pairs = [parse_override(text, schema) for text in overrides]
+    for key, value in moved(pairs, "override", tree):
+        set_key(tree, key, value)
+
+
 def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    if key not in all_keys(schema) and not key.startswith("engine.deepspeed."):
+    known = key in all_keys(schema) or is_old(key)
+    if not known and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
 
@@ -356,6 +376,7 @@ def build(tree: dict, where: str = "config", schema: type = Config):
     Raises:
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
+    tree = moved_tree(tree, where)
     try:
         return schema.model_validate(tree)
     except ValidationError as e:
@@ -373,7 +394,7 @@ def load(
     Raises:
         ConfigError: bad file, key, value or index.
     """
-    tree = load_tree(path)
+    tree = moved_tree(load_tree(path), str(path))
     if job_index is not None:
         points = sweep_points(tree, str(path), schema)
         if not 0 <= job_index < len(points):
@@ -381,8 +402,7 @@ def load(
                 f"{path}: --job-index {job_index} is outside the sweep: 0 to {len(points) - 1}"
             )
         set_point(tree, points[job_index])
-    for text in overrides:
-        set_key(tree, *parse_override(text, schema))
+    set_overrides(tree, overrides, schema)
     if job_index is not None:  # last, so that every point has its own directory under any name
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
         tree["sweep"] = {}  # of which it is one point
@@ -411,7 +431,7 @@ def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> li
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
-        if key not in all_keys(schema):
+        if key not in all_keys(schema) and not is_old(str(key)):
             raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")

@@ -20,7 +20,7 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in schema.model_fields.items():
         keys.append(prefix + name)
-        if below := _subsection(field):
+        if below := subsection(field):
             keys += all_keys(below, f"{prefix}{name}.")
     return keys
 
@@ -85,7 +85,7 @@ def _place(
         else:
             key = f"{key}.{part}" if key else part
             field = section.model_fields.get(part)
-            section = None if field is None else _subsection(field)
+            section = None if field is None else subsection(field)
         path.append(part)
     return key, field, path
 
@@ -139,7 +139,7 @@ def _choices(annotation: Any) -> list[Any]:
     return []
 
 
-def _subsection(field: FieldInfo) -> type[BaseModel] | None:
+def subsection(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field holds (also an optional one, or a list of them), or None."""
     candidates = (field.annotation, *get_args(field.annotation))
     return next((a for a in candidates if _is_section(a)), None)

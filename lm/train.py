@@ -69,7 +69,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_warmup(cfg)
     checkpoint.check_resume(cfg.resume)
     ds.check_contraction(cfg, ds.deepspeed_config(cfg, world_size))
-    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     if cfg.data.path is not None and cfg.data.source in SUFFIXES:
         source_files(cfg.data)
 

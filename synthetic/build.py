@@ -33,7 +33,7 @@ def build(cfg: Config, task, seq_len: int):
             f"model.vocab_size is {size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
     size = task.vocab_size if size == "auto" else size
-    model = build_section(cfg.model, size, seq_len, precision)
+    model = build_section(cfg.model, cfg.solver, size, seq_len, precision)
     return model.to(device), device, precision
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm import config as base
 from lm.config import Fraction1, Section
+from lm.resuming import FIXED, FREE, NOTED
 from synthetic.lengths import parse_ranges
 
 Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, longest]
@@ -64,13 +65,15 @@ class Train(Section):
     """How long, how much at once, and at which lengths."""
 
     steps: int = Field(2000, gt=0)  # optimizer updates
-    batch_size: int = Field(64, gt=0)
-    length: Length = 16  # one length, or [shortest, longest]
-    curriculum: Curriculum | None = None
-    max_iters: PositiveInt | Literal["config", "unlimited", "gamma"] = "config"  # ℓmax in training
-    gamma_shape: float = Field(4.0, gt=0)  # of ⌈Γ(shape, 1)⌉, drawn anew each update (Fig. 6)
+    batch_size: Annotated[int, FIXED] = Field(64, gt=0)
+    length: Annotated[Length, FIXED] = 16  # one length, or [shortest, longest]
+    curriculum: Annotated[Curriculum | None, FIXED] = None
+    # ℓmax in training, of solver.token: iterate
+    max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED] = "config"
+    # of ⌈Γ(shape, 1)⌉, drawn anew each update (Fig. 6)
+    gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
     stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on a GPU
+    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
     threads: int | None = Field(None, gt=0)
     workers: int = Field(0, ge=0)  # loader processes; any number gives the same data
 
@@ -103,7 +106,8 @@ class Eval(Section):
     examples: int = Field(1000, gt=0)  # sequences per length
     batch_size: int = Field(100, gt=0)
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)  # of the test data
-    max_iters: PositiveInt | None = None  # ℓmax in evaluation; null: model.eval_max_iters
+    # ℓmax in evaluation, of solver.token: iterate; null: solver.eval_max_iters
+    max_iters: PositiveInt | None = None
     sequential: bool = False  # also read token by token, as when decoding (Fig. 10)
 
     @field_validator("lengths", "during", mode="before")
@@ -140,20 +144,32 @@ class Log(base.Log):
 class Config(base.Run):
     """One run. `out_dir/name` is its run directory."""
 
-    out_dir: str = "runs/synthetic"
-    resume: Literal["auto", "never"] = "auto"
-    model: Model = Model()
-    task: Task = Task()
-    optim: Optim = Optim()
-    train: Train = Train()
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
-    bars: tuple[Bar, ...] = ()
+    out_dir: Annotated[str, FREE] = "runs/synthetic"
+    resume: Annotated[Literal["auto", "never"], FREE] = "auto"
+    model: Annotated[Model, FIXED] = Model()
+    task: Annotated[Task, FIXED] = Task()
+    optim: Annotated[Optim, FIXED] = Optim()
+    train: Annotated[Train, FREE] = Train()
+    eval: Annotated[Eval, FREE] = Eval()
+    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
+    log: Annotated[Log, FREE] = Log()
+    bars: Annotated[tuple[Bar, ...], FREE] = ()
 
     @model_validator(mode="after")
     def _warmup_within_training(self):
         base.check_warmup(self)
+        return self
+
+    @model_validator(mode="after")
+    def _limits_of_what_iterates(self):
+        limits = {"train.max_iters": self.train.max_iters, "eval.max_iters": self.eval.max_iters}
+        for key, value in limits.items():
+            if value not in (None, "config") and self.solver.token != "iterate":
+                none = "config" if key == "train.max_iters" else "null"
+                raise ValueError(
+                    f"`{key}` is {value}, and limits iterations, which solver.token: exact has not:"
+                    f" set solver.token to iterate, or {key} to {none}"
+                )
         return self
 
 

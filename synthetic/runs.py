@@ -16,6 +16,7 @@ from lm.build import check_section
 from lm.checkpoint import read_json, settled
 from lm.console import say
 from lm.engine import TrainingError
+from lm.old_keys import moved_tree
 from lm.outputs import check_folder
 from synthetic.build import device_of
 from synthetic.config import Config
@@ -41,13 +42,13 @@ def result(cfg: Config) -> dict | None:
 def differences(cfg: Config) -> list[str]:
     """Where the config a run was made with differs from this one, in what matters."""
     saved = cfg.run_dir / "config.yaml"
-    old = base.load_tree(saved) if saved.exists() else {}
+    old = moved_tree(base.load_tree(saved), str(saved)) if saved.exists() else {}
     new, found = cfg.model_dump(mode="json"), []
     if "model" in old:
-        old, new = ({**tree, "model": settled(tree["model"])} for tree in (old, new))
-    for section in ("model", "task", "optim", "train", "eval"):
+        old, new = settled(old), settled(new)
+    for section in ("model", "solver", "task", "optim", "train", "eval"):
         for key, value in (old.get(section) or {}).items():
-            of_fprnn = section == "model" and key not in OF_BASELINES
+            of_fprnn = section == "solver" or (section == "model" and key not in OF_BASELINES)
             if of_fprnn and cfg.model.name != "fprnn":
                 continue
             wanted = new[section].get(key, value)
@@ -76,7 +77,7 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
     """
     waiting = [cfg for cfg in configs if not is_finished(cfg)]
     for cfg in waiting:
-        check_section(cfg.model, cfg.train.lengths[1], device_of(cfg)[1])
+        check_section(cfg.model, cfg.solver, cfg.train.lengths[1], device_of(cfg)[1])
         check_folder(cfg.run_dir)
     failed = _in_turn(waiting) if jobs <= 1 else _at_once(waiting, jobs)
     if failed:

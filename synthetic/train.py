@@ -32,11 +32,6 @@ from synthetic.evaluate import (
 )
 from synthetic.results import passes, solver_text
 
-# What a continued run may not change.
-FIXED = ("seed", "model", "task", "optim", "train.batch_size", "train.length", "train.curriculum",
-         "train.max_iters", "train.gamma_shape", "train.precision")  # fmt: skip
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # save and stop
 
 
@@ -118,7 +113,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
             f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
         )
     run_dir = cfg.run_dir
-    claim(cfg, overwrite, say, FIXED)  # now that nothing is left to refuse
+    claim(cfg, overwrite, say)  # now that nothing is left to refuse
     o = cfg.optim
     optimizer = torch.optim.AdamW(
         parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps

@@ -9,6 +9,7 @@ from lm import config as base
 from lm.checkpoint import CheckpointError, write_json
 from lm.config import ConfigError
 from lm.console import say
+from lm.old_keys import moved_tree
 from lm.outputs import check_file
 from synthetic import config
 from synthetic.results import UNKNOWN, error, how, in_training, passes, plus_minus
@@ -23,26 +24,31 @@ QUICK = {
     "memory": "recall",
 }
 
+TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
+
 
 def _model_of(path: str, overrides: list[str]) -> tuple[str, dict]:
-    """Name and {"model": …, "optim": …} of a config.
+    """Name and {"model": …, "solver": …, "optim": …} of a config.
 
     Any YAML with a `model:` section will do, a language model's too; other sections are left out.
     """
-    tree = base.load_tree(path)
+    tree = moved_tree(base.load_tree(path), path)
     unknown = tree.keys() - config.Config.model_fields.keys() - base.Config.model_fields.keys()
     if unknown:
         raise ConfigError(f"{path}: unknown section {', '.join(sorted(map(str, unknown)))}")
     if "model" not in tree:
         raise ConfigError(f"{path} has no `model:` section: validate needs a model to build")
-    kept = {k: tree[k] for k in ("model", "optim") if k in tree}
+    kept = {k: tree[k] for k in TAKEN if k in tree}
     if not isinstance(kept.get("optim") or {}, dict):
         raise ConfigError(f"{path}: `optim` is {kept['optim']!r}: it must be a section")
     for text in overrides:
-        key, value = base.parse_override(text, config.Config)
-        if key.partition(".")[0] not in ("model", "optim"):
-            raise ConfigError(f"override `{key}`: validate takes keys of model and optim only")
-        base.set_key(kept, key, value)
+        key, _ = base.parse_override(text, config.Config)
+        if key.partition(".")[0] not in TAKEN:
+            raise ConfigError(
+                f"override `{key}`: validate takes keys of {', '.join(TAKEN[:-1])} and {TAKEN[-1]}"
+                " only"
+            )
+    base.set_overrides(kept, overrides, config.Config)
     return str(tree.get("name", Path(path).stem)), kept
 
 
@@ -60,8 +66,9 @@ def plan(
         for ability, recipe in QUICK.items():
             tree = base.load_tree(RECIPES / f"{recipe}.yaml")
             optim = {**tree.get("optim", {}), **(top.get("optim") or {})}
-            # The recipe's own model gives way wholly; of its optimizer what the config sets.
-            tree.update(model=top["model"], optim=optim, name=f"{name}/{recipe}", out_dir=out_dir)
+            # The recipe's own model and solver give way wholly; of its optimizer what is set.
+            tree.update(model=top["model"], solver=top.get("solver") or {}, optim=optim)
+            tree.update(name=f"{name}/{recipe}", out_dir=out_dir)
             runs[ability, name] = base.build(tree, str(path), config.Config)
     return runs
 

@@ -22,7 +22,9 @@ FLOORS = {
         "errors",
         "kernels",
         "metrics",
+        "old_keys",
         "outputs",
+        "resuming",
         "tasks",
         "yaml_text",
     ),
@@ -44,7 +46,7 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "console", "engine", "errors",
-    "kernels", "metrics", "model", "outputs", "tasks",
+    "kernels", "metrics", "model", "old_keys", "outputs", "resuming", "tasks",
 }  # fmt: skip
 
 
