@@ -98,6 +98,11 @@ def probe(model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = 
     return output.fixed_point
 
 
+def is_due(step: int, every: int) -> bool:
+    """Whether what is done every so many updates (0: never) is due after this one."""
+    return every > 0 and step % every == 0
+
+
 class FailureWatch:
     """Says once for each layer that too many of its tokens were not solved.
 

@@ -23,6 +23,7 @@ from lm.metrics import (
     Writer,
     adjoint_metrics,
     fixed_point_metrics,
+    is_due,
     probe,
 )
 
@@ -243,7 +244,7 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
             else:
                 bar.update(step, steps)
             validates = step % cfg.eval.every == 0 or step == steps  # which probes as well
-            if solves and _due(step, cfg.log.probe_every) and not validates:
+            if solves and is_due(step, cfg.log.probe_every) and not validates:
                 record = {"step": step, **probed()}
                 if writer:
                     writer.write(record)
@@ -291,11 +292,6 @@ def _affine(flops_per_token):
 
 def _mean(values) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _due(step: int, every: int) -> bool:
-    """Whether what is done every so many updates (0: never) is due after this one."""
-    return every > 0 and step % every == 0
 
 
 def _iterations(record: dict) -> str:
