@@ -169,23 +169,19 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
 
 def comparable(cfg: Run) -> dict:
     """A configuration by dotted keys, its model and solver sections `settled`."""
-    return _flat(settled(cfg.model_dump(mode="json")))
+    tree = cfg.model_dump(mode="json")
+    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
 
 
-def settled(tree: dict) -> dict:
-    """A whole configuration with each "auto" of the mixer's bounds and of the stopping as what it
-    is: two that are the same model are equal, whether they were written before there was an `auto`
-    or after."""
+def settled(model: dict) -> dict:
+    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
+    model are equal, whether they were written before there was an `auto` or after."""
     from lm.model.configuration_fprnn import mixer_bounds
 
-    model, solver = tree.get("model") or {}, tree.get("solver") or {}
     fields = {"block": "fp_mamba1", "mixer": "householder"}
     fields |= {"kronecker_norm": "auto", "contractive": "auto"}
     norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
-    model = {**model, "kronecker_norm": norm, "contractive": kappa}
-    if solver.get("token", "exact") == "exact" and solver.get("stopping") == "auto":
-        solver = {**solver, "stopping": "causal"}
-    return {**tree, "model": model, "solver": solver}
+    return {**model, "kronecker_norm": norm, "contractive": kappa}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

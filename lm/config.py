@@ -114,7 +114,7 @@ class Solver(Section):
     """How the fixed point is found, and how gradients go through it; of `fprnn` alone. No weight
     depends on it: a run can be resumed and evaluated with another."""
 
-    token: Literal["exact", "iterate"] = "exact"
+    token: Literal["auto", "exact", "iterate"] = "auto"  # auto: iterate under stopping: paper
     schedule: str = Field(
         "auto",
         pattern=r"^(auto|sequential|parallel|window:[1-9][0-9]*)$",
@@ -130,14 +130,31 @@ class Solver(Section):
     stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
     patience: int = Field(15, gt=0)
     gradient: str = Field(
-        "exact",
-        pattern=r"^(exact|one_step|implicit|(adjoint|phantom):[1-9][0-9]*)$",
-        description="exact, adjoint:K, one_step, phantom:K or implicit (K: a whole number of steps"
-        " above 0)",
+        "auto",  # exact; one_step of what is iterated
+        pattern=r"^(auto|exact|one_step|implicit|adjoint:[0-9]+|phantom:[1-9][0-9]*)$",
+        description="auto, exact, adjoint:K, one_step, phantom:K or implicit (K: a whole number of"
+        " steps)",
     )
     n_backwards: int = Field(1, gt=0)
     adjoint_clip: PositiveFloat | None = None
     jacobian_reg: float = Field(0.0, ge=0)
+
+    @property
+    def iterates(self) -> bool:
+        """Whether a token's equation is iterated (the paper's f), not solved exactly."""
+        return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
+
+    def settled(self) -> dict:
+        """The fields, each "auto" of token, stopping and gradient as what it is in FPRNNConfig: two
+        that solve alike are equal."""
+        iterated = ("iterate", "paper", "one_step")
+        defaults = iterated if self.iterates else ("exact", "causal", "exact")
+        fields = self.model_dump(mode="json")
+        for name, value in zip(("token", "stopping", "gradient"), defaults):
+            fields[name] = value if fields[name] == "auto" else fields[name]
+        if fields["stopping"] == "paper" and fields["schedule"] == "auto":
+            fields["schedule"] = "parallel"
+        return fields
 
 
 class Tokenizer(Section):
@@ -340,7 +357,7 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
 
 def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
-    for key, value in moved(point.items(), "sweep", tree):
+    for key, value in moved(point.items(), "sweep"):
         if isinstance(value, dict):
             for below, v in value.items():
                 set_key(tree, f"{key}.{below}", v)
@@ -355,7 +372,7 @@ def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -
         ConfigError: as `parse_override`, or a key under both its old and its new name.
     """
     pairs = [parse_override(text, schema) for text in overrides]
-    for key, value in moved(pairs, "override", tree):
+    for key, value in moved(pairs, "override"):
         set_key(tree, key, value)
 
 

@@ -44,13 +44,11 @@ def moved_tree(tree: dict, where: str) -> dict:
         return tree
     if not fields:  # an agreement_reg of 0 alone
         return {**tree, "model": pairs["model"]}
-    limits = [(tree.get(part) or {}) for part in ("train", "eval")]
-    limited = any(isinstance(part, dict) and _limits(part) for part in limits)
     solver = {**(tree.get("solver") or {}), **fields}
-    if limited and "token" not in solver:  # an ℓmax of its own has no meaning without
-        solver["token"] = "iterate"
-        solver.setdefault("gradient", "one_step")
-    elif "token" not in solver and pairs["model"].get("name", "fprnn") == "fprnn":
+    paper = solver.get("stopping") == "paper"  # which is of token: iterate
+    if "token" not in solver and not paper and _limits_iterations(tree):
+        solver = {"token": "iterate", "stopping": "causal", **solver}
+    elif "token" not in solver and not paper and pairs["model"].get("name", "fprnn") == "fprnn":
         _note(where, "it was iterated, and is now solved with solver.token: exact, the default")
     # Beside the model, where the schema has it.
     now = {}
@@ -62,18 +60,20 @@ def moved_tree(tree: dict, where: str) -> dict:
     return now
 
 
-def _limits(section: dict) -> bool:
-    return section.get("max_iters") not in (None, "config")
+def _limits_iterations(tree: dict) -> bool:
+    """Whether a synthetic run has an ℓmax of its own, which has no meaning for an exact token."""
+    sections = [tree.get(name) for name in ("train", "eval")]
+    limits = [section.get("max_iters") for section in sections if isinstance(section, dict)]
+    return any(limit not in (None, "config") for limit in limits)
 
 
-def moved(pairs: Pairs, where: str, onto: dict | None = None) -> list[tuple[str, Any]]:
+def moved(pairs: Pairs, where: str) -> list[tuple[str, Any]]:
     """Keys and values that belong together (a file, the overrides of a command, a sweep point) with
-    the old ones under their new names. What the old values said is said by new ones: `stopping:
-    paper` is `token: iterate`, and with the gradient that was the default then.
+    the old keys under their new names.
 
     Args:
         pairs: dotted keys and values; a value of `model` may be a mapping. where: what they are,
-            for notes and errors. onto: the tree they will be put over.
+            for notes and errors.
     Raises:
         ConfigError: a key is given under both names, or an agreement_reg above 0.
     """
@@ -96,13 +96,6 @@ def moved(pairs: Pairs, where: str, onto: dict | None = None) -> list[tuple[str,
             value, word = _value_now(key, value)
             renamed.append(f"{key} → {NEW[key]}{word}")
         now.append((NEW.get(key, key), value))
-    if ("solver.stopping", "paper") in now and under["solver.stopping"] in NEW:
-        # First, so that anything said of them wins.
-        if "solver.gradient" not in under and "gradient" not in ((onto or {}).get("solver") or {}):
-            now.insert(0, ("solver.gradient", "one_step"))
-        if "solver.token" not in under:
-            now.insert(0, ("solver.token", "iterate"))
-            renamed.append("and with stopping: paper goes solver.token: iterate")
     if renamed:
         _note(where, f"the solver has a section of its own: {', '.join(renamed)}")
     return now

@@ -164,7 +164,7 @@ class Config(base.Run):
     def _limits_of_what_iterates(self):
         limits = {"train.max_iters": self.train.max_iters, "eval.max_iters": self.eval.max_iters}
         for key, value in limits.items():
-            if value not in (None, "config") and self.solver.token != "iterate":
+            if value not in (None, "config") and not self.solver.iterates:
                 none = "config" if key == "train.max_iters" else "null"
                 raise ValueError(
                     f"`{key}` is {value}, and limits iterations, which solver.token: exact has not:"

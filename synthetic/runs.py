@@ -45,7 +45,11 @@ def differences(cfg: Config) -> list[str]:
     old = moved_tree(base.load_tree(saved), str(saved)) if saved.exists() else {}
     new, found = cfg.model_dump(mode="json"), []
     if "model" in old:
-        old, new = settled(old), settled(new)
+        old, new = ({**tree, "model": settled(tree["model"])} for tree in (old, new))
+    if section := old.get("solver"):
+        settled_solver = base.build({"solver": section}, str(saved), Config).solver.settled()
+        old["solver"] = {key: settled_solver[key] for key in section}  # others are newer than it
+        new["solver"] = cfg.solver.settled()
     for section in ("model", "solver", "task", "optim", "train", "eval"):
         for key, value in (old.get(section) or {}).items():
             of_fprnn = section == "solver" or (section == "model" and key not in OF_BASELINES)
