@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.kernels import available
-from lm.metrics import fixed_point_metrics
+from lm.metrics import fixed_point_metrics, probe
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -154,6 +154,8 @@ def train(cfg, bpe, ids, device, updates, of):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     tokens = (updates - before) * micro * length * accumulate
+    with torch.autocast(device, torch.bfloat16):
+        probed = probe(model, block[:, :-1])
     solver = fixed_point_metrics(stats)
     return model, {
         "kernels": available(device),
@@ -161,9 +163,9 @@ def train(cfg, bpe, ids, device, updates, of):
         "grad_norms": torch.stack(norms).tolist(),
         "tokens_per_s": round(tokens / seconds, 1),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "num_iters": solver["num_iters"]["mean"],
-        "work": solver["work"],
-        "tokens_not_converged": solver["tokens_not_converged"],
+        "evaluations": solver["evaluations"],
+        "failed": solver["failed"],
+        "num_iters": fixed_point_metrics([probed])["num_iters"]["mean"],
     }
 
 
@@ -239,7 +241,8 @@ def main():
         "plain_tokens_per_s": plain["tokens_per_s"],
         "peak_mib": ours["peak_bytes"] and round(ours["peak_bytes"] / 2**20),
         "num_iters": ours["num_iters"],
-        "tokens_not_converged": ours["tokens_not_converged"],
+        "evaluations": ours["evaluations"],
+        "failed": ours["failed"],
         "same_without_cache": after["same_without_cache"],
     }
     for name, value in figures.items():
