@@ -33,9 +33,8 @@ EOS = "<|endoftext|>"
 WARM = 20  # updates that compile kernels, left out of tokens/s
 NEAR = 0.03  # how far the losses with and without kernels may be apart, relative
 QUICK = {
-    "model": dict(
-        d_model=16, n_layer=1, d_state=4, max_iters=3, eval_max_iters=3, schedule="parallel"
-    ),
+    "model": dict(d_model=16, n_layer=1, d_state=4),
+    "solver": dict(schedule="parallel", max_iters=3, eval_max_iters=3),
     "tokenizer": dict(vocab_size=300),
     "data": dict(seq_len=8),
     "train": dict(micro_batch_size=2, grad_accum_steps=1),
@@ -46,7 +45,7 @@ def settings(quick):
     """configs/lm/demo.yaml, with other sizes to be quick."""
     tree = yaml.safe_load((ROOT / "configs/lm/demo.yaml").read_text(encoding="utf-8"))
     for section, values in QUICK.items() if quick else ():
-        tree[section] |= values
+        tree[section] = (tree.get(section) or {}) | values
     return tree
 
 
@@ -85,7 +84,7 @@ def build(cfg, bpe):
     longest = max(2048, cfg["data"]["seq_len"])
     return FPRNNForCausalLM(
         FPRNNConfig(
-            **cfg["model"], vocab_size=vocab_size, max_position_embeddings=longest,
+            **cfg["model"], **cfg.get("solver", {}), vocab_size=vocab_size, max_position_embeddings=longest,
             eos_token_id=eos, pad_token_id=eos,
         )
     )  # fmt: skip
@@ -154,6 +153,7 @@ def train(cfg, bpe, ids, device, updates, of):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     tokens = (updates - before) * micro * length * accumulate
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
     with torch.autocast(device, torch.bfloat16):
         probed = probe(model, block[:, :-1])
     solver = fixed_point_metrics(stats)
@@ -162,7 +162,7 @@ def train(cfg, bpe, ids, device, updates, of):
         "losses": torch.stack(losses).tolist(),
         "grad_norms": torch.stack(norms).tolist(),
         "tokens_per_s": round(tokens / seconds, 1),
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_bytes": peak,
         "evaluations": solver["evaluations"],
         "failed": solver["failed"],
         "num_iters": fixed_point_metrics([probed])["num_iters"]["mean"],
