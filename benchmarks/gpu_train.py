@@ -84,8 +84,8 @@ def build(cfg, bpe):
     longest = max(2048, cfg["data"]["seq_len"])
     return FPRNNForCausalLM(
         FPRNNConfig(
-            **cfg["model"], **cfg.get("solver", {}), vocab_size=vocab_size, max_position_embeddings=longest,
-            eos_token_id=eos, pad_token_id=eos,
+            **cfg["model"], **cfg.get("solver", {}), vocab_size=vocab_size,
+            max_position_embeddings=longest, eos_token_id=eos, pad_token_id=eos,
         )
     )  # fmt: skip
 
