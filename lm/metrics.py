@@ -134,14 +134,14 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
-    cures = ["model.contractive: 0.9", "model.glu_in_loop: false"]
+    cures = "model.contractive: 0.9 or model.glu_in_loop: false"
     if solver["max_iters"] is not None:
-        cures.append("a higher limit of iterations, or schedule: sequential, which has none")
+        cures += f" (or more than {solver['max_iters']} iterations, or schedule: sequential)"
     return {
         layer: (
             f"the token's equation was not solved for {share:.2%} of the tokens of layer {layer}"
-            f" (more than {FAILED_SHARE:.1%}), and what it returned there is not the layer's"
-            f" output: {'; '.join(cures)} would help"
+            f" (more than {FAILED_SHARE:.1%}), where its output is not the layer's; a model with"
+            f" {cures} would solve them"
         )
         for layer, share in enumerate(failed)
         if share > FAILED_SHARE

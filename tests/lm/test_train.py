@@ -70,7 +70,7 @@ def test_probes_are_made_every_so_often_and_change_nothing(tmp_path, tiny_losses
     probes = [r for r in records if "probe" in r]
     assert [r["step"] for r in probes] == [3, 6, 8]
     assert ["validation" in r for r in probes] == [False, True, True]
-    never, _ = run(tmp_path / "never", "log.probe_every=0", "train.steps=2")
+    run(tmp_path / "never", "log.probe_every=0", "train.steps=2")
     assert sum("probe" in r for r in read_metrics(tmp_path / "never/tiny")) == 1
 
 
