@@ -136,12 +136,12 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
         return {}
     cures = "model.contractive: 0.9 or model.glu_in_loop: false"
     if solver["max_iters"] is not None:
-        cures += f" (or more than {solver['max_iters']} iterations, or schedule: sequential)"
+        cures += f"; or allow more than {solver['max_iters']} iterations, or schedule: sequential"
     return {
         layer: (
             f"the token's equation was not solved for {share:.2%} of the tokens of layer {layer}"
-            f" (more than {FAILED_SHARE:.1%}), where its output is not the layer's; a model with"
-            f" {cures} would solve them"
+            f" (more than {FAILED_SHARE:.1%}), so what the layer gave there is not its solution:"
+            f" train with {cures}"
         )
         for layer, share in enumerate(failed)
         if share > FAILED_SHARE

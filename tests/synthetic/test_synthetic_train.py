@@ -56,7 +56,7 @@ def test_a_run_leaves_metrics_and_a_result(cfg):
     assert saved == json.loads(json.dumps(result))
     assert [r["length"] for r in saved["eval"]] == [2, 4, 6]
     assert all(len(r["num_iters"]["mean"]) == len(r["failed"]) == 1 for r in saved["eval"])
-    assert all(r["probed"] == 16 > 0 < r["stderr"]["num_iters"] for r in saved["eval"])
+    assert all(r["probed"] == 8 and r["stderr"]["num_iters"] >= 0 for r in saved["eval"])
     assert saved["updates"] == 12 and saved["chance"] == pytest.approx(1 / 3)
 
 
