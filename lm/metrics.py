@@ -70,7 +70,7 @@ def adjoint_metrics(model, gather=lambda t: t) -> dict:
 
 
 def _rounded(t: torch.Tensor) -> list[float]:
-    return [round(v, 6) for v in t.tolist()]
+    return [float(f"{v:.6g}") for v in t.tolist()]  # residuals are small, adjoints may be large
 
 
 @torch.no_grad()
