@@ -52,10 +52,11 @@ def solving(
     Args:
         schedule: one of lm.model's schedules, with causal stopping and the checkpoint's `token`; or
             `paper`: the paper's procedure (its f iterated on all tokens, its stopping).
-        tol: relative residual (eval_tol). max_iters: ℓmax (eval_max_iters).
+        tol: relative residual (eval_tol). max_iters: ℓmax (eval_max_iters). Neither is needed, or
+            read, where each token is solved to rounding (`sequential` with token exact).
     Raises:
         GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
-            max_iters < 1, or a solve so has neither tolerance nor limit.
+            or max_iters < 1.
     """
     from lm.model.configuration_fprnn import FPRNNConfig, parse_schedule
 
@@ -87,14 +88,6 @@ def solving(
             until_the_end.enter_context(model.solving(**new))
         except ValueError as e:
             raise GenerationError(str(e)) from None
-        solver, asked = model.solver(), {"tol": tol, "max_iters": max_iters}
-        for name, value in asked.items():
-            if value is not None and solver[name] is None:
-                raise GenerationError(
-                    f"{name} means nothing to schedule {solver['schedule']} with token"
-                    f" {solver['token']}, which solves each token to rounding: name another"
-                    " schedule with it (parallel, window:W)"
-                )
         yield
 
 

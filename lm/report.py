@@ -63,7 +63,7 @@ def _fixed_point(run_dir: Path, records: list[dict]) -> dict:
     if absent:
         raise CheckpointError(
             f"{run_dir / 'metrics.jsonl'} is damaged: its last record of the solver has no"
-            f" {', '.join(absent)}"
+            f" {', '.join(dict.fromkeys(absent))}"
         )
     in_training = {k: trained[-1][k] for k in (*cost, "adjoint") if k in trained[-1]}
     return {**probes[-1], "training": in_training}

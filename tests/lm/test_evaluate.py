@@ -101,6 +101,9 @@ def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
     assert str(REPOSITORY) not in written.read_text()
     assert (results["checkpoint"], results["limit"], results["device"]) == ("tiny", 4, "cpu")
     assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
+    assert results["solver"]["token"] == "exact"
+    assert results["fixed_point"].keys() == {"evaluations", "failed", "residual"}
+    assert min(results["fixed_point"]["evaluations"]) >= 1
     metrics = {name: set(task["metrics"]) for name, task in results["tasks"].items()}
     assert metrics == {
         "arc_easy_local": {"acc", "acc_norm"},
@@ -176,6 +179,8 @@ def test_table_shows_each_metric_with_its_error():
     results = {
         "checkpoint": "tiny",
         "limit": 20,
+        "solver": {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None},
+        "fixed_point": {"evaluations": [1.0, 1.0], "failed": [0.0, 0.02], "residual": [0.0, 0.0]},
         "tasks": {
             "catbabi_mini": {
                 "samples": 20,
@@ -193,6 +198,8 @@ def test_table_shows_each_metric_with_its_error():
     for part in ("tiny (first 20 documents)", "catbabi_mini", "acc ↑", "0.25 ± 0.099"):
         assert part in text
     assert "perplexity ↓" in text and "not finite" in text
+    text = " ".join(text.split())
+    assert "warning: the token's equation was not solved for 2.00% of the tokens of layer 1" in text
 
 
 def test_a_results_file_survives_a_failed_write(tmp_path):
