@@ -68,9 +68,11 @@ def _export(args) -> int:
 
 
 def _import_reference(args) -> int:
-    from lm.reference import import_reference
+    from lm.reference import ORIGIN, import_reference
 
-    print(import_reference(args.checkpoint, args.config, args.out, args.tokenizer))
+    done = import_reference(args.checkpoint, args.config, args.out, args.tokenizer)
+    print(f"note: {ORIGIN}", file=sys.stderr)
+    print(done)
     return 0
 
 
@@ -195,7 +197,8 @@ def parser() -> argparse.ArgumentParser:
         "train",
         help="train a run, or continue it (resume=auto)",
         description="Train the run a YAML describes. OVERRIDES are dotted keys of the YAML, e.g."
-        " optim.lr=1e-3 model.mixer=kronecker resume=auto; docs/config.md lists all keys.",
+        " optim.lr=1e-3 model.mixer=kronecker solver.schedule=parallel resume=auto; docs/config.md"
+        " lists all keys, and what a resumed run may change (its solver, not its model).",
     )
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
@@ -228,7 +231,8 @@ def parser() -> argparse.ArgumentParser:
         help="a checkpoint of the paper's code → HuggingFace directory",
         description="CKPT: a .pth or state dict; CONFIG: its configuration as JSON or YAML with"
         " `model_config` (d_model, n_layer) and `ssm_cfg` (layer, mixer_type, …), as the paper's"
-        " code has them. Any name that is missing, extra or misshapen is an error.",
+        " code has them. Any name that is missing, extra or misshapen is an error. What is imported"
+        " is solved exactly (token: exact), whatever its configuration says of the iteration.",
     )
     c.add_argument("checkpoint", metavar="CKPT")
     c.add_argument("--config", required=True, metavar="CONFIG")

@@ -72,7 +72,8 @@ def saved_bytes(cfg: Config) -> tuple[float, float]:
     import torch
 
     one = cfg.model_copy(deep=True)
-    one.model.n_layer, one.model.max_iters, one.model.gradient_checkpointing = 1, 1, False
+    one.model.n_layer, one.model.gradient_checkpointing = 1, False
+    one.solver.max_iters = 1  # what is kept does not depend on how near the solution is
     block = build_model(one, 8).backbone.layers[0].train()
     owned = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
@@ -129,7 +130,8 @@ def plan(cfg: Config, world_size: int) -> dict:
     tokens_per_step = cfg.tokens_per_step(world_size)
 
     if m.name == "fprnn":
-        flops = {f"ℓ* = {k}": model.flops_per_token(k) for k in (1, 5, 10, 20)}
+        counts = (1, 5, 10, 20)  # token by token, an exact one takes 1
+        flops = {f"evaluations = {k}": model.flops_per_token(k) for k in counts}
     else:  # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward
         d, states = m.expand * m.d_model, m.d_state
         if m.name == "transformer":

@@ -54,6 +54,7 @@ DEFAULTS = {
 NORM_EPS = 1e-5  # theirs where a mixer is given none
 # What the paper's code always does, where FPRNNConfig has a choice.
 ALWAYS = {
+    "token": "iterate",
     "schedule": "parallel",
     "stopping": "paper",
     "eval_max_iters": 1000,
@@ -64,6 +65,13 @@ ALWAYS = {
     "dt_h_dep": False,
     "reset_at_eos": False,
 }
+# … but for the solver of an imported checkpoint, which is ours; the damping stays the paper's.
+SOLVER = {"token": "exact", **dict.fromkeys(("schedule", "stopping", "gradient"), "auto")}
+ORIGIN = (
+    "Imported from a checkpoint of the paper's code. It is solved exactly (`token: exact`); the"
+    " paper's own procedure, `model.solving(token='iterate')`, may find another solution:"
+    " `fprnn agree` compares them."
+)
 DENSE_WIDTH = 256  # d_inner of their selectivedense, whatever expand says
 
 # Every key of the paper's configuration is in exactly one of the tables below, or in `SPECIAL`.
@@ -447,7 +455,7 @@ def mismatch(state: dict, expected: dict) -> str:
 def import_reference(
     checkpoint: Path, config: Path, out: Path, tokenizer: Path | None = None
 ) -> Path:
-    """A language model of the paper's code → our HuggingFace directory `out`.
+    """A language model of the paper's code → our HuggingFace directory `out`, solved as ours are.
 
     Args:
         checkpoint: its .pth (or state dict). config: its configuration as JSON or YAML, see
@@ -479,7 +487,7 @@ def import_reference(
             f" its first names are {', '.join(list(state)[:3])}"
         )
     try:
-        settings = {"tie_embeddings": settle_head(state, description)}
+        settings = {"tie_embeddings": settle_head(state, description), **SOLVER}
         if "vocab_size" not in _flat(description):
             settings["vocab_size"] = state[EMBEDDING].shape[0]
         model = FPRNNForCausalLM(reference_config(description, **settings))
@@ -489,5 +497,4 @@ def import_reference(
     if wrong:
         raise ReferenceCheckpointError(f"{checkpoint} does not fit {config}: {wrong}")
     model.load_state_dict(state, strict=True)
-    origin = "Imported from a checkpoint of the paper's code."
-    return write_export(model.float(), out, tokenizer, Path(checkpoint).stem, origin)
+    return write_export(model.float(), out, tokenizer, Path(checkpoint).stem, ORIGIN)

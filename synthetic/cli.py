@@ -133,7 +133,9 @@ def parser() -> argparse.ArgumentParser:
         " the `model:` section of any YAML (several: side by side) and prints one table. Finished"
         " runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
     )
-    c.add_argument("config", nargs="+", metavar="CONFIG", help="also key=value, of model and optim")
+    c.add_argument(
+        "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
+    )
     c.add_argument("--out-dir", default="runs/validate", metavar="DIR")
     c.add_argument(
         "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lm import cli as lm_cli
 from lm import config
-from lm.model.configuration_fprnn import MIXED, SCHEDULES
+from lm.model.configuration_fprnn import GRADIENTS, SCHEDULES
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests.test_house import ROOT, relative, repository_files
@@ -67,14 +67,13 @@ def test_every_file_that_is_named_is_there():
     assert missing == []
 
 
-def test_the_pages_have_the_widths_that_mixed_draws():
-    widths = ["L" if share == 1 else f"L/{share}" for share in MIXED]
-    listed = f"{', '.join(widths[:-1])} or {widths[-1]}"
-    for page in ("config.md", "fixed-point.md"):
-        lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
-        row = next(line for line in lines if "`mixed`" in line and line.startswith("| `"))
-        assert listed in row and "`auto`" in row, page
-    assert listed in SCHEDULES["mixed"]
+def test_the_page_of_keys_has_the_names_of_the_solver():
+    lines = (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines()
+    section = lines[lines.index("## `solver`") :]
+    for field, names in (("schedule", SCHEDULES), ("gradient", GRADIENTS)):
+        row = next(line for line in section if line.startswith(f"| `{field}`"))
+        kinds = row.split("|")[2]
+        assert set(re.findall(r"`([^`]+)`", kinds)) - {"auto"} == set(names) - {"auto"}, field
 
 
 def headings(page: Path) -> set[str]:

@@ -110,7 +110,7 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     cfg = tiny(*overrides)
     before = torch.get_rng_state()
     with pytest.raises(lm.errors.ConfigError) as e:
-        check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+        check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     assert words in str(e.value)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -121,7 +121,7 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
 
     cfg = tiny(f"model.mixer={mixer}")
     before = torch.get_rng_state()
-    check_section(cfg.model, cfg.data.seq_len, cfg.train.precision)
+    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     assert torch.equal(torch.get_rng_state(), before)
 
 

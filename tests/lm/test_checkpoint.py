@@ -104,3 +104,71 @@ def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):
     saved.write_text(old.replace("contractive: null", "contractive: 0.5"))
     with pytest.raises(CheckpointError, match=r"contractive was 0\.5, is None"):
         claim(tiny("resume=auto"), False)
+
+
+def started(cfg):
+    """A run of which something was trained."""
+    claim(cfg, False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    return cfg.run_dir / "config.yaml"
+
+
+def test_a_resumed_run_may_have_another_solver(tiny):
+    saved = started(tiny())
+    said = []
+    claim(
+        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
+    )
+    assert said == [
+        "note: solver.gradient was 'exact', is 'one_step': training goes on with what it is now"
+    ]
+    assert "eval_tol: 0.5" in saved.read_text()
+    claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)
+
+
+def test_an_auto_and_what_it_stands_for_are_the_same_solver(tiny):
+    started(tiny())
+    said = []
+    same = ("solver.token=exact", "solver.stopping=causal", "solver.gradient=exact")
+    claim(tiny("resume=auto", *same), False, said.append)
+    assert said == []
+
+
+def test_a_baseline_has_no_solver_to_note(tiny):
+    started(tiny("model.name=lstm"))
+    said = []
+    claim(tiny("model.name=lstm", "resume=auto", "solver.tol=0.5"), False, said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seed=1", "model.eps=1e-4", "tokenizer.vocab_size=310", "data.seq_len=8", "optim.lr=1e-3",
+     "train.micro_batch_size=1", "train.grad_accum_steps=1"],
+)  # fmt: skip
+def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
+    started(tiny())
+    key = change.partition("=")[0]
+    with pytest.raises(CheckpointError, match=rf"holds a run of another config \({key} was "):
+        claim(tiny("resume=auto", change, "solver.tol=0.5"), False)
+
+
+def test_a_run_from_before_the_solver_had_a_section_goes_on(tiny, capsys):
+    import yaml
+
+    from lm import old_keys
+
+    saved = started(tiny())
+    tree = yaml.safe_load(saved.read_text())
+    solver = {k: v for k, v in tree.pop("solver").items() if k not in ("token", "adjoint_clip")}
+    solver |= {"schedule": "mixed", "stopping": "causal", "gradient": "one_step"}
+    tree["model"] |= {**solver, "agreement_reg": 0.0}
+    saved.write_text(yaml.safe_dump(tree))
+    said = []
+    old_keys._said.clear()
+    claim(tiny("resume=auto"), False, said.append)
+    assert said == [
+        "note: solver.gradient was 'one_step', is 'exact': training goes on with what it is now"
+    ]
+    assert "model.schedule → solver.schedule (mixed → auto)" in capsys.readouterr().err
+    assert "agreement_reg" not in saved.read_text()

@@ -154,7 +154,10 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 
 @pytest.mark.parametrize(
     "name, parameters, flops",
-    [("fpmamba_160m_fineweb2b", "169.4 M", "ℓ* = 10"), ("mamba_160m_fineweb2b", "83.9 M", "mamba")],
+    [
+        ("fpmamba_160m_fineweb2b", "169.4 M", "evaluations = 10"),
+        ("mamba_160m_fineweb2b", "83.9 M", "mamba"),
+    ],
 )
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"

@@ -2,6 +2,7 @@
 
 import datetime
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -15,7 +16,8 @@ import synthetic.config
 from lm import config
 from lm.baselines import FIELDS
 from lm.build import build_model
-from lm.config import Config, ConfigError, Model, Section
+from lm.config import Config, ConfigError, Model, Section, Solver
+from lm.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.yaml_text import Loader
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,8 @@ def test_defaults_are_a_config():
         ({"optim": {"steps": 3}}, "optim.steps", "train.steps"),
         ({"train": {"seq_len": 3}}, "train.seq_len", "data.seq_len"),
         ({"data": {"mixer_rnk": 3}}, "data.mixer_rnk", "model.mixer_rank"),
+        ({"train": {"tol": 3}}, "train.tol", "solver.tol"),
+        ({"model": {"token": "exact"}}, "model.token", "solver.token"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
@@ -117,19 +121,27 @@ def test_every_error_is_named_at_once():
         ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
         ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),
         (
-            {"model": {"schedule": "windows:4"}},
-            ["`model.schedule` is 'windows:4'", "window:W", "did you mean `window:4`?"],
+            {"solver": {"schedule": "windows:4"}},
+            ["`solver.schedule` is 'windows:4'", "window:W", "did you mean `window:4`?"],
         ),
-        ({"model": {"schedule": "window:0"}}, ["is 'window:0'", "W: a number of tokens above 0"]),
-        ({"model": {"schedule": 4}}, ["`model.schedule` is 4", "window:W"]),
-        ({"model": {"gradient": "phantom"}}, ["is 'phantom'", "phantom:K (K: a whole number"]),
-        ({"model": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`?"]),
+        ({"solver": {"schedule": "window:0"}}, ["is 'window:0'", "W: a number of tokens above 0"]),
+        ({"solver": {"schedule": 4}}, ["`solver.schedule` is 4", "window:W"]),
+        ({"solver": {"schedule": "mixed"}}, ["is 'mixed'", "auto, sequential, parallel"]),
+        ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
+        ({"solver": {"stopping": "papre"}}, ["is 'papre'", "did you mean `paper`?"]),
+        (
+            {"solver": {"gradient": "phantom"}},
+            ["is 'phantom'", "phantom:K or implicit (K: a whole"],
+        ),
+        ({"solver": {"gradient": "adjoint:-1"}}, ["is 'adjoint:-1'", "adjoint:K"]),
+        ({"solver": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`?"]),
+        ({"solver": {"adjoint_clip": 0}}, ["is 0", "a finite number above 0 or null"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
         ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 or auto"]),
         ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "at most 65536 or auto"]),
         ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "65536 or null"]),
-        ({"model": {"quantile": 1.1}}, ["`model.quantile` is 1.1", "at least 0 and at most 1"]),
+        ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "at least 0 and at most 1"]),
         ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "above 0 and below 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
         ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
@@ -361,7 +373,14 @@ trees = st.fixed_dictionaries(
                 "vocab_size": st.integers(1, 10**6) | st.just("auto"),
                 "mixer": st.sampled_from(["householder", "dplr", "kronecker"]),
                 "mixer_proj_rank": st.none() | st.integers(1, 99),
+            },
+        ),
+        "solver": st.fixed_dictionaries(
+            {},
+            optional={
                 "tol": st.floats(0, 1e300, exclude_min=True),
+                "adjoint_clip": st.none() | st.floats(0, 1e300, exclude_min=True),
+                "schedule": st.sampled_from(["auto", "window:7", "parallel"]),
             },
         ),
         "optim": st.fixed_dictionaries(
@@ -400,8 +419,14 @@ def huggingface_defaults() -> dict:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def test_model_has_the_names_and_defaults_of_fprnn_config():
+def test_model_and_solver_have_the_names_and_defaults_of_fprnn_config():
+    from lm.model.configuration_fprnn import SOLVER_FIELDS
+
     ours = {name: field.default for name, field in Model.model_fields.items()}
+    solver = {name: field.default for name, field in Solver.model_fields.items()}
+    assert not ours.keys() & solver.keys()
+    assert tuple(solver) == SOLVER_FIELDS
+    ours |= solver
     theirs = huggingface_defaults()
     assert ours.keys() - theirs.keys() == OURS
     assert theirs.keys() - ours.keys() == HUGGINGFACE
@@ -411,31 +436,71 @@ def test_model_has_the_names_and_defaults_of_fprnn_config():
     assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
 
 
-def choices() -> list[tuple[str, object]]:
-    """(field, value) for every choice of every Literal in the model section."""
+def choices() -> list[tuple[str, str, object]]:
+    """(section, field, value) for every choice of every Literal in the two sections."""
     return [
-        (name, value)
-        for name, field in Model.model_fields.items()
+        (section, name, value)
+        for section, schema in (("model", Model), ("solver", Solver))
+        for name, field in schema.model_fields.items()
         if get_origin(field.annotation) is Literal
         for value in get_args(field.annotation)
     ]
 
 
-@pytest.mark.parametrize("field, value", choices())
-def test_every_choice_of_the_model_section_runs(field, value):
+@pytest.mark.parametrize("section, field, value", choices())
+def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
     import torch
 
-    sizes = {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8, "max_iters": 3}
-    tree = {**sizes, field: value}
-    if value == "paper":
-        tree["schedule"] = "parallel"
-    model = build_model(config.build({"model": tree}), 16).train()
+    tree = {"model": {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8}}
+    tree.setdefault(section, {})[field] = value
+    model = build_model(config.build(tree), 16).train()
     ids = torch.arange(8).reshape(1, 8)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     assert torch.isfinite(loss)
     if value != "mamba":
         assert value == "auto" or getattr(model.config, field, value) == value
+
+
+CHOICES = {
+    "token": ("auto", "exact", "iterate"),
+    "schedule": ("auto", "parallel", "sequential"),
+    "stopping": ("auto", "causal", "paper"),
+    "gradient": ("auto", "exact", "adjoint:0", "one_step", "implicit"),
+}
+
+
+@pytest.mark.parametrize("values", itertools.product(*CHOICES.values()))
+def test_the_autos_of_the_solver_are_those_of_the_model(values):
+    """`Solver.settled`, by which runs are compared, and what a model makes of the same fields."""
+    from lm.model.configuration_fprnn import FPRNNConfig
+
+    solver = Solver(**dict(zip(CHOICES, values)))
+    try:
+        made = FPRNNConfig(**solver.model_dump())
+    except ValueError:
+        return  # they do not go together
+    assert {k: solver.settled()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
+    assert solver.iterates == (made.token == "iterate")
+
+
+def test_what_does_not_go_together_in_the_solver_is_named_as_the_solvers():
+    cfg = config.build(
+        {"model": {"d_model": 16}, "solver": {"token": "exact", "stopping": "paper"}}
+    )
+    with pytest.raises(ConfigError, match=r"^solver: stopping `paper`"):
+        build_model(cfg, 16)
+    with pytest.raises(ConfigError, match=r"^model: headdim is 50"):
+        build_model(config.build({"model": {"block": "fp_mamba2", "headdim": 50}}), 16)
+
+
+def test_a_baseline_reads_nothing_of_the_solver():
+    tree = {"model": {"name": "lstm", "d_model": 16, "n_layer": 1}}
+    cfg = config.build({**tree, "solver": {"token": "iterate", "stopping": "paper"}})
+    assert (
+        build_model(cfg, 16).config.to_dict()
+        == build_model(config.build(tree), 16).config.to_dict()
+    )
 
 
 # The shipped YAMLs.
@@ -476,15 +541,17 @@ def test_the_papers_language_model_has_the_papers_constants():
     assert (o.weight_decay, o.grad_clip) == (0.1, 1.0)
     assert (o.warmup, o.schedule) == (0.1, "cosine")
     # The paper's solver (App. B.4).
-    assert (m.schedule, m.stopping) == ("parallel", "paper")
-    assert (m.tol, m.stepsize, m.stepsize_decay, m.patience) == (0.1, 0.99, 0.9, 15)
-    assert (m.quantile, m.eval_max_iters, m.n_backwards) == (0.75, 1000, 1)
+    s = cfg.solver
+    assert (s.token, s.schedule, s.stopping) == ("iterate", "parallel", "paper")
+    assert (s.tol, s.stepsize, s.stepsize_decay, s.patience) == (0.1, 0.99, 0.9, 15)
+    assert (s.quantile, s.eval_max_iters) == (0.75, 1000)
+    assert (s.gradient, s.n_backwards) == ("one_step", 1)
 
 
-def test_the_baseline_differs_from_the_papers_model_only_in_the_model():
+def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_solver():
     ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
     baseline = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
-    changes = {"name": ours.name, "model": ours.model}
+    changes = {"name": ours.name, "model": ours.model, "solver": ours.solver}
     assert baseline.model.name == "mamba"
     assert baseline.model_copy(update=changes) == ours
     for field in ("vocab_size", "d_model", "n_layer", "d_state"):
@@ -528,6 +595,22 @@ def schema(section: Section, prefix: str = "") -> dict:
 def test_the_page_has_every_key_with_its_default():
     page = {k: yaml.load(v, Loader) for k, v in documented().items()}
     assert page == schema(Config())
+
+
+def test_the_page_says_what_a_resumed_run_may_change():
+    text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    part = text.partition("## Resuming")[2].partition("\n## ")[0]
+    items = [
+        set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
+    ]
+    said = dict(zip((FIXED, NOTED, FREE), items))
+    said[FREE] -= {"train.steps"}
+    tops = {name: resume_rule(Config, name) for name in Config.model_fields}
+    rules = {key: resume_rule(Config, key) for key in schema(Config()) if "." in key} | tops
+    for key, rule in rules.items():
+        inherited = FREE if key in tops else tops[key.partition(".")[0]]
+        named = [kind for kind, keys in said.items() if key in keys]
+        assert named == ([] if rule is inherited else [rule]), key
 
 
 def test_every_sweep_point_has_its_own_directory_under_any_name():

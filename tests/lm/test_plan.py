@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 
 
-def tiny(**model) -> Config:
+def tiny(solver=None, **model) -> Config:
     sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "vocab_size": 64, **model}
     train = {"micro_batch_size": 3, "grad_accum_steps": 2, "steps": 7}
-    return Config(model=sizes, train=train, data={"seq_len": 32})
+    return Config(model=sizes, solver=solver or {}, train=train, data={"seq_len": 32})
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_the_vocabulary_is_the_tokenizers_or_must_be_given():
 # FLOPs.
 
 
-def test_flops_are_linear_in_the_iterations():
+def test_flops_are_linear_in_the_evaluations():
     flops = plan(tiny(), 1)["flops_per_token"]
-    at = {int(name.removeprefix("ℓ* = ")): value for name, value in flops.items()}
+    at = {int(name.removeprefix("evaluations = ")): value for name, value in flops.items()}
     assert sorted(at) == [1, 5, 10, 20]
     step = (at[20] - at[1]) / 19
     assert step > 0
@@ -80,8 +80,9 @@ def products(call) -> int:
 
 def wide(**model) -> Config:
     """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
-    rule = {"schedule": "parallel", "max_iters": 3, "tol": 1e-12}
-    return tiny(**{"d_model": 256, "n_layer": 1, **rule, **model})
+    solver = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
+    solver |= {"max_iters": 3, "tol": 1e-12}
+    return tiny(solver, **{"d_model": 256, "n_layer": 1, **model})
 
 
 @pytest.mark.parametrize("rank", [1, 2])
@@ -172,7 +173,7 @@ def test_what_a_block_keeps_is_what_a_longer_batch_keeps():
     """The estimate from lengths 64 and 256 holds at another length."""
     cfg = tiny()
     per_token, constant = planning.saved_bytes(cfg)
-    block = build_model(tiny(n_layer=1, max_iters=1), 8).backbone.layers[0].train()
+    block = build_model(tiny({"max_iters": 1}, n_layer=1), 8).backbone.layers[0].train()
     owned = {p.untyped_storage().data_ptr() for p in block.parameters()}
     kept = {}
 

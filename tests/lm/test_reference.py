@@ -64,12 +64,18 @@ def test_the_imported_model_computes_the_golden_logits(files):
     done = fprnn("import-reference", files / "run.pth", "--config", files / "config.json",
                  files / "hf")  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(files / "hf")
     model = AutoModelForCausalLM.from_pretrained(files / "hf").double().eval()
-    model.config.tol = 1e-12
-    with torch.no_grad():
+    with torch.no_grad(), model.solving(token="iterate", eval_tol=1e-12):
+        assert model.solver()["stopping"] == "paper"
         logits = model(TENSORS["input/input_ids"]).logits
     exact = TENSORS["exact_f64_eval/logits"]
     assert ((logits - exact).abs().max() / exact.abs().max()) < 1e-9
+    # Of itself it is solved exactly, and says so.
+    assert (model.config.token, model.config.gradient) == ("exact", "exact")
+    assert "solved exactly (`token: exact`)" in done.stderr
+    assert "solved exactly (`token: exact`)" in (files / "hf/README.md").read_text()
+    assert model.config.patience == 15 and model.config.stepsize == 0.99  # the paper's damping
 
 
 def test_every_wrong_name_is_listed_and_nothing_is_written(files):

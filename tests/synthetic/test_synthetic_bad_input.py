@@ -169,7 +169,7 @@ def test_every_shipped_recipe_can_be_built():
     """What `run_all` now asks of every run beforehand."""
     for name in ("s3", "copy", "mod_arithmetic", "recall"):
         cfg = config.load(ROOT / f"configs/synthetic/small/{name}.yaml")
-        check_section(cfg.model, cfg.train.lengths[1], "fp32")
+        check_section(cfg.model, cfg.solver, cfg.train.lengths[1], "fp32")
 
 
 def test_a_sweep_needs_an_index(capsys, tmp_path):
@@ -230,7 +230,7 @@ def test_an_option_that_cannot_be(capsys, tmp_path, monkeypatch, args, words):
 def test_validate_takes_overrides_after_its_options(capsys, tmp_path):
     """They were an unrecognized argument there."""
     message = refused(capsys, "validate", S3, "--out-dir", tmp_path / "runs", "train.steps=3")
-    assert message == "override `train.steps`: validate takes keys of model and optim only"
+    assert message == "override `train.steps`: validate takes keys of model, solver and optim only"
 
 
 # Places that cannot be written, and damaged files.

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from lm.config import ConfigError, Section
+from lm.config_messages import all_keys
+from lm.resuming import FIXED, NOTED, resume_rule
 from lm.yaml_text import Loader
 from synthetic import config, tasks
 from synthetic.config import Config
@@ -31,7 +33,7 @@ def test_the_page_has_every_key_with_its_default():
     page = {k: yaml.load(v, Loader) for k, v in documented().items()}
     expected = {}
     for name, value in Config().model_dump(mode="json").items():
-        if name in ("model", "log"):  # docs/config.md
+        if name in ("model", "solver", "log"):  # docs/config.md
             continue
         below = value if isinstance(getattr(Config(), name), Section) else None
         for key, default in below.items() if below is not None else [(None, value)]:
@@ -98,3 +100,67 @@ def test_lengths_need_no_quotes(tmp_path, text):
     assert config.load(path, [f"eval.lengths={text}"]).eval.lengths == text
     again = write(tmp_path, config.load(path).to_yaml())
     assert config.load(again).eval.lengths == text
+
+
+def test_every_key_says_what_a_resumed_run_may_do_with_it():
+    fixed = {key for key in all_keys(Config) if resume_rule(Config, key) is FIXED}
+    tops = {key for key in fixed if "." not in key}
+    assert tops == {"seed", "model", "task", "optim"}
+    assert {key for key in fixed if key.startswith("train.")} == {
+        "train.batch_size", "train.length", "train.precision", "train.curriculum",
+        "train.curriculum.start", "train.curriculum.grow", "train.curriculum.at",
+    }  # fmt: skip
+    noted = {key for key in all_keys(Config) if resume_rule(Config, key) is NOTED}
+    assert noted >= {"solver", "solver.gradient", "train.max_iters", "train.gamma_shape"}
+
+
+@pytest.mark.parametrize(
+    "text, key",
+    [
+        ("train: {max_iters: 4}", "`train.max_iters` is 4"),
+        ("train: {max_iters: gamma}", "`train.max_iters` is gamma"),
+        ("train: {max_iters: unlimited}\nsolver: {token: exact}", "is unlimited"),
+        ("eval: {max_iters: 4}", "`eval.max_iters` is 4"),
+        ("eval: {max_iters: 4}\nsolver: {schedule: parallel}", "`eval.max_iters` is 4"),
+    ],
+)
+def test_limits_of_iterations_are_refused_where_nothing_is_iterated(tmp_path, text, key):
+    with pytest.raises(ConfigError, match=r"which solver.token: exact has not") as e:
+        config.load(write(tmp_path, text))
+    assert key in str(e.value) and "set solver.token to iterate" in str(e.value)
+
+
+@pytest.mark.parametrize("solver", ["{token: iterate}", "{stopping: paper}"])
+def test_limits_of_iterations_are_for_what_iterates(tmp_path, solver):
+    text = f"train: {{max_iters: 4}}\neval: {{max_iters: 2}}\nsolver: {solver}"
+    cfg = config.load(write(tmp_path, text))
+    assert (cfg.train.max_iters, cfg.eval.max_iters) == (4, 2)
+
+
+def test_the_default_of_either_limit_is_for_both(tmp_path):
+    text = "train: {max_iters: config}\neval: {max_iters: null}"
+    assert config.load(write(tmp_path, text)).solver.token == "auto"
+
+
+def test_a_limited_run_of_before_the_exact_token_goes_on_iterating(tmp_path):
+    old = "model: {schedule: parallel, stopping: causal}\ntrain: {max_iters: 4}"
+    cfg = config.load(write(tmp_path, old))
+    assert (cfg.solver.token, cfg.solver.stopping) == ("iterate", "causal")
+    assert config.load(write(tmp_path, old), ["solver.schedule=sequential"]).train.max_iters == 4
+
+
+def test_an_old_sweep_keeps_its_points_and_their_names(tmp_path):
+    text = """
+name: a
+model: {d_model: 32, stopping: causal}
+sweep:
+  model: [{schedule: mixed}, {schedule: parallel, stopping: paper}, {name: mamba}]
+"""
+    path = write(tmp_path, text)
+    points = [config.load(path, job_index=i) for i in range(3)]
+    found = [(p.model.name, p.solver.schedule, p.solver.stopping, p.name) for p in points]
+    assert found == [
+        ("fprnn", "auto", "causal", "a/000-model=mixed"),
+        ("fprnn", "parallel", "paper", "a/001-model=parallel+paper"),
+        ("mamba", "auto", "causal", "a/002-model=mamba"),
+    ]

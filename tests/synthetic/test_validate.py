@@ -47,7 +47,7 @@ def write(tmp_path, text, name="models.yaml"):
 @pytest.fixture
 def two(tmp_path):
     size = "d_model: 16, d_state: 4, headdim: 8"
-    fp = f"name: fp\nmodel: {{name: fprnn, max_iters: 3, eval_max_iters: 3, {size}}}\n"
+    fp = f"name: fp\nmodel: {{name: fprnn, {size}}}\nsolver: {{patience: 15}}\n"
     return [write(tmp_path, fp), write(tmp_path, f"model: {{name: lstm, {size}}}\n", "l.yaml")]
 
 
@@ -73,7 +73,23 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
 def test_every_shipped_config_of_a_language_model_can_be_validated():
     path = validate.RECIPES.parents[1] / "lm" / "fpmamba_160m_fineweb2b.yaml"
     runs = validate.plan([str(path)], [], "runs")
-    assert {cfg.model.d_model for cfg in runs.values()} == {base.load(path).model.d_model}
+    cfg = base.load(path)
+    assert {run.model.d_model for run in runs.values()} == {cfg.model.d_model}
+    assert all(run.solver == cfg.solver for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    "text, overrides",
+    [
+        ("model: {d_model: 8}\nsolver: {tol: 0.2}\n", []),
+        ("model: {d_model: 8}\n", ["solver.tol=0.2"]),
+        ("model: {d_model: 8, tol: 0.3}\n", ["model.tol=0.2"]),  # before the solver had a section
+        ("model: {d_model: 8}\nsolver: {tol: 0.3}\n", ["model.tol=0.2"]),
+    ],
+)
+def test_a_model_is_planned_with_its_own_solver(tmp_path, text, overrides):
+    runs = validate.plan([write(tmp_path, text)], overrides, str(tmp_path))
+    assert {run.solver.tol for run in runs.values()} == {0.2}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +97,7 @@ def test_every_shipped_config_of_a_language_model_can_be_validated():
     [
         ("name: x\noptim: {lr: 1e-3}\n", [], "has no `model:` section"),
         ("modle: {d_model: 8}\n", [], "unknown section modle"),
-        ("model: {d_model: 8}\n", ["train.steps=3"], "keys of model and optim only"),
+        ("model: {d_model: 8}\n", ["train.steps=3"], "keys of model, solver and optim only"),
         ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
     ],
 )
@@ -108,13 +124,12 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
         assert text in shown
     rows = json.loads((tmp_path / "out/validate.json").read_text())
     assert len(rows) == 8 and {r["ability"] for r in rows} == validate.QUICK.keys()
-    assert {(r["model"], r["solver"]) for r in rows} == {
-        ("fp", "auto, causal, tol 0.01, at most 3 iterations"), ("l", "none"),
-    }  # fmt: skip
+    solvers = {r["model"]: r["solver"] for r in rows}
+    assert solvers["fp"].startswith("token exact, ") and solvers["l"] == "none"
     assert all(r["read"] == "at once" and r["stderr"] >= 0 for r in rows)
     assert {r["in_training"] for r in rows} == {"0"}
     words = " ".join(shown.split())
-    assert "fp: read at once; solver: auto, causal, tol 0.01, at most 3 iterations" in words
+    assert f"fp: read at once; solver: {solvers['fp']}" in words
     assert "l: read at once; solver: none" in words
     assert config.load(tmp_path / "out/fp/s3/config.yaml").optim.lr == 1e-3
     assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
@@ -127,7 +142,7 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
         saved = tmp_path / "out" / name / "s3/config.yaml"
         saved.write_text(saved.read_text().replace("patience: 15", "patience: 3"))
         assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == code
-    assert "of another config (model.patience was 3, is 15)" in capsys.readouterr().err
+    assert "of another config (solver.patience was 3, is 15)" in capsys.readouterr().err
 
 
 def test_test_samples_that_training_has_too_are_named_below_the_table():
