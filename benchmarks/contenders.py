@@ -104,16 +104,13 @@ def blocks(model):
 def running(model, kernel="auto", schedule="parallel", stopping="causal", scan=None):
     """The model's own weights under another schedule and with other kernels. scan: as the paper's
     code iterates, on this scan (see PaperFPMamba1)."""
-    c = model.config
-    before = c.schedule, c.stopping
-    c.schedule, c.stopping = schedule, stopping
     try:
         for block in blocks(model) if scan else ():
             block.__class__, block.scan = PaperFPMamba1, scan
-        with kernels("plain" if scan else kernel):
+        solving = model.solving(schedule=schedule, stopping=stopping)
+        with solving, kernels("plain" if scan else kernel):
             yield model
     finally:
-        c.schedule, c.stopping = before
         for block in blocks(model) if scan else ():
             block.__class__ = FPMamba1
 
@@ -215,8 +212,8 @@ class Trainer:
         self.ids = self.ids.to(device)
 
     def step(self):
-        """Returns ℓ* and evaluations per token (None for a model that does not iterate), the share
-        of tokens that did not converge, and the loss."""
+        """Returns evaluations a token and the share of tokens that failed (None for a model without
+        a solver), the loss, and the gradient norm."""
         with self.autocast():
             out = self.model(input_ids=self.ids, labels=self.ids, **self.options)
         out.loss.backward()
@@ -225,9 +222,9 @@ class Trainer:
         self.optimizer.zero_grad()
         stats = getattr(out, "fixed_point", None)
         if stats is None:
-            return None, None, None, out.loss.detach(), norm
-        means = (t.double().mean() for t in (stats.num_iters, stats.work, stats.unconverged))
-        return *means, out.loss.detach(), norm
+            return None, None, out.loss.detach(), norm
+        evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
+        return evaluations, failed, out.loss.detach(), norm
 
     def resident(self):
         """Bytes of weights and of the optimizer's state."""

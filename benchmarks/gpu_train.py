@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.kernels import available
-from lm.metrics import fixed_point_metrics
+from lm.metrics import fixed_point_metrics, probe
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -33,9 +33,8 @@ EOS = "<|endoftext|>"
 WARM = 20  # updates that compile kernels, left out of tokens/s
 NEAR = 0.03  # how far the losses with and without kernels may be apart, relative
 QUICK = {
-    "model": dict(
-        d_model=16, n_layer=1, d_state=4, max_iters=3, eval_max_iters=3, schedule="parallel"
-    ),
+    "model": dict(d_model=16, n_layer=1, d_state=4),
+    "solver": dict(schedule="parallel", max_iters=3, eval_max_iters=3),
     "tokenizer": dict(vocab_size=300),
     "data": dict(seq_len=8),
     "train": dict(micro_batch_size=2, grad_accum_steps=1),
@@ -46,7 +45,7 @@ def settings(quick):
     """configs/lm/demo.yaml, with other sizes to be quick."""
     tree = yaml.safe_load((ROOT / "configs/lm/demo.yaml").read_text(encoding="utf-8"))
     for section, values in QUICK.items() if quick else ():
-        tree[section] |= values
+        tree[section] = (tree.get(section) or {}) | values
     return tree
 
 
@@ -154,16 +153,19 @@ def train(cfg, bpe, ids, device, updates, of):
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     tokens = (updates - before) * micro * length * accumulate
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None
+    with torch.autocast(device, torch.bfloat16):
+        probed = probe(model, block[:, :-1])
     solver = fixed_point_metrics(stats)
     return model, {
         "kernels": available(device),
         "losses": torch.stack(losses).tolist(),
         "grad_norms": torch.stack(norms).tolist(),
         "tokens_per_s": round(tokens / seconds, 1),
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "num_iters": solver["num_iters"]["mean"],
-        "work": solver["work"],
-        "tokens_not_converged": solver["tokens_not_converged"],
+        "peak_bytes": peak,
+        "evaluations": solver["evaluations"],
+        "failed": solver["failed"],
+        "num_iters": fixed_point_metrics([probed])["num_iters"]["mean"],
     }
 
 
@@ -239,7 +241,8 @@ def main():
         "plain_tokens_per_s": plain["tokens_per_s"],
         "peak_mib": ours["peak_bytes"] and round(ours["peak_bytes"] / 2**20),
         "num_iters": ours["num_iters"],
-        "tokens_not_converged": ours["tokens_not_converged"],
+        "evaluations": ours["evaluations"],
+        "failed": ours["failed"],
         "same_without_cache": after["same_without_cache"],
     }
     for name, value in figures.items():

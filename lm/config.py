@@ -238,6 +238,7 @@ class Log(Section):
     wandb: bool = False  # offline when no key is configured
     wandb_project: str = "fprnn"
     tensorboard: bool = False
+    probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
 
 

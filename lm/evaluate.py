@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import lm
 from lm.errors import UserError, missing_package
 from lm.exported import load_model, load_tokenizer
+from lm.metrics import failures, fixed_point_metrics
 from lm.outputs import check_file, writing
 from lm.tasks import TASKS_DIR
 
@@ -51,7 +52,9 @@ def evaluate(
     `limit` takes only that many documents of each task; `include_path` is a folder with further
     task files. Weights are float32 on the CPU, elsewhere as saved. The results go to `out`, by
     default checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric:
-    {"value", "stderr", …}}, …}}, "versions": …, …}; a number that is not finite is None there.
+    {"value", "stderr", …}}, …}}, "solver", "fixed_point", "versions": …, …}; a number that is not
+    finite is None there. `solver` is what the model says it solves by ("none" without a solver),
+    `fixed_point` what that cost and left, see `lm.metrics.fixed_point_metrics`.
 
     Raises:
         EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
@@ -80,29 +83,35 @@ def evaluate(
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         manager, selected = _load_tasks(tasks, include_path)
         load_tokenizer(checkpoint)
-        load_model(checkpoint)  # lm-eval would go on with random weights in place of missing ones
-        raw = lm_eval.simple_evaluate(
-            model="hf",
-            model_args={
-                "pretrained": str(checkpoint),
-                "trust_remote_code": True,
-                "dtype": "float32" if device == "cpu" else "auto",
-            },
-            tasks=selected,
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            batch_size=batch_size,
-            device=device,
-            limit=limit,
-            bootstrap_iters=1000,
-            log_samples=False,
-        )
+        # lm-eval would go on with random weights in place of missing ones.
+        model = load_model(checkpoint).eval()
+        solver = model.solver() if hasattr(model, "solver") else "none"
+        del model
+        with _solves() as solves:
+            raw = lm_eval.simple_evaluate(
+                model="hf",
+                model_args={
+                    "pretrained": str(checkpoint),
+                    "trust_remote_code": True,
+                    "dtype": "float32" if device == "cpu" else "auto",
+                },
+                tasks=selected,
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                batch_size=batch_size,
+                device=device,
+                limit=limit,
+                bootstrap_iters=1000,
+                log_samples=False,
+            )
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
         "num_fewshot": num_fewshot,
         "batch_size": batch_size,
         "device": str(device),
+        "solver": solver,
+        "fixed_point": fixed_point_metrics(solves),
         "versions": {"fprnn": lm.__version__}
         | {package: _version(package) for package in ("lm_eval", "transformers", "torch")},
         "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
@@ -112,13 +121,16 @@ def evaluate(
 
 
 def table(results: dict) -> Table:
-    """What `evaluate` returned, as a table: a row for each metric, value ± standard error."""
+    """What `evaluate` returned, as a table: a row for each metric, value ± standard error. Below it
+    a warning where too many tokens were not solved."""
     from rich.table import Table
 
     title = results["checkpoint"]
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
-    out = Table("task", "n", "metric", "value", title=title)
+    failed = results["fixed_point"].get("failed", [])
+    warnings = [f"warning: {text}" for text in failures(failed, results["solver"]).values()]
+    out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
     for column in (1, 3):
         out.columns[column].justify = "right"
     for name, task in results["tasks"].items():
@@ -131,6 +143,27 @@ def table(results: dict) -> Table:
             out.add_row(label, count, metric + arrow, value)
             label = count = ""
     return out
+
+
+@contextlib.contextmanager
+def _solves():
+    """A list of the statistics of all solves that any model makes within the block: lm-eval builds
+    the model itself, so its outputs are seen by a hook on all modules."""
+    from torch.nn.modules.module import register_module_forward_hook
+
+    from lm.model.outputs import FPRNNCausalLMOutput
+
+    solves = []
+
+    def keep(module, args, output):
+        if isinstance(output, FPRNNCausalLMOutput) and output.fixed_point is not None:
+            solves.append(output.fixed_point)
+
+    hook = register_module_forward_hook(keep)
+    try:
+        yield solves
+    finally:
+        hook.remove()
 
 
 def write_json(path: Path, tree: dict) -> None:

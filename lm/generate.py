@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -38,31 +39,34 @@ def load_exported(path: Path | str):
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
-def set_solver(
+@contextlib.contextmanager
+def solving(
     model,
     schedule: str | None = None,
     tol: float | None = None,
     max_iters: int | None = None,
-) -> None:
-    """Set how `model` solves its fixed points in evaluation; None leaves what the checkpoint says.
+):
+    """Within the block `model` solves its fixed points so in evaluation; None leaves what the
+    checkpoint says.
 
     Args:
-        schedule: one of lm.model's SCHEDULES, with causal stopping; or `paper`: all tokens, with
-            the paper's stopping. tol: relative residual (eval_tol). max_iters: ℓmax
-            (eval_max_iters).
+        schedule: one of lm.model's schedules, with causal stopping and the checkpoint's `token`; or
+            `paper`: the paper's procedure (its f iterated on all tokens, its stopping).
+        tol: relative residual (eval_tol). max_iters: ℓmax (eval_max_iters). Neither is needed, or
+            read, where each token is solved to rounding (`sequential` with token exact).
     Raises:
         GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
-            or max_iters < 1. The model is then as it was.
+            or max_iters < 1.
     """
     from lm.model.configuration_fprnn import FPRNNConfig, parse_schedule
 
     if (schedule, tol, max_iters) == (None, None, None):
+        yield
         return
-    config = model.config
-    if config.model_type != FPRNNConfig.model_type:
+    if model.config.model_type != FPRNNConfig.model_type:
         raise GenerationError(
-            f"the checkpoint is a {config.model_type} model: it has no fixed point to solve, so"
-            " schedule, tol and max_iters are not for it"
+            f"the checkpoint is a {model.config.model_type} model: it has no fixed point to solve,"
+            " so schedule, tol and max_iters are not for it"
         )
     if tol is not None and not 0 < tol < math.inf:
         raise GenerationError(f"tol is {tol:g}: it is a relative residual, above 0 (say 0.01)")
@@ -70,7 +74,7 @@ def set_solver(
         raise GenerationError(f"max_iters is {max_iters}: it counts iterations, at least 1")
     new = {"eval_tol": tol, "eval_max_iters": max_iters}
     if schedule == PAPER:
-        new |= {"schedule": "parallel", "stopping": "paper"}
+        new |= {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     elif schedule is not None:
         new |= {"schedule": schedule, "stopping": "causal"}
     new = {name: value for name, value in new.items() if value is not None}
@@ -79,12 +83,12 @@ def set_solver(
             parse_schedule(schedule)
     except ValueError as e:
         raise GenerationError(f"{e}; {PAPER} (all tokens, with the paper's stopping)") from None
-    try:
-        type(config).from_dict(config.to_dict() | new)
-    except ValueError as e:
-        raise GenerationError(str(e)) from None
-    for name, value in new.items():
-        setattr(config, name, value)
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            until_the_end.enter_context(model.solving(**new))
+        except ValueError as e:
+            raise GenerationError(str(e)) from None
+        yield
 
 
 def generate(
@@ -103,16 +107,15 @@ def generate(
     Args:
         max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k: only
         the likeliest so many tokens are drawn; 0: all. seed: at least 0.
-        schedule, tol, max_iters: how a fixed-point model is solved, see `set_solver`.
+        schedule, tol, max_iters: how a fixed-point model is solved, see `solving`.
     Raises:
         GenerationError: a number out of its range, there is no such export, the prompt is empty, or
-            `set_solver` refuses.
+            `solving` refuses.
     """
     _check(max_new_tokens, temperature, top_k, seed)
     import torch
 
     model, tokenizer = load_exported(path)
-    set_solver(model, schedule, tol, max_iters)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
@@ -124,12 +127,13 @@ def generate(
     )
     if model.config.model_type == "fprnn":  # whatever the checkpoint's generation config says
         sampling["use_cache"] = True
-    ids = model.generate(
-        **inputs,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-        **sampling,
-    )
+    with solving(model, schedule, tol, max_iters):
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            **sampling,
+        )
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 

@@ -1,4 +1,4 @@
-"""Loss, throughput, MFU, ℓ* per layer; writers: JSONL always, wandb and TensorBoard when asked."""
+"""Throughput, MFU, what solving cost, ℓ* by a probe; writers: JSONL, wandb, TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
+FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
+
 
 def peak_flops() -> float | None:
     """Peak of the current GPU, None when it is not known (or on a CPU)."""
@@ -23,40 +25,126 @@ def peak_flops() -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def fixed_point_metrics(stats: list, gather=lambda t: t) -> dict:
-    """ℓ* per layer over the sequences of several micro-batches (and ranks).
+def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | None = None) -> dict:
+    """What solving cost and left, per layer, over several micro-batches (and ranks).
 
     Args:
-        stats: FixedPointStats with tensors of shape (n_layer,b). gather: concatenates over ranks.
+        stats: FixedPointReports with tensors of shape (n_layer,b). gather: concatenates over ranks.
+        rows: (b,) bool, the sequences that count, of all micro-batches; None: all of them.
     Returns:
-        {"num_iters": {mean, median, max}, "work", "hit_max", "not_converged", "residual",
-        "tokens_not_converged"}, each a list with one number a layer: ℓ*, evaluations per token, the
-        share of sequences that ran into ℓmax, the share that did not reach tol, the mean residual
-        of what was returned, the share of tokens that did not reach tol. {} for a model without a
-        solver.
+        {"evaluations", "failed", "residual"}, each a list with one number a layer: evaluations a
+        token of the block's map, the share of tokens whose solve failed, and the mean over
+        sequences of the largest residual of a token. Of stats that a `probe` gave also "num_iters"
+        {mean, median, max} of ℓ*, each such a list. {} for a model without a solver.
     """
     if not stats:
         return {}
+    counted = None
+    if rows is not None:
+        counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
     def over_all(name):
-        return gather(torch.cat([getattr(s, name) for s in stats], -1).double())
+        values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
+        return values if counted is None else values[:, counted]
 
-    def rounded(t):
-        return [round(v, 6) for v in t.tolist()]
+    measured = {
+        name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", "failed", "residual")
+    }
+    if stats[0].num_iters is not None:
+        iterations = over_all("num_iters")
+        measured["num_iters"] = {
+            "mean": _rounded(iterations.mean(-1)),
+            "median": _rounded(iterations.median(-1).values),
+            "max": _rounded(iterations.amax(-1)),
+        }
+    return measured
 
-    iters = over_all("num_iters")
 
+def adjoint_metrics(model, gather=lambda t: t) -> dict:
+    """{"adjoint": [a number a layer]}: the norm of the adjoint in the last backward relative to
+    what came in, the largest over its sequences (and ranks); {} where there was none."""
+    norms = model.adjoint_norms() if hasattr(model, "adjoint_norms") else []
+    if not norms or any(norm is None for norm in norms):
+        return {}
+    return {"adjoint": _rounded(gather(torch.stack(norms).double()).amax(-1))}
+
+
+def _rounded(t: torch.Tensor) -> list[float]:
+    return [float(f"{v:.6g}") for v in t.tolist()]  # residuals are small, adjoints may be large
+
+
+@torch.no_grad()
+def probe(model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None):
+    """ℓ* of sequences: the FixedPointReport of one evaluation that also counts, for each layer, the
+    iterations that the paper's procedure needs on its input, whatever schedule solves the model. It
+    costs these iterations.
+
+    Args:
+        model: a fixed-point model, or what wraps one (DeepSpeed's engine); its mode stays.
+        input_ids, attention_mask: (b,l).
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            count_iterations=True,
+            logits_to_keep=1,
+            use_cache=False,
+        )
+    finally:
+        model.train(was_training)
+    return output.fixed_point
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what is done every so many updates (0: never) is due after this one."""
+    return every > 0 and step % every == 0
+
+
+class FailureWatch:
+    """Says once for each layer that too many of its tokens were not solved.
+
+    Args:
+        say: takes a sentence. solver: what `model.solver()` gives.
+    """
+
+    def __init__(self, say, solver: dict | str):
+        self.say = say
+        self.solver = solver
+        self.said: set[int] = set()
+
+    def look(self, failed: list[float], where: str) -> None:
+        """failed: the share of each layer. where: "update 30", say."""
+        for layer, sentence in failures(failed, self.solver).items():
+            if layer not in self.said:
+                self.say(f"warning: {where}: {sentence}")
+                self.said.add(layer)
+
+
+def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
+    """Of each layer above FAILED_SHARE what happened, and what to do.
+
+    Iterated tokens are left out: their procedure may leave tokens unfinished by its own rule (the
+    quantile, ℓmax), and the share stands in every record.
+
+    Args:
+        failed: the share of tokens of each layer. solver: what `model.solver()` gives.
+    """
+    if not isinstance(solver, dict) or solver.get("token") != "exact":
+        return {}
+    cures = "model.contractive: 0.9 or model.glu_in_loop: false"
+    if solver["max_iters"] is not None:
+        cures += f"; or allow more than {solver['max_iters']} iterations, or schedule: sequential"
     return {
-        "num_iters": {
-            "mean": rounded(iters.mean(-1)),
-            "median": rounded(iters.median(-1).values),
-            "max": rounded(iters.amax(-1)),
-        },
-        "work": rounded(over_all("work").mean(-1)),
-        "hit_max": rounded(over_all("hit_max").mean(-1)),
-        "not_converged": rounded(1 - over_all("converged").mean(-1)),
-        "tokens_not_converged": rounded(over_all("unconverged").mean(-1)),
-        "residual": rounded(over_all("residual").mean(-1)),
+        layer: (
+            f"the token's equation was not solved for {share:.2%} of the tokens of layer {layer}"
+            f" (more than {FAILED_SHARE:.1%}), so what the layer gave there is not its solution:"
+            f" train with {cures}"
+        )
+        for layer, share in enumerate(failed)
+        if share > FAILED_SHARE
     }
 
 
@@ -72,12 +160,17 @@ class Throughput:
     def restart(self) -> None:
         self.since, self.tokens = time.perf_counter(), 0
 
-    def read(self, work: float) -> dict:
+    def read(self, evaluations: float) -> dict:
+        """Tokens per second since the last reading, and MFU.
+
+        Args:
+            evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
+        """
         seconds = time.perf_counter() - self.since
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values = {"tokens_per_s": round(rate, 1)}
         if self.peak and self.flops_per_token:
-            flops = rate * self.flops_per_token(work)
+            flops = rate * self.flops_per_token(evaluations)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         self.restart()
         return values

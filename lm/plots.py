@@ -28,7 +28,8 @@ def _axes(title: str, ylabel: str):
 
 
 def draw(run_dir: Path) -> list[Path]:
-    """Draw what `metrics.jsonl` holds: loss.png always, iterations.png where a solver ran.
+    """Draw what `metrics.jsonl` holds: loss.png always, iterations.png (ℓ* of the probes)
+    where a solver ran.
 
     Raises:
         PlotError: the run has no metrics yet.
@@ -63,17 +64,19 @@ def draw(run_dir: Path) -> list[Path]:
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(paths[0], dpi=140)
 
-    solved = [r for r in train if "num_iters" in r]
-    if solved:
+    probed = [r for r in records if "probe" in r]
+    if probed:
         title = f"{run_dir.name}: iterations to the fixed point"
         figure, axes = _axes(title, "ℓ* (mean, shade: to max)")
-        steps, layers = [r["step"] for r in solved], len(solved[0]["num_iters"]["mean"])
+        steps = [r["step"] for r in probed]
+        counts = [r["probe"]["num_iters"] for r in probed]
+        layers = len(counts[0]["mean"])
         for i in range(layers):
             shade = i / max(1, layers - 1)
             color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
-            mean = [r["num_iters"]["mean"][i] for r in solved]
-            most = [r["num_iters"]["max"][i] for r in solved]
-            axes.plot(steps, mean, color=color, lw=1.4, label=f"layer {i}")
+            mean = [count["mean"][i] for count in counts]
+            most = [count["max"][i] for count in counts]
+            axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {i}")
             axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
         axes.set_ylim(bottom=0)
         figure.legend(loc="outside right upper", fontsize="small")

@@ -25,15 +25,9 @@ def summarise(run_dir: Path) -> dict:
     require("matplotlib", "fprnn report")
     check_folder(run_dir / "figures")
     summary = result(run_dir)
-    solved = [r for r in read_metrics(run_dir) if "num_iters" in r]
-    if solved:
-        keys = ("num_iters", "work", "hit_max", "not_converged", "tokens_not_converged", "residual")
-        if absent := [k for k in keys if k not in solved[-1]]:
-            raise CheckpointError(
-                f"{run_dir / 'metrics.jsonl'} is damaged: its last record of the solver has no"
-                f" {', '.join(absent)}"
-            )
-        summary["fixed_point"] = {k: solved[-1][k] for k in keys}
+    fixed_point = _fixed_point(run_dir, read_metrics(run_dir))
+    if fixed_point:
+        summary["fixed_point"] = fixed_point
     scores = run_dir / "hf" / "eval" / "results.json"
     if scores.exists():
         summary["evaluation"] = _evaluation(scores)
@@ -50,6 +44,29 @@ def summarise(run_dir: Path) -> dict:
     write_json(run_dir / "summary.json", summary)
     summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
     return summary
+
+
+def _fixed_point(run_dir: Path, records: list[dict]) -> dict:
+    """What the last probe measured, and under "training" what the last training record says; {} of
+    a model without a solver, and of a run that was never probed (of before there were probes).
+
+    Raises:
+        CheckpointError: the records are damaged.
+    """
+    probes = [r["probe"] for r in records if "probe" in r]
+    if not probes:
+        return {}
+    trained = [r for r in records if "loss" in r]
+    cost = ("evaluations", "failed", "residual")
+    absent = [k for k in ("num_iters", *cost) if k not in probes[-1]]
+    absent += [k for k in cost if not trained or k not in trained[-1]]
+    if absent:
+        raise CheckpointError(
+            f"{run_dir / 'metrics.jsonl'} is damaged: its last record of the solver has no"
+            f" {', '.join(dict.fromkeys(absent))}"
+        )
+    in_training = {k: trained[-1][k] for k in (*cost, "adjoint") if k in trained[-1]}
+    return {**probes[-1], "training": in_training}
 
 
 def _evaluation(path: Path) -> dict:
@@ -70,6 +87,19 @@ def _evaluation(path: Path) -> dict:
     return tasks
 
 
+def _add_layers(table, fixed: dict) -> None:
+    """A row for each layer: ℓ*, and what solving cost and left in training and evaluation."""
+    counts, training = fixed["num_iters"], fixed["training"]
+    for i, mean in enumerate(counts["mean"]):
+        table.add_row(
+            f"ℓ* layer {i}",
+            f"mean {mean:.1f}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
+            f" evaluations a token {training['evaluations'][i]:.1f} in training,"
+            f" {fixed['evaluations'][i]:.1f} in evaluation; tokens not solved"
+            f" {training['failed'][i]:.2%}, {fixed['failed'][i]:.2%}",
+        )
+
+
 def table(summary: dict, title: str):
     """The summary as a rich table."""
     from rich.table import Table
@@ -85,14 +115,7 @@ def table(summary: dict, title: str):
         table.add_row("  against the better baseline", f"{verdict}: ×{v['perplexity'] / best:.2f}")
     fixed = summary.get("fixed_point")
     if fixed:
-        rows = zip(*(fixed["num_iters"][k] for k in ("mean", "median", "max")), fixed["work"],
-                   fixed["tokens_not_converged"])  # fmt: skip
-        for i, (mean, median, most, work, missed) in enumerate(rows):
-            table.add_row(
-                f"ℓ* layer {i}",
-                f"mean {mean:.1f}, median {median:.0f}, max {most:.0f}; {work:.1f} evaluations a"
-                f" token; tokens not converged {missed:.2%}",
-            )
+        _add_layers(table, fixed)
     table.add_row(
         "training",
         f"{summary['updates']:,} updates, {summary['tokens']:,} tokens in"

@@ -17,7 +17,15 @@ from lm.console import Progress, say
 from lm.data.sources import SUFFIXES, source_files
 from lm.errors import require
 from lm.kernels import asked
-from lm.metrics import Throughput, Writer, fixed_point_metrics
+from lm.metrics import (
+    FailureWatch,
+    Throughput,
+    Writer,
+    adjoint_metrics,
+    fixed_point_metrics,
+    is_due,
+    probe,
+)
 
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
@@ -165,9 +173,21 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
         state = {"loader": batches.state_dict(), "seconds": seconds + time.perf_counter() - began}
         return checkpoint.save(engine, run_dir, step, state, cfg.checkpoint.keep)
 
+    solves = cfg.model.name == "fprnn"
+    watch = FailureWatch(say, model.solver() if solves else "none")
+
+    def probed():  # the same micro-batch each time: what changes is the model
+        if not solves:
+            return {}
+        batch = validation[0]
+        report = probe(engine.deepspeed, batch["input_ids"].to(ranks.device))
+        rows = (batch["labels"] != -100).any(-1)
+        return {"probe": fixed_point_metrics([report], ranks.gather, rows)}
+
     def validate(step, final=False):
         with Progress("validating", unit="batches") as bar:
             record = {"step": step, "validation": engine.validate(validation, bar.update)}
+        record |= probed()
         if final and ranks.is_main:
             corpus = prepare.open_corpus(run_dir)
             targets = loader.validation_blocks(corpus.val, cfg.data, cfg.train.micro_batch_size)
@@ -175,7 +195,12 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
         if writer:
             writer.write(record)
         v = record["validation"]
-        say(f"update {step:>6}  validation loss {v['loss']:.4f}  perplexity {v['perplexity']:.2f}")
+        say(
+            f"update {step:>6}  validation loss {v['loss']:.4f}  perplexity {v['perplexity']:.2f}"
+            + _iterations(record)
+        )
+        if solves:
+            watch.look(record["probe"]["failed"], f"validation after update {step}")
         return record
 
     # The loop.
@@ -199,7 +224,6 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
             speed.tokens += per_step
             if step % cfg.log.every == 0 or step == steps:
                 solver = fixed_point_metrics(stats, ranks.gather)
-                work = _mean(solver.get("work", []))
                 record = {
                     "step": step,
                     "loss": loss,
@@ -207,16 +231,25 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
                     "lr": lr,
                     "grad_norm": norm,
                     "tokens": step * per_step,
-                    **speed.read(work),
+                    **speed.read(_mean(solver.get("evaluations", []))),
                     **solver,
+                    **adjoint_metrics(model, ranks.gather),
                     **(engine.contraction(micro[0]) if cfg.log.contraction else {}),
                 }
                 stats = []
                 if writer:
                     writer.write(record)
                 bar.update(step, steps, _describe(record))
+                watch.look(record.get("failed", []), f"update {step}")
             else:
                 bar.update(step, steps)
+            validates = step % cfg.eval.every == 0 or step == steps  # which probes as well
+            if solves and is_due(step, cfg.log.probe_every) and not validates:
+                record = {"step": step, **probed()}
+                if writer:
+                    writer.write(record)
+                say(f"update {step:>6}{_iterations(record)}")
+                speed.restart()
             if step % cfg.checkpoint.every == 0 or step == steps or engine.stopping:
                 save(step)
                 saved_at = step
@@ -249,24 +282,32 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
 
 
 def _affine(flops_per_token):
-    """ℓ* → FLOPs, taken while the weights are whole; None for a model that cannot say."""
+    """Evaluations a token → FLOPs, taken while the weights are whole; None for a model that cannot
+    say."""
     if flops_per_token is None:
         return None
     at_zero, at_one = flops_per_token(0), flops_per_token(1)
-    return lambda num_iters: at_zero + num_iters * (at_one - at_zero)
+    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
 
 
 def _mean(values) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def _iterations(record: dict) -> str:
+    """ℓ* of each layer, of a record that has a probe."""
+    if "probe" not in record:
+        return ""
+    return "  ℓ* " + " ".join(f"{v:.1f}" for v in record["probe"]["num_iters"]["mean"])
+
+
 def _describe(record: dict) -> str:
     """One log line: what a person watches."""
     text = f"loss {record['loss']:.3f}  lr {record['lr']:.1e}  |g| {record['grad_norm']:.2f}"
-    if "num_iters" in record:
-        text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
-        missed = max(record["tokens_not_converged"])
-        text += f"  tokens not converged {missed:.2%}" if missed else ""
+    if "evaluations" in record:
+        text += "  evaluations " + " ".join(f"{v:.1f}" for v in record["evaluations"])
+        failed = max(record["failed"])
+        text += f"  failed {failed:.2%}" if failed else ""
     if "mfu" in record:
         text += f"  MFU {record['mfu']:.1%}"
     return f"{text}  {record['tokens_per_s']:,.0f} tok/s"

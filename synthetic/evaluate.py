@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ import torch
 
 from lm.checkpoint import write_json
 from lm.console import Progress, say
-from lm.metrics import fixed_point_metrics
+from lm.metrics import fixed_point_metrics, probe
 from lm.outputs import check_file, writing
 from synthetic.build import load_run, trained_on
 from synthetic.lengths import parse_ranges
@@ -21,6 +22,7 @@ from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
 
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
+PROBED = 32  # sequences of a length at most that ℓ* is measured on: a probe may cost many solves
 
 
 def parse_lengths(text: str, task: Task) -> list[int]:
@@ -126,9 +128,25 @@ def answer(model, ids, mask, state, carries: bool, sequential: bool):
 
 
 def solver_of(model, length: int | None = None) -> dict | str:
-    """How the model, in the mode it is in, solves sequences of this length: {"schedule",
-    "stopping", "tol", "max_iters"}; "none" for a model without a solver."""
+    """How the model, in the mode it is in, solves sequences of this length: {"token", "schedule",
+    "stopping", "tol", "max_iters", "gradient"}, tol and max_iters None where they mean nothing;
+    "none" for a model without a solver."""
     return model.solver(length) if hasattr(model, "solver") else "none"
+
+
+def solving(model, **fields):
+    """The context in which the model is solved with these solver fields, None being those of its
+    config; nothing changes for a model without a solver."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if fields and hasattr(model, "solving"):
+        return model.solving(**fields)
+    return contextlib.nullcontext()
+
+
+def probe_first(model, ids, mask):
+    """ℓ* of the first PROBED sequences of a batch (see `lm.metrics.probe`). ids, mask: (b,l)."""
+    ids = ids[:PROBED]
+    return probe(model, ids, None if mask is None else mask[: len(ids)])
 
 
 def check_seeds(seeds, task: Task) -> None:
@@ -176,17 +194,19 @@ def measure(
     sequential: bool = False, seen: set[int] | None = None,
 ) -> dict:  # fmt: skip
     """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
-    "in_training"} and, with a solver, ℓ* per layer.
+    "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
+    was solved, and "num_iters" (ℓ*) of the first "probed" sequences.
 
-    A task that is one long stream (CatbAbI) is gone through once, its state carried along.
-    `distinct`: how many of the sequences are different ones (of a stream: None). `stderr` takes a
-    sequence that was drawn again as the same one, and has ℓ* (its mean over layers) too. `solver`
-    is what the model itself says it solves by, or "none". `in_training` is {"count", "of"}: how
-    many of the samples (of a stream: of the questions) training has too; a count of None: not
-    known.
+    A task that is one long stream (CatbAbI) is gone through once, its state carried along; ℓ* is
+    that of its first segments. `distinct`: how many of the sequences are different ones (of a
+    stream: None). `stderr` takes a sequence that was drawn again as the same one, and has ℓ* (its
+    mean over layers, over those probed) too. `solver` is what the model itself says it solves by,
+    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
+    questions) training has too; a count of None: not known.
 
     Args:
-        sequential: solve token by token (a model that carries its state); ℓ* is then per token.
+        sequential: solve token by token (a model that carries its state); ℓ* is that of the whole
+        sequence all the same.
         seen: `Batch.shared` of all training batches, None where that was not kept.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
@@ -204,14 +224,18 @@ def measure(
     carries = (streams or sequential) and getattr(model, "carries_state", False)
     if sequential and not carries:
         raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
-    was_training, limit = model.training, getattr(model.config, "eval_max_iters", None)
+    was_training = model.training
     model.eval()
-    if cfg.eval.max_iters and limit:
-        model.config.eval_max_iters = cfg.eval.max_iters
     values, groups, stats, state, began = {}, {}, [], None, time.perf_counter()
     read = TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE
-    shared, samples = [], []
+    shared, samples, probed = [], [], None
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    until_the_end = contextlib.ExitStack()
     try:
+        until_the_end.enter_context(solving(model, eval_max_iters=cfg.eval.max_iters))
         solver = solver_of(model, 1 if sequential else length)
         for i in numbers:
             batch = task.batch(seed, split, i, size, (length, length))
@@ -220,7 +244,7 @@ def measure(
             before, predicted = state if batch.carry else None, []
             for rows in (slice(first, first + at_once) for first in range(0, size, at_once)):
                 part = None if mask is None else mask[rows]
-                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                with autocast():
                     logits, solved, state = answer(
                         model, ids[rows], part, before, carries, sequential
                     )
@@ -235,6 +259,11 @@ def measure(
                 group = sequences.get(name, np.arange(len(items)))
                 group = group + i * batch.labels.size if streams else samples[-1][group]
                 groups.setdefault(name, []).append(group)
+        seconds = time.perf_counter() - began
+        if stats:
+            ids, _, mask = as_tensors(task.batch(seed, split, 0, size, (length, length)), device)
+            with autocast():
+                probed = probe_first(model, ids[:at_once], mask)
     except (MemoryError, RuntimeError) as e:
         out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
         if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
@@ -244,9 +273,8 @@ def measure(
             " eval.batch_size smaller"
         ) from None
     finally:
+        until_the_end.close()
         model.train(was_training)
-        if limit:
-            model.config.eval_max_iters = limit
     pooled = {name: np.concatenate(items) for name, items in values.items()}
     record = {
         "metrics": {k: float(v.mean()) for k, v in pooled.items() if len(v)},
@@ -258,13 +286,16 @@ def measure(
         "read": read,
         "solver": solver,
         "in_training": _in_training(task, length, split, shared, size * len(numbers), seen),
-        "seconds": round(time.perf_counter() - began, 3),
+        "seconds": round(seconds, 3),
+        **fixed_point_metrics(stats),
     }
-    if stats and not sequential:
-        iters = torch.cat([s.num_iters for s in stats], 1).double().mean(0).cpu().numpy()
-        group = np.arange(len(iters)) if streams else np.concatenate(samples)
-        record["stderr"]["num_iters"] = standard_error(iters, group)
-    return {**record, **fixed_point_metrics(stats)}
+    if probed is not None:
+        iterations = probed.num_iters.double().mean(0).cpu().numpy()
+        group = np.arange(len(iterations)) if streams else samples[0][: len(iterations)]
+        record["stderr"]["num_iters"] = standard_error(iterations, group)
+        record["num_iters"] = fixed_point_metrics([probed])["num_iters"]
+        record["probed"] = len(iterations)
+    return record
 
 
 def evaluate_all(

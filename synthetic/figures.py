@@ -433,7 +433,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     for seeds in groups.values():
         by_limit: dict[int, list[list[dict]]] = {}
         for run in seeds:
-            own = run.cfg.eval.max_iters or run.cfg.model.eval_max_iters
+            own = run.cfg.eval.max_iters or run.cfg.solver.eval_max_iters
             found = {**{n: other["eval"] for n, other in run.others.items()}}
             found[own] = at_once(run.result)
             for limit in sorted(found):

@@ -6,18 +6,26 @@ import itertools
 
 import numpy as np
 
+from lm.metrics import failures
+
 # How the tokens of a sequence are given to the model: `read` of a row.
 AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
 UNKNOWN = "unknown"  # said of what was not recorded when a result was written
 
 
 def solver_text(solver: dict | str, limit: bool = True) -> str:
-    """`solver` of a row in words: "auto, causal, tol 0.01, at most 1000 iterations"; without the
-    limit not the iterations."""
+    """`solver` of a row in words: "token exact, sequential", or "token iterate, parallel, paper,
+    tol 0.1, at most 1000 iterations"; without the limit not the iterations. Results of before
+    tokens were solved exactly name no token: they are all of iterated ones."""
     if isinstance(solver, str):
         return solver
-    text = f"{solver['schedule']}, {solver['stopping']}, tol {solver['tol']:g}"
-    return f"{text}, at most {solver['max_iters']} iterations" if limit else text
+    parts = [f"token {solver['token']}"] if "token" in solver else []
+    parts.append(solver["schedule"])
+    if solver["tol"] is not None:
+        parts += [solver["stopping"], f"tol {solver['tol']:g}"]
+    if limit and solver["max_iters"] is not None:
+        parts.append(f"at most {solver['max_iters']} iterations")
+    return ", ".join(parts)
 
 
 def how(row: dict) -> tuple[str, str]:
@@ -50,6 +58,34 @@ def distinct(rows: list[dict]) -> int | None:
     several seeds. None where it was not recorded."""
     found = [row.get("distinct") for row in rows]
     return None if None in found else min(found)
+
+
+def iterations(row: dict) -> list[float] | None:
+    """ℓ* of each layer, None where it was not measured: for a model without a solver, and in
+    results of before it was probed, whose `num_iters` were those of whatever schedule solved the
+    model."""
+    return row["num_iters"]["mean"] if "probed" in row else None
+
+
+def failed(rows: list[dict]) -> float | None:
+    """The share of tokens that were not solved, mean over rows of the worst layer's; None without a
+    solver, or of results of before it was recorded."""
+    shares = [max(row["failed"]) for row in rows if "failed" in row]
+    return float(np.mean(shares)) if shares else None
+
+
+def failure_notes(rows: list[dict]) -> list[str]:
+    """A warning for each layer that left too many tokens unsolved, and what to do; of the row where
+    it left the most."""
+    worst: dict[int, dict] = {}
+    for row in rows:
+        for layer in failures(row.get("failed", []), row.get("solver", UNKNOWN)):
+            if layer not in worst or row["failed"][layer] > worst[layer]["failed"][layer]:
+                worst[layer] = row
+    return [
+        f"warning: at length {row['length']} {failures(row['failed'], row['solver'])[layer]}"
+        for layer, row in sorted(worst.items())
+    ]
 
 
 def mean_of(rows: list[dict], metric: str) -> float:
@@ -103,24 +139,45 @@ def passes(bars: list, results: list) -> list[dict]:
     return found
 
 
+SOLVING = ("ℓ* per layer", "evaluations", "failed")  # columns of a model with a solver
+
+
+def _solving_cells(rows: list[dict]) -> list[str]:
+    """SOLVING of rows of one length: ℓ* and evaluations a token of each layer, and the share of
+    tokens that were not solved in the worst of them."""
+
+    def layers(found):
+        known = [each for each in found if each is not None]
+        return " ".join(f"{v:.1f}" for v in np.mean(known, 0)) if known else UNKNOWN
+
+    share = failed(rows)
+    return [
+        layers([iterations(row) for row in rows]),
+        layers([row.get("evaluations") for row in rows]),
+        UNKNOWN if share is None else f"{share:.2%}",
+    ]
+
+
 def summary(result: dict, title: str):
-    """A run's result as a rich table: per length, metrics ± standard error, ℓ*, and how many of the
-    samples training has too. What solved it stands below."""
+    """A run's result as a rich table: per length, metrics ± standard error, ℓ*, what solving cost
+    and left, and how many of the samples training has too. What solved it stands below."""
     from rich.table import Table
 
     rows = result["eval"]
     names = list(rows[0]["metrics"])
+    solves = any("failed" in row for row in rows)
     stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
-    table = Table(title=title, caption=solved_by(rows), caption_justify="left")
+    caption = "\n".join([solved_by(rows), *failure_notes(rows)])
+    table = Table(title=title, caption=caption, caption_justify="left")
     if stream:
         for head in ("metric", "value", "standard error"):
             table.add_column(head, justify="right")
         for name in names:
             stderr = plus_minus(error(rows, name), 4).strip() or UNKNOWN
             table.add_row(name, f"{rows[0]['metrics'][name]:.4f}", stderr)
-        if "num_iters" in rows[0]:
-            mean = rows[0]["num_iters"]["mean"]
-            table.add_row("ℓ* per layer", " ".join(f"{v:.1f}" for v in mean))
+        for name, cell in zip(SOLVING, _solving_cells(rows)):
+            if solves:
+                table.add_row(name, cell)
         table.add_row("questions in training", in_training(rows))
         return table
     table.add_column("length", justify="right")
@@ -129,19 +186,14 @@ def summary(result: dict, title: str):
         table.add_column("read")
     for name in names:
         table.add_column(name.replace("_", " "), justify="right")
-    solver = "num_iters" in rows[0]
-    if solver:
-        table.add_column("ℓ* per layer", justify="right")
-        table.add_column("not converged", justify="right")
+    for name in SOLVING if solves else ():
+        table.add_column(name, justify="right")
     table.add_column("distinct samples", justify="right")
     table.add_column("in training", justify="right")
     for length, way in itertools.product(sorted({r["length"] for r in rows}), ways):
         same = [r for r in rows if (r["length"], how(r)) == (length, way)]
         cells = [f"{mean_of(same, name):.4f}{plus_minus(error(same, name))}" for name in names]
-        if solver:
-            layers = np.mean([r["num_iters"]["mean"] for r in same], 0)
-            missed = np.mean([r["not_converged"] for r in same])
-            cells += [" ".join(f"{v:.1f}" for v in layers), f"{missed:.0%}"]
+        cells += _solving_cells(same) if solves else []
         count = distinct(same)
         cells += [UNKNOWN if count is None else f"{count:,}", in_training(same)]
         table.add_row(str(length), *way[: len(ways) > 1], *cells)

@@ -16,7 +16,7 @@ from lm.console import Progress, say
 from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.errors import require
 from lm.kernels import available
-from lm.metrics import Writer, fixed_point_metrics
+from lm.metrics import FailureWatch, Writer, adjoint_metrics, fixed_point_metrics, is_due
 from synthetic import tasks
 from synthetic.build import build, read_checkpoint
 from synthetic.config import Config
@@ -27,8 +27,10 @@ from synthetic.evaluate import (
     evaluate_all,
     measure,
     parse_lengths,
+    probe_first,
     sequences_that_fit,
     solver_of,
+    solving,
 )
 from synthetic.results import passes, solver_text
 
@@ -72,9 +74,10 @@ class MaxIters:
         self.cfg = cfg
 
     def at(self, step: int) -> int:
+        """ℓmax of an update."""
         t = self.cfg.train
         if t.max_iters == "config":
-            return self.cfg.model.max_iters
+            return self.cfg.solver.max_iters
         if t.max_iters == "unlimited":
             return 10**9  # the solver's own damping gives up long before
         if t.max_iters == "gamma":
@@ -164,12 +167,17 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         torch.save(saved, tmp)
         os.replace(tmp, path)
 
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
     def try_out(length):
         return measure(model, task, cfg, length, "valid", cfg.seed, precision, seen=seen)
 
     stop = []
     handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in SIGNALS}
     steps, step = cfg.train.steps, done
+    solver = solver_of(model.train())
+    watch = FailureWatch(say, solver)
     max_iters, began = MaxIters(cfg), time.perf_counter()
     since, tokens, stats, right, due = began, 0, [], 0, 0
     batches = loader(task, cfg, (min(lo, longest), longest), done)
@@ -186,22 +194,22 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 if seen is not None and batch.shared is not None:
                     seen.update(np.unique(batch.shared).tolist())
                 ids, labels, mask = as_tensors(batch, device)
-                if cfg.model.name == "fprnn":
-                    model.config.max_iters = max_iters.at(step)
-                model.train()
-                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                    state = state if batch.carry else None
-                    logits, solved, state = answer(model, ids, mask, state, carries, False)
                 scored = labels != tasks.IGNORE
                 count = scored.sum()
-                loss = F.cross_entropy(
-                    logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
-                ) / count.clamp_min(1)  # a segment of a stream may hold no answer
-                if solved[0] is not None:
-                    stats += solved
-                    loss = loss + solved[0].penalty.mean()
+                limit = None if cfg.train.max_iters == "config" else max_iters.at(step)
+                model.train()
                 optimizer.zero_grad(set_to_none=True)
-                loss.backward()
+                with solving(model, max_iters=limit):
+                    with autocast():
+                        state = state if batch.carry else None
+                        logits, solved, state = answer(model, ids, mask, state, carries, False)
+                    loss = F.cross_entropy(
+                        logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
+                    ) / count.clamp_min(1)  # a segment of a stream may hold no answer
+                    if solved[0] is not None:
+                        stats += solved
+                        loss = loss + solved[0].penalty.mean()
+                    loss.backward()
                 clip = o.grad_clip or float("inf")
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
                 if not torch.isfinite(norm + loss.detach()):
@@ -220,13 +228,23 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                         "lr": lr, "grad_norm": norm.item(), "longest": longest,
                         "tokens_per_s": round(tokens / (now - since), 1),
                         "seconds": round(seconds + now - began, 1), **fixed_point_metrics(stats),
+                        **adjoint_metrics(model),
                     }  # fmt: skip
                     writer.write(record)
+                    watch.look(record.get("failed", []), f"update {step}")
                     bar.update(step, steps, _describe(record))
                     since, tokens, stats, right, due = now, 0, [], 0, 0
                 else:
                     bar.update(step, steps)
-                if step % cfg.eval.every == 0 and step < steps:
+                tries = step % cfg.eval.every == 0 and step < steps  # which probes as well
+                if solver != "none" and is_due(step, cfg.log.probe_every) and not tries:
+                    paused = time.perf_counter()
+                    with autocast():
+                        measured = fixed_point_metrics([probe_first(model, ids, mask)])
+                    writer.write({"step": step, "probe": measured})
+                    began += time.perf_counter() - paused
+                    since += time.perf_counter() - paused
+                if tries:
                     paused = time.perf_counter()
                     tried = try_out(longest)
                     score = tried["metrics"][task.headline]
@@ -301,11 +319,16 @@ def _solver_line(model, cfg: Config) -> str:
     training, evaluation = (solver_of(model.train(mode)) for mode in (True, False))
     if training == "none":
         return training
-    training["max_iters"] = MaxIters(cfg).at(0)
-    if cfg.train.max_iters == "gamma":
-        training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
-    evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
-    return f"training: {solver_text(training)}; evaluation: {solver_text(evaluation)}"
+    if training["max_iters"] is not None:
+        training["max_iters"] = MaxIters(cfg).at(0)
+        if cfg.train.max_iters == "gamma":
+            training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+    if evaluation["max_iters"] is not None:
+        evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
+    return (
+        f"training: {solver_text(training)}, gradient {training['gradient']};"
+        f" evaluation: {solver_text(evaluation)}"
+    )
 
 
 def _scores(tried: dict) -> str:
@@ -316,6 +339,8 @@ def _scores(tried: dict) -> str:
 
 def _describe(record: dict) -> str:
     text = f"loss {record['loss']:.3f}  acc {record['accuracy']:.3f}  |g| {record['grad_norm']:.2f}"
-    if "num_iters" in record:
-        text += "  ℓ* " + " ".join(f"{v:.1f}" for v in record["num_iters"]["mean"])
+    if "evaluations" in record:
+        text += "  evaluations " + " ".join(f"{v:.1f}" for v in record["evaluations"])
+        failed = max(record["failed"])
+        text += f"  failed {failed:.2%}" if failed else ""
     return f"{text}  {record['tokens_per_s']:,.0f} tok/s"

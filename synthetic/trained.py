@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 
+from lm.metrics import FAILED_SHARE
 from synthetic.config import Config
 from synthetic.results import (
     TOKEN_BY_TOKEN,
     UNKNOWN,
     distinct,
     error,
+    failed,
+    failure_notes,
     how,
     in_training,
+    iterations,
     plus_minus,
     solver_text,
 )
@@ -95,7 +99,8 @@ def over_lengths(rows: list[dict], metric: str) -> dict[int, float]:
     values: dict[int, list[float]] = {}
     for row in rows:
         if metric == "num_iters":
-            value = mean(row["num_iters"]["mean"]) if "num_iters" in row else None
+            layers = iterations(row)
+            value = None if layers is None else mean(layers)
         else:
             value = row["metrics"].get(metric)
         if value is not None:
@@ -122,7 +127,7 @@ def spreads(several: list[list[dict]], metric: str) -> dict[int, Spread]:
 def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
     """Rows of an evaluation, all made in the same way → lines of the CSV."""
     metrics = dict.fromkeys(m for row in rows for m in row["metrics"])
-    metrics |= {"num_iters": None} if any("num_iters" in row for row in rows) else {}
+    metrics |= {"num_iters": None} if any(iterations(row) for row in rows) else {}
     read, solver = how(rows[0])
     who = {
         "run": str(run.run_dir), "label": run.label, **run.point, "seed": run.seed, **columns,
@@ -170,6 +175,10 @@ def notes(shown: list[tuple[str, list[dict]]], any_limit: bool = False) -> list[
     for solver, labels in by_solver.items():
         who = "" if len(by_solver) == 1 else f" ({'; '.join(dict.fromkeys(labels))})"
         lines.append(f"Solver in evaluation: {solver}{who}")
+    unsolved = {label: failed(rows) for label, rows in shown if failure_notes(rows)}
+    if unsolved:
+        each = "; ".join(f"{label or 'all'}: {share:.2%}" for label, share in unsolved.items())
+        lines.append(f"Tokens whose equation was not solved, more than {FAILED_SHARE:.1%}: {each}")
     if any(UNKNOWN in each for each in shares.values()):
         lines.append("Whether training has the test samples too is unknown of some")
     also = [n for n, each in sorted(shares.items()) if each - {"0", UNKNOWN}]

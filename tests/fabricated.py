@@ -21,7 +21,10 @@ def falling(length: int, reach: float) -> float:
     return 1 / (1 + math.exp((length - reach) / (0.15 * reach)))
 
 
-SOLVER = {"schedule": "auto", "stopping": "causal", "tol": 0.01, "max_iters": 1000}
+SOLVER = {
+    "token": "iterate", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
+    "max_iters": 1000, "gradient": "one_step",
+}  # fmt: skip
 
 
 def how_of(cfg: Config) -> dict:
@@ -53,7 +56,8 @@ def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
         row["in_training"] = {"count": 400 if n < 4 else 0, "of": 400}
         if cfg.model.name == "fprnn":
             mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
-            row |= {"num_iters": {"mean": mean}}
+            row |= {"num_iters": {"mean": mean}, "probed": 32}
+            row |= {"evaluations": [v + 2 for v in mean], "failed": [0.0] * cfg.model.n_layer}
         made.append(row)
     return made
 

@@ -259,8 +259,8 @@ def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):
         scores.write_text(json.dumps({"tasks": tasks}))
         assert "results.json is damaged: its tasks must hold" in refused(capsys, "report", run)
     metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"work"', '"wrok"'))
-    assert "its last record of the solver has no work" in refused(capsys, "report", run)
+    metrics.write_text(metrics.read_text().replace('"evaluations"', '"evaluation"'))
+    assert "its last record of the solver has no evaluations" in refused(capsys, "report", run)
 
 
 def test_a_damaged_record_of_the_tokenizer(capsys, tiny_run, tmp_path):

@@ -101,6 +101,7 @@ def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
     assert str(REPOSITORY) not in written.read_text()
     assert (results["checkpoint"], results["limit"], results["device"]) == ("tiny", 4, "cpu")
     assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
+    assert (results["solver"], results["fixed_point"]) == ("none", {})
     metrics = {name: set(task["metrics"]) for name, task in results["tasks"].items()}
     assert metrics == {
         "arc_easy_local": {"acc", "acc_norm"},
@@ -114,6 +115,16 @@ def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
             assert entry["stderr"] >= 0
             assert entry["value"] > 1 if name == "perplexity" else 0 <= entry["value"] <= 1
             assert entry["higher_is_better"] is (name != "perplexity")
+
+
+def test_what_a_fixed_point_model_needed_is_in_the_results(small_export, tmp_path):
+    results = evaluate(
+        small_export, ["catbabi_mini"], limit=2, device="cpu", out=tmp_path / "r.json"
+    )
+    assert results["solver"]["token"] == "exact"
+    assert results["fixed_point"].keys() == {"evaluations", "failed", "residual"}
+    assert results["fixed_point"]["evaluations"][0] >= 1 and results["fixed_point"]["failed"] == [0]
+    assert table(results).caption is None
 
 
 def test_same_numbers_again_and_in_the_file_asked_for(checkpoint, tmp_path):
@@ -176,6 +187,8 @@ def test_table_shows_each_metric_with_its_error():
     results = {
         "checkpoint": "tiny",
         "limit": 20,
+        "solver": {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None},
+        "fixed_point": {"evaluations": [1.0, 1.0], "failed": [0.0, 0.02], "residual": [0.0, 0.0]},
         "tasks": {
             "catbabi_mini": {
                 "samples": 20,
@@ -193,6 +206,8 @@ def test_table_shows_each_metric_with_its_error():
     for part in ("tiny (first 20 documents)", "catbabi_mini", "acc ↑", "0.25 ± 0.099"):
         assert part in text
     assert "perplexity ↓" in text and "not finite" in text
+    text = " ".join(text.split())
+    assert "warning: the token's equation was not solved for 2.00% of the tokens of layer 1" in text
 
 
 def test_a_results_file_survives_a_failed_write(tmp_path):

@@ -12,57 +12,64 @@ from rich.console import Console
 from lm import console, metrics
 from lm.config import Config
 from lm.metrics import Throughput, Writer, fixed_point_metrics, read_metrics
-from lm.model.solver import FixedPointStats
 
 
-def stats(iters, hit, converged, residual, work, unconverged) -> FixedPointStats:
-    fields = {
-        "num_iters": torch.tensor(iters),
-        "hit_max": torch.tensor(hit).bool(),
-        "converged": torch.tensor(converged).bool(),
-        "residual": torch.tensor(residual),
-        "work": torch.tensor(work),
-        "unconverged": torch.tensor(unconverged),
-    }
-    # Whatever else a solve reports is not read here.
-    return FixedPointStats(
-        **{k: fields.get(k, torch.tensor(iters)) for k in FixedPointStats._fields}
-    )
+def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
+    """What a model reports of its solves, without what is not read here."""
+    fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
+    tensors = {name: torch.tensor(values) for name, values in fields.items()}
+    counted = None if iterations is None else torch.tensor(iterations)
+    return SimpleNamespace(**tensors, num_iters=counted)
 
 
 # Two layers; three sequences in two micro-batches.
 HAND_MADE = [
-    stats(
-        [[2, 4], [10, 10]],
-        [[0, 0], [0, 1]],
-        [[1, 1], [1, 0]],
-        [[0.1, 0.3], [0.0, 0.9]],
-        [[1.5, 2.5], [4.0, 6.0]],
-        [[0.0, 0.0], [0.0, 0.25]],
-    ),
-    stats([[9], [10]], [[0], [1]], [[1], [0]], [[0.2], [0.3]], [[5.0], [8.0]], [[0.0], [0.5]]),
+    report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
+    report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
 ]
+PROBED = report(
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+    [[0.0, 0.0, 0.3], [0.0, 0.0, 0.0]],
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+    [[2, 4, 9], [10, 10, 10]],
+)
 
 
-def test_fixed_point_metrics_are_per_layer_over_all_sequences():
+def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
     assert fixed_point_metrics(HAND_MADE) == {
-        "num_iters": {"mean": [5, 10], "median": [4, 10], "max": [9, 10]},
-        "hit_max": [0, 0.666667],
-        "not_converged": [0, 0.666667],
+        "evaluations": [3, 6],
+        "failed": [0, 0.25],
         "residual": [0.2, 0.4],
-        "work": [3, 6],
-        "tokens_not_converged": [0, 0.25],
     }
 
 
+def test_only_a_probe_has_iterations():
+    assert fixed_point_metrics([PROBED])["num_iters"] == {
+        "mean": [5, 10], "median": [4, 10], "max": [9, 10],
+    }  # fmt: skip
+
+
 def test_fixed_point_metrics_gather_over_ranks():
-    # A second rank with the same statistics, but one more sequence's worth of iterations.
+    # A second rank with three times the numbers.
     def gather(t):
         return torch.cat([t, 3 * t], -1)
 
-    gathered = fixed_point_metrics(HAND_MADE, gather)
+    gathered = fixed_point_metrics([PROBED], gather)
     assert gathered["num_iters"] == {"mean": [10, 20], "median": [6, 10], "max": [27, 30]}
-    assert gathered["residual"] == [0.4, 0.8]
+    assert fixed_point_metrics(HAND_MADE, gather)["residual"] == [0.4, 0.8]
+
+
+def test_sequences_of_padding_do_not_count_on_any_rank():
+    rows = torch.tensor([True, True, False])
+    measured = fixed_point_metrics([PROBED], rows=rows)
+    assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
+
+    def gather(t):  # the other rank has one sequence less, and other numbers
+        other = torch.tensor([1.0, 0.0, 0.0]) if t.ndim == 1 else 10 * t
+        return torch.cat([t, other], -1)
+
+    measured = fixed_point_metrics([PROBED], gather, rows)
+    assert measured["num_iters"] == {"mean": [8.66667, 40], "median": [4, 10], "max": [20, 100]}
 
 
 def test_a_model_without_a_solver_has_no_fixed_point_metrics():
@@ -70,24 +77,112 @@ def test_a_model_without_a_solver_has_no_fixed_point_metrics():
 
 
 @pytest.mark.parametrize(
-    "solver, iters",
+    "norms, measured",
     [
-        ({"schedule": "parallel", "stopping": "paper"}, 2),
-        ({"schedule": "parallel"}, 2),
-        ({"schedule": "sequential"}, 10),  # each of 5 tokens has its own two
+        ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], {"adjoint": [2.0, 1.0]}),
+        ([None, None], {}),
+        ([], {}),
     ],
 )
-def test_fixed_point_metrics_of_a_real_model(solver, iters):
+def test_the_adjoint_is_the_largest_of_each_layer(norms, measured):
+    assert metrics.adjoint_metrics(SimpleNamespace(adjoint_norms=lambda: norms)) == measured
+
+
+def test_a_baseline_has_no_adjoint():
+    assert metrics.adjoint_metrics(SimpleNamespace()) == {}
+
+
+EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
+
+
+def test_unsolved_tokens_are_warned_about_once_a_layer():
+    said = []
+    watch = metrics.FailureWatch(said.append, EXACT)
+    watch.look([0.0, metrics.FAILED_SHARE], "update 1")
+    assert said == []
+    watch.look([0.0, 0.023], "update 2")
+    watch.look([0.0, 0.5], "update 3")
+    watch.look([0.1, 0.5], "update 4")
+    assert len(said) == 2
+    assert said[0].startswith(
+        "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
+    )
+    assert "model.contractive: 0.9" in said[0] and "model.glu_in_loop: false" in said[0]
+    assert "iterations" not in said[0] and "10.00% of the tokens of layer 0" in said[1]
+
+
+def test_where_iterations_are_limited_the_limit_is_named_too():
+    windows = {**EXACT, "schedule": "window:8", "tol": 0.01, "max_iters": 1000}
+    assert (
+        "allow more than 1000 iterations, or schedule: sequential"
+        in (metrics.failures([0.5], windows)[0])
+    )
+
+
+@pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
+def test_the_paper_s_procedure_may_leave_tokens_unfinished(solver):
+    assert metrics.failures([0.5], solver) == {}
+
+
+def model(**fields):
     from lm.build import build_model
 
-    sizes = {"d_model": 16, "n_layer": 3, "d_state": 4, "max_iters": 2, "tol": 1e-9}
-    cfg = Config(model={**sizes, **solver})
-    output = build_model(cfg, 16).train()(input_ids=torch.arange(10).reshape(2, 5))
+    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4}, solver=fields)
+    return build_model(cfg, 16)
+
+
+IDS = torch.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        {},
+        {"schedule": "sequential"},
+        {"schedule": "parallel"},
+        {"token": "iterate", "schedule": "parallel"},
+        {"schedule": "parallel", "stopping": "paper"},
+    ],
+    ids=str,
+)
+def test_a_probe_counts_the_same_iterations_whatever_solves_the_model(solver):
+    """Of the first layer, whose input no solve has changed."""
+    found = []
+    for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
+        torch.manual_seed(0)
+        report = metrics.probe(model(**fields).train(), IDS)
+        assert report.num_iters.shape == (3, 2)
+        found.append(report.num_iters[0])
+    assert torch.equal(*found) and found[0].min() >= 1
+
+
+def test_a_probe_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    made = model()
+    for mode in (True, False):
+        made.train(mode)
+        report = metrics.probe(made, IDS)
+        assert made.training is mode and not report.evaluations.requires_grad
+    assert made(input_ids=IDS).fixed_point.num_iters is None
+
+
+def test_fixed_point_metrics_of_a_real_model():
+    torch.manual_seed(0)
+    made = model(schedule="sequential").train()
+    output = made(input_ids=IDS, labels=IDS)
     measured = fixed_point_metrics([output.fixed_point])
-    assert measured["num_iters"] == {k: [iters] * 3 for k in ("mean", "median", "max")}
-    assert measured["hit_max"] == measured["not_converged"] == [1, 1, 1]
-    assert measured["tokens_not_converged"] == [1, 1, 1] and min(measured["work"]) >= 2
-    assert all(r > 0 for r in measured["residual"])
+    assert measured.keys() == {"evaluations", "failed", "residual"}
+    assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
+    output.loss.backward()
+    adjoint = metrics.adjoint_metrics(made)["adjoint"]
+    assert len(adjoint) == 3 and all(norm > 0 for norm in adjoint)
+
+
+def test_few_iterations_leave_every_token_unfinished():
+    made = model(token="iterate", schedule="parallel", max_iters=2, tol=1e-9).train()
+    measured = fixed_point_metrics([made(input_ids=IDS).fixed_point])
+    assert measured["failed"] == [1, 1, 1] and min(measured["evaluations"]) >= 2
+    assert all(residual > 0 for residual in measured["residual"])
 
 
 # Throughput and MFU.
@@ -103,7 +198,7 @@ def clock(monkeypatch):
 
 def test_throughput_and_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
-    speed = Throughput(lambda num_iters: 100 * num_iters, world_size=2)
+    speed = Throughput(lambda evaluations: 100 * evaluations, world_size=2)
     speed.tokens += 5000
     clock.seconds += 2
     # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
@@ -115,7 +210,7 @@ def test_throughput_and_mfu(monkeypatch, clock):
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput(lambda num_iters: 1, world_size=1)
+    speed = Throughput(lambda evaluations: 1, world_size=1)
     speed.tokens += 1000
     clock.seconds += 50
     speed.restart()
@@ -150,7 +245,8 @@ def test_a_cpu_has_no_peak(monkeypatch):
 
 
 def record(step: int) -> dict:
-    return {"step": step, "loss": 1 / step, "num_iters": {"mean": [1.5, 2.5]}, "note": "text"}
+    iterations = {"num_iters": {"mean": [1.5, 2.5]}}
+    return {"step": step, "loss": 1 / step, "probe": iterations, "note": "text"}
 
 
 def test_jsonl_is_on_disk_after_every_write(tmp_path):
@@ -205,10 +301,10 @@ def test_tensorboard_files_hold_what_was_written(tmp_path):
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    names = {"loss", "num_iters/mean/layer0", "num_iters/mean/layer1"}
+    names = {"loss", "probe/num_iters/mean/layer0", "probe/num_iters/mean/layer1"}
     assert set(events.Tags()["scalars"]) == names
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
-    assert [e.value for e in events.Scalars("num_iters/mean/layer1")] == [2.5, 2.5]
+    assert [e.value for e in events.Scalars("probe/num_iters/mean/layer1")] == [2.5, 2.5]
 
 
 def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
@@ -229,7 +325,7 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
     deadline = time.monotonic() + 15  # wandb's own process writes it
     while len(text := files[0].read_bytes()) < 100 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert b"num_iters/mean/layer1" in text and b"fp_mamba1" in text  # metrics and config
+    assert b"probe/num_iters/mean/layer1" in text and b"fp_mamba1" in text  # metrics and config
     assert read_metrics(tmp_path) == [record(1)]
 
 

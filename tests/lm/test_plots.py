@@ -12,17 +12,22 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def records(layers: int, steps: int = 200, every: int = 5) -> list[dict]:
-    """A falling loss, `layers` layers of a solver (0: none), validations and the two baselines."""
+    """A falling loss, `layers` layers of a solver (0: none) that is probed every 25 updates,
+    validations and the two baselines."""
     made = []
     for step in range(every, steps + 1, every):
         loss = 2.5 + 5 * math.exp(-step / 80) + 0.1 * math.sin(step)
         made.append({"step": step, "loss": loss})
-        if layers:
-            mean = [3 + i / 2 + math.sin(step) / 3 for i in range(layers)]
-            iters = {"mean": mean, "median": mean, "max": [m + 2 for m in mean]}
-            made[-1]["num_iters"] = iters
         if step % 50 == 0:
             made.append({"step": step, "validation": {"loss": loss + 0.1}})
+        if layers and step % 25 == 0:  # a probe is of a validation, or has a record of its own
+            mean = [3 + i / 2 + math.sin(step) / 3 for i in range(layers)]
+            iters = {"mean": mean, "median": mean, "max": [m + 2 for m in mean]}
+            probe = {"num_iters": iters}
+            if step % 50 == 0:
+                made[-1]["probe"] = probe
+            else:
+                made.append({"step": step, "probe": probe})
     made[-1]["baselines"] = {"unigram": 180.0, "bigram": 150.0}
     return made
 
@@ -67,6 +72,8 @@ def test_a_run_with_a_solver_leaves_two_figures(tmp_path, drawn, layers):
     assert list(lines["validation"].get_xdata()) == [50, 100, 150, 200]
     assert lines["bigram"].get_ydata()[0] == pytest.approx(math.log(150))
     axes, labels, overlapping = drawn["iterations.png"]
+    probed = list(range(25, 201, 25))
+    assert [list(line.get_xdata()) for line in axes.get_lines()] == [probed] * layers
     assert labels == [f"layer {i}" for i in range(layers)]
     assert not overlaps and not overlapping  # the legends lie beside the curves
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lm.cli import main
+from lm.metrics import read_metrics
 from tests.running import ENV, ROOT, command, fprnn, losses, run
 
 LONG = ("train.steps=60", "checkpoint.every=7", "checkpoint.keep=3")
@@ -48,16 +49,29 @@ def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
     assert [r["step"] for r in tiny_losses] == list(range(1, 9))
     record = tiny_losses[-1]
     assert record["tokens"] == 8 * 2 * 2 * 16 and record["tokens_per_s"] > 0
-    assert len(record["num_iters"]["mean"]) == len(record["hit_max"]) == 2
-    assert 1 <= record["num_iters"]["median"][0] <= record["num_iters"]["max"][0]
-    assert len(record["work"]) == len(record["tokens_not_converged"]) == 2
+    assert record["failed"] == [0, 0] and min(record["evaluations"]) >= 1
+    assert len(record["residual"]) == 2 and "num_iters" not in record
     assert record["perplexity"] == pytest.approx(torch.tensor(record["loss"]).exp().item())
     result = json.loads((tiny_run / "result.json").read_text())
     assert result["validation"]["perplexity"] > 1 and set(result["baselines"]) == {
         "unigram",
         "bigram",
     }
+    iterations = result["probe"]["num_iters"]
+    assert all(len(layers) == 2 for layers in iterations.values())
+    assert 1 <= iterations["median"][0] <= iterations["max"][0]
     assert tiny_losses[-1]["loss"] < tiny_losses[0]["loss"]
+
+
+def test_probes_are_made_every_so_often_and_change_nothing(tmp_path, tiny_losses):
+    probing, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
+    assert trace(probing) == trace(tiny_losses)
+    records = read_metrics(tmp_path / "runs/tiny")
+    probes = [r for r in records if "probe" in r]
+    assert [r["step"] for r in probes] == [3, 6, 8]
+    assert ["validation" in r for r in probes] == [False, True, True]
+    run(tmp_path / "never", "log.probe_every=0", "train.steps=2")
+    assert sum("probe" in r for r in read_metrics(tmp_path / "never/tiny")) == 1
 
 
 def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
@@ -187,7 +201,8 @@ def test_fineweb_without_a_network_is_a_sentence(tmp_path, capsys):
 def test_mamba_trains_through_the_same_config(tmp_path):
     records, _ = run(tmp_path / "runs", "model=mamba", "model.d_model=16", "model.n_layer=1",
                      "model.d_state=4", "train.steps=6", "checkpoint.every=6")  # fmt: skip
-    assert "num_iters" not in records[0]
+    assert "evaluations" not in records[0]
+    assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
     assert records[-1]["loss"] < records[0]["loss"]
     done = fprnn("export", tmp_path / "runs/tiny", tmp_path / "hf")
     assert done.returncode == 0, done.stderr

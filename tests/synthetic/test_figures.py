@@ -64,7 +64,9 @@ def test_seeds_are_drawn_together_with_their_number(name, tmp_path, monkeypatch)
     runs = 2 if name != "fig3c" else 1  # a baseline has no ℓ*
     assert len({t for t in texts if "(n = 3)" in t}) == (runs if name != "ablation" else 1)
     footer = " ".join(figure._supxlabel.get_text().split())
-    solver = "auto, causal, tol 0.01" + ", at most 1000 iterations" * (name != "ablation")
+    solver = "token iterate, parallel, causal, tol 0.01" + ", at most 1000 iterations" * (
+        name != "ablation"
+    )
     assert f"Solver in evaluation: {solver}" in footer
     if runs == 2 and name != "ablation":
         assert "Solver in evaluation: none (LSTM)" in footer
@@ -94,14 +96,15 @@ def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, 
         result = json.loads(path.read_text())
         for row in result["eval"]:
             row["schedule"] = "sequential" if row["read"] == TOKEN_BY_TOKEN else "parallel"
-            for key in ("read", "solver", "stderr", "in_training"):
-                del row[key]
+            for key in ("read", "solver", "stderr", "in_training", "probed", "failed"):
+                row.pop(key, None)
         path.write_text(json.dumps(result))
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
     found = numbers(paths["numbers"])
     assert {r["solver"] for r in found} == {r["in_training"] for r in found} == {"unknown"}
     assert {r["read"] for r in found} == {"unknown", TOKEN_BY_TOKEN}
     assert {r["stderr"] for r in found} == {"nan"}
+    assert "num_iters" not in {r["metric"] for r in found}  # it was not yet what ℓ* is
     old = [{"length": 2, "metrics": {"accuracy": 0.5}, "schedule": "parallel"}] * 2
     cells = [cell for column in summary({"eval": old}, "old").columns for cell in column.cells]
     assert "0.5000" in cells and not any("nan" in str(cell) for cell in cells)
@@ -110,6 +113,19 @@ def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, 
     assert "nan" not in shown
     assert "Solver in evaluation: unknown" in shown
     assert "Whether training has the test samples too is unknown of some" in shown
+
+
+def test_tokens_that_were_not_solved_are_noted_below_a_figure():
+    solver = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
+    row = {"length": 2, "metrics": {}, "solver": solver, "in_training": {"count": 0, "of": 4}}
+    rows = [{**row, "failed": [0.0, 0.02]}, {**row, "failed": [0.0, 0.04]}]
+    assert notes([("a", rows), ("b", [{**row, "failed": [0.001]}])]) == [
+        "Solver in evaluation: token exact, sequential",
+        "Tokens whose equation was not solved, more than 0.1%: a: 3.00%",
+    ]
+    caption = summary({"eval": rows}, "x").caption
+    assert "warning: at length 2 the token's equation was not solved for 4.00% of" in caption
+    assert "model.contractive: 0.9" in caption
 
 
 def test_what_training_has_too_is_noted():

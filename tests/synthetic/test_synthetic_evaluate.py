@@ -1,5 +1,6 @@
 """Lengths, pooled metrics, solved length, bars."""
 
+import contextlib
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 from synthetic import tasks
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
+    PROBED,
     _free_bytes,
     check_seeds,
     evaluate_all,
@@ -264,3 +266,74 @@ def test_test_data_cannot_be_counted_twice(tmp_path):
         check_seeds([0, 1], file_of_words(tmp_path, 200))
     check_seeds([0, 1], S3)
     check_seeds([3], file_of_words(tmp_path, 200))
+
+
+class Solved(Oracle):
+    """Has a solver: it says by which limit it solves, fails on a share of the tokens that grows
+    with the length, and when asked counts as many iterations as the first element of a word is."""
+
+    def __init__(self, upto):
+        super().__init__(upto)
+        self.limit = 1000
+        self.probes = []
+
+    @contextlib.contextmanager
+    def solving(self, eval_max_iters):
+        self.limit, before = eval_max_iters, self.limit
+        yield
+        self.limit = before
+
+    def solver(self, length=None):
+        return {
+            "token": "exact", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
+            "max_iters": self.limit, "gradient": "exact",
+        }  # fmt: skip
+
+    def forward(self, input_ids, attention_mask=None, count_iterations=False, **_):
+        output = super().forward(input_ids)
+        each = torch.ones(2, len(input_ids))
+        iterations = None
+        if count_iterations:
+            assert not self.training and not torch.is_grad_enabled()
+            self.probes.append(len(input_ids))
+            iterations = torch.stack([input_ids[:, 0], input_ids[:, 0] + 2])
+        output.fixed_point = SimpleNamespace(
+            evaluations=each, failed=each * input_ids.shape[1] / 1000, residual=0 * each,
+            num_iters=iterations,
+        )  # fmt: skip
+        return output
+
+
+def test_iterations_are_probed_on_the_first_sequences_of_a_length():
+    model = Solved(8).train()
+    row = measure(model, S3, config(examples=500), 8, "test", 0, "fp32")
+    assert model.probes == [row["probed"]] == [PROBED] and model.training
+    first = S3.batch(0, "test", 0, 250, (8, 8)).input_ids[:PROBED, 0]
+    assert row["num_iters"]["mean"] == pytest.approx([first.mean(), first.mean() + 2], abs=1e-6)
+    assert row["stderr"]["num_iters"] == pytest.approx(first.std() / PROBED**0.5, rel=1e-6)
+    assert row["evaluations"] == [1, 1] and row["failed"] == [0.008, 0.008]
+    few = measure(model, S3, config(examples=5), 8, "test", 0, "fp32")
+    assert few["probed"] == few["sequences"] == 5
+
+
+def test_a_limit_of_evaluation_is_the_solver_s_and_ends_with_it():
+    model = Solved(8)
+    cfg = config(examples=5)
+    cfg.eval.max_iters = 3
+    row = measure(model, S3, cfg, 8, "test", 0, "fp32")
+    assert row["solver"]["max_iters"] == 3 and model.limit == 1000
+    row = measure(model, S3, config(examples=5), 8, "test", 0, "fp32")
+    assert row["solver"]["max_iters"] == 1000
+
+
+def test_the_table_shows_what_solving_cost_and_left():
+    rows = evaluate_all(Solved(8), S3, config(examples=5), [4, 16], [0], "fp32", seen=set())
+    table = summary({"eval": rows}, "x")
+    cells = {c.header: list(c.cells) for c in table.columns}
+    assert cells["failed"] == ["0.40%", "1.60%"] and cells["evaluations"] == ["1.0 1.0"] * 2
+    assert all(len(cell.split()) == 2 for cell in cells["ℓ* per layer"])
+    assert (
+        "at length 16 the token's equation was not solved for 1.60% of the tokens of layer 0"
+        in (table.caption)
+    )
+    assert table.caption.count("warning") == 2  # one a layer, of the worst length

@@ -18,7 +18,8 @@ from synthetic.train import MaxIters, loader, train
 
 TREE = {
     "name": "t",
-    "model": {"d_model": 16, "d_state": 4, "max_iters": 10, "eval_max_iters": 10},
+    "model": {"d_model": 16, "d_state": 4},
+    "solver": {"max_iters": 10, "eval_max_iters": 10},
     "task": {"name": "word_problem", "group": "Z3"},
     "optim": {"lr": 1e-2, "warmup": 2},
     "train": {"steps": 12, "batch_size": 8, "length": 4},
@@ -26,6 +27,9 @@ TREE = {
     "log": {"every": 1},
     "checkpoint": {"every": 4},
 }
+
+
+ITERATED = ("solver.token=iterate", "solver.schedule=parallel")
 
 
 @pytest.fixture
@@ -51,8 +55,24 @@ def test_a_run_leaves_metrics_and_a_result(cfg):
     saved = json.loads((c.run_dir / "result.json").read_text())
     assert saved == json.loads(json.dumps(result))
     assert [r["length"] for r in saved["eval"]] == [2, 4, 6]
-    assert all(len(r["num_iters"]["mean"]) == 1 for r in saved["eval"])
+    assert all(len(r["num_iters"]["mean"]) == len(r["failed"]) == 1 for r in saved["eval"])
+    assert all(r["probed"] == 8 and r["stderr"]["num_iters"] >= 0 for r in saved["eval"])
     assert saved["updates"] == 12 and saved["chance"] == pytest.approx(1 / 3)
+
+
+def test_probes_are_made_every_so_often_and_change_nothing(cfg):
+    train(cfg("name=never", "log.probe_every=0"))
+    train(cfg("name=often", "log.probe_every=3"))
+    never, often = (read_metrics(cfg(f"name={n}").run_dir) for n in ("never", "often"))
+    assert [r["loss"] for r in never if "loss" in r] == [r["loss"] for r in often if "loss" in r]
+    # At updates 4 and 8 validation probes, and evaluation does after the last.
+    assert [r["step"] for r in often if "probe" in r] == [3, 6, 9, 12]
+    assert not any("probe" in r for r in never)
+    for record in (r["probe"] for r in often if "probe" in r):
+        assert record["num_iters"]["max"][0] >= 1 and record["failed"] == [0]
+    logged = [r for r in often if "loss" in r]
+    assert all(r["evaluations"] and r["failed"] == [0] and r["adjoint"] for r in logged)
+    assert all("num_iters" not in r for r in logged)
 
 
 def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(cfg):
@@ -143,22 +163,25 @@ def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
 
 def test_lmax_is_fixed_unlimited_or_drawn(cfg):
     assert MaxIters(cfg()).at(3) == 10
-    assert MaxIters(cfg("train.max_iters=7")).at(3) == 7
-    assert MaxIters(cfg("train.max_iters=unlimited")).at(3) > 10**6
-    drawn = MaxIters(cfg("train.max_iters=gamma"))
+    assert MaxIters(cfg("train.max_iters=7", *ITERATED)).at(3) == 7
+    assert MaxIters(cfg("train.max_iters=unlimited", *ITERATED)).at(3) > 10**6
+    drawn = MaxIters(cfg("train.max_iters=gamma", *ITERATED))
     values = np.array([drawn.at(s) for s in range(3000)])
     assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
     assert [drawn.at(s) for s in range(50)] == list(values[:50])
-    c = cfg("name=few", "train.max_iters=2", "train.steps=2", "model.schedule=parallel")
+    c = cfg("name=few", "train.max_iters=2", "train.steps=2", *ITERATED)
     train(c)
-    assert all(max(r["num_iters"]["max"]) <= 2 for r in read_metrics(c.run_dir) if "loss" in r)
+    # Two iterations, and the evaluation that is differentiated.
+    assert all(max(r["evaluations"]) <= 3 for r in read_metrics(c.run_dir) if "loss" in r)
 
 
 @pytest.mark.parametrize("name", ["mamba", "lstm", "transformer", "gated_deltaproduct"])
 def test_baselines_train(cfg, name):
     c = cfg(f"model.name={name}", "model.headdim=8", "train.steps=2")
     result = train(c)
-    assert "num_iters" not in result["eval"][0] and result["model"] == name
+    assert not {"num_iters", "probed", "failed"} & result["eval"][0].keys()
+    assert result["model"] == name
+    assert not any({"probe", "failed"} & r.keys() for r in read_metrics(c.run_dir))
 
 
 @pytest.mark.parametrize(
@@ -249,10 +272,11 @@ def test_the_command_line(cfg, tmp_path, capsys):
     yaml = str(tmp_path / "c.yaml")
     out = f"out_dir={tmp_path / 'runs'}"
     bar = "bars=[{metric: token_accuracy, length: 4, least: 0.0}]"
-    assert main(["train", "--config", yaml, out, "train.steps=2", bar]) == 0
+    sequential = "solver.schedule=sequential"
+    assert main(["train", "--config", yaml, out, "train.steps=2", bar, sequential]) == 0
     shown = capsys.readouterr().out
     assert "PASS  token_accuracy at length 4" in shown and "ℓ* per" in shown
-    solver = "auto, causal, tol 0.01, at most 10 iterations"
+    solver = "token exact, sequential"
     assert f"evaluation: {solver}" in " ".join(shown.split())
     assert f"read at once; solver: {solver}" in " ".join(shown.split())
     bar = "bars=[{metric: sequence_accuracy, length: 6, least: 1.0}]"
@@ -320,15 +344,22 @@ def test_lengths_and_seeds_of_a_stream_are_said_not_to_apply(cfg, babi, capsys):
 
 
 def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
-    c = cfg("train.steps=6", "checkpoint.every=2", "eval.lengths=2,12")
+    c = cfg("train.steps=6", "checkpoint.every=2", "eval.lengths=2,12", *ITERATED,
+            "solver.stopping=causal")  # fmt: skip
     rows = {r["length"]: r for r in train(c)["eval"]}
     assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are nine of them
     assert rows[12]["in_training"] == {"count": 0, "of": 16}
-    solver = {"schedule": "auto", "stopping": "causal", "tol": 0.01, "max_iters": 10}
+    solver = {
+        "token": "iterate", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
+        "max_iters": 10, "gradient": rows[2]["solver"]["gradient"],
+    }  # fmt: skip
     assert {json.dumps(r["solver"]) for r in rows.values()} == {json.dumps(solver)}
-    again = evaluate_run(c.run_dir, overrides=["eval.max_iters=3", "model.schedule=window:2"])
+    again = evaluate_run(c.run_dir, overrides=["eval.max_iters=3", "solver.schedule=window:2"])
     assert again["eval"][0]["in_training"] == {"count": 16, "of": 16}
     assert again["eval"][0]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
+    exact = evaluate_run(c.run_dir, overrides=["solver={token: exact, schedule: sequential}"])
+    assert exact["eval"][0]["solver"]["tol"] is exact["eval"][0]["solver"]["max_iters"] is None
+    assert exact["eval"][0]["num_iters"] == again["eval"][0]["num_iters"]
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
     # Of a checkpoint that has not kept it, and of another task, nothing is said.
