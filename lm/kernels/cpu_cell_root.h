@@ -140,19 +140,35 @@ inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q,
     return false;
 }
 
-// Newton with steps halved until they help, from the best that Picard has met.
+// s of g = 1/sqrt(...): (I − gΒ)⁻¹ (gα + δ). Whether its own 1/sqrt(...) is below g.
+template <int R> inline bool above(const Equation &e, int64_t r_, double g, Point &at) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST];
+    for (int i = 0; i < r; ++i) {
+        at.s[i] = g * e.alpha[i] + e.delta[i];
+        for (int j = 0; j < r; ++j) M[i][j] = (i == j) - g * e.beta[i][j];
+    }
+    eliminate<R>(M, at.s, r);
+    evaluate<R>(e, r, at);
+    return !(at.inverse >= g);
+}
+
+// Where Picard has not converged: bisection of the one number g = 1/sqrt(γ0 + …), in which the
+// equation is linear. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest g, +∞ on both sides of a
+// pole: a root always exists (lm/model/cell.py).
 template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &at) {
     const int r = rank_of<R>(r_);
-    double step[MOST];
-    for (int tried = 0; tried < 50 && !at_rounding(e, at, 8); ++tried) {
+    double low = 1e-18, high = 1 / std::sqrt(e.floor), step[MOST];
+    for (int tried = 0; tried < 60; ++tried) {
+        const double middle = std::sqrt(low * high);
+        (above<R>(e, r, middle, at) ? high : low) = middle;
+    }
+    above<R>(e, r, low, at);
+    for (int tried = 0; tried < 10 && !at_rounding(e, at, 8); ++tried) {
         newton_step<R>(e, r, at, step);
-        double part = 1;
         Point next;
-        for (int halvings = 0; halvings < 30; ++halvings, part /= 2) {
-            for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + part * step[i];
-            evaluate<R>(e, r, next);
-            if (next.residual < at.residual) break;
-        }
+        for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + step[i];
+        evaluate<R>(e, r, next);
         if (!(next.residual < at.residual)) break;
         at = next;
     }
@@ -170,7 +186,7 @@ template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
     const auto take = [&](const Point &found) {
         for (int i = 0; i < r; ++i) s[i] = found.s[i];
     };
-    for (int iteration = 0; iteration < 1000; ++iteration) {
+    for (int iteration = 0; iteration < 300; ++iteration) {
         evaluate<R>(e, r, at);
         if (at_rounding(e, at, 8)) return take(at), true;
         if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
