@@ -137,12 +137,11 @@ def _times(matrix, vector):
 
 
 def _newton_step(coefficients, parts, psi):
-    """(I − φ′)⁻¹ ψ (n,r) and det(I − φ′) (n,); no step where there is none."""
+    """(I − φ′)⁻¹ ψ (n,r); no step where there is none."""
     eye = torch.eye(psi.shape[-1], dtype=psi.dtype, device=psi.device)
     rest = eye - coefficients.jacobian(parts)
-    determinant = torch.linalg.det(rest)
     step = torch.linalg.solve_ex(rest, psi.unsqueeze(-1))[0].squeeze(-1)
-    return torch.where(torch.isfinite(step), step, 0), determinant
+    return torch.where(torch.isfinite(step), step, 0)
 
 
 def _newton(coefficients, s, residual, reach):
@@ -154,7 +153,7 @@ def _newton(coefficients, s, residual, reach):
     start, best, sound = s, residual, torch.ones_like(residual, dtype=torch.bool)
     value, parts = coefficients.phi(s)
     for _ in range(MOST_NEWTON):
-        step, determinant = _newton_step(coefficients, parts, value - s)
+        step = _newton_step(coefficients, parts, value - s)
         moved = s + step
         value_there, parts_there = coefficients.phi(moved)
         size = (value_there - moved).abs().amax(-1)
@@ -165,10 +164,17 @@ def _newton(coefficients, s, residual, reach):
         best, sound = torch.where(better, size, best), better
         if not better.any():
             break
-    _, determinant = _newton_step(coefficients, parts, value - s)
     near = (s - start).abs().amax(-1) <= reach
     solved = best <= SOLVED * coefficients.rounding(s, parts)
-    return s, solved & near & (determinant > 0)
+    return s, solved & near & _attracts(coefficients.jacobian(parts))
+
+
+def _attracts(slope):
+    """Whether small steps of Picard stay where φ′ is `slope` (n,r,r): no eigenvalue is above 1."""
+    if slope.shape[-1] == 1:
+        return slope[:, 0, 0] < 1
+    slope = torch.where(torch.isfinite(slope), slope, 2.0)
+    return torch.linalg.eigvals(slope).real.amax(-1) < 1
 
 
 def _last_resort(coefficients):
@@ -198,7 +204,7 @@ def _last_resort(coefficients):
     s = at(low)[0]
     value, parts = coefficients.phi(s)
     for _ in range(MOST_NEWTON):
-        step, _ = _newton_step(coefficients, parts, value - s)
+        step = _newton_step(coefficients, parts, value - s)
         moved = s + step
         value_there, parts_there = coefficients.phi(moved)
         better = (value_there - moved).abs().amax(-1) < (value - s).abs().amax(-1)
