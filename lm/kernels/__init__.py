@@ -21,14 +21,14 @@ INTERFACE = ("fprnn-kernels", 1)
 
 # backend → operation → its module. An operation that a backend lacks is computed by another.
 MODULES = {
-    "cpu": {"selective_scan": "cpu", "step": "cpu_step"},
+    "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell"},
     "triton": {
         "selective_scan": "triton_scan", "ssd_scan": "triton_ssd", "step": "triton_step",
         "short_conv": "triton_conv",
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
 }  # fmt: skip
-OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv")
+OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 

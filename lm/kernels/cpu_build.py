@@ -19,14 +19,14 @@ import torch
 from lm.kernels import Unsupported
 
 HERE = Path(__file__).parent
-SOURCES = ("cpu_scan.cpp", "cpu_step.cpp")
-HEADERS = ("cpu_vector.h",)
+SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp")
+HEADERS = ("cpu_vector.h", "cpu_cell.h", "cpu_cell_product.h", "cpu_cell_root.h")
 # Not -ffast-math; cpu_vector.h says why.
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",
     "-fno-trapping-math",
 )  # fmt: skip
-FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish")
+FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 

@@ -1,9 +1,11 @@
 """`FPRNNConfig`: the architecture and solver of a fixed-point RNN, as HuggingFace expects them."""
 
 import math
-from typing import NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # App. B.4: how the paper damps and stops, per block.
 PAPER_RULES = {
@@ -28,13 +30,15 @@ RANGES = {  # field → (least, most, both in words)
     "stepsize": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "stepsize_decay": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "jacobian_reg": (0, _LARGE, "a number from 0 on"),
-    "agreement_reg": (0, _LARGE, "a number from 0 on"),
+    "adjoint_clip": (_TINY, _LARGE, "a number above 0, or null"),
     "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "out_norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "eps": (_TINY, _LARGE, "a number above 0"),
     "eval_max_iters": (1, _LARGE, "a whole number from 1 on"),
     "dt_rank": (1, _LARGE, "a whole number from 1 on, or auto"),
 }
+
+UNSET = (("contractive", None), ("eval_tol", "auto"), ("adjoint_clip", None))
 
 # ‖I − Q‖ that FP-RNN's mixers are held to where nothing else bounds them (`contractive: auto`): it
 # iterates its state without a norm, so an unbounded mixer makes the state grow from token to token.
@@ -50,48 +54,82 @@ def mixer_bounds(block, mixer, kronecker_norm, contractive):
     return kronecker_norm, contractive
 
 
-class Schedule(NamedTuple):
-    """Which tokens are iterated together: so many ahead of the frozen ones, 0 for all. Several
-    widths: one of them at random. None: a share of the length."""
+# The fields that say how the layers are solved; the weights do not depend on them.
+SOLVER_FIELDS = (
+    "token", "schedule", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters", "quantile",
+    "stepsize", "stepsize_decay", "patience", "gradient", "n_backwards", "adjoint_clip",
+    "jacobian_reg",
+)  # fmt: skip
 
-    kind: str
-    widths: tuple[int, ...] | None = (0,)
-
-    def of(self, length):
-        """The widths for sequences of this length, without 0."""
-        if self.widths is None:
-            return [max(1, length // share) for share in MIXED]
-        return [min(width or length, length) for width in self.widths]
-
-
-SCHEDULES = {
-    "parallel": "all tokens",
-    "sequential": "one token after the other",
-    "window:W": "W tokens ahead of those that have converged",
-    "auto": "as `window`, W by what the last tokens needed",
-    "mixed": "training: one of `mixed:W,W,…,L` at random every step (L: all tokens; what is named"
-    " twice is twice as likely), without a list L, L/4 or L/16; evaluation: as `auto`",
-    "exact": "fp_rnn with one reflection: token by token, solved in closed form",
+CHOICES = {
+    "token": ("auto", "exact", "iterate"),
+    "stopping": ("auto", "causal", "paper"),
 }
-MIXED = (1, 4, 16)  # shares of the length
+SCHEDULES = {
+    "auto": "sequential where that is compiled, else window:128",
+    "sequential": "one token after the other",
+    "window:W": "W tokens at once, then the next W",
+    "parallel": "all tokens at once",
+}
+AUTO_WINDOW = 128
+GRADIENTS = {
+    "exact": "of the solution: backpropagation through time",
+    "adjoint:K": "the first K + 1 terms of its Neumann series",
+    "one_step": "the paper's, of n_backwards steps from the solution (App. B.2)",
+    "phantom:K": "of K damped steps (Geng et al. 2021)",
+    "implicit": "of the fixed point of the paper's iteration (Eq. 16)",
+}
 
 
 def parse_schedule(text):
-    """`text` (see SCHEDULES) as a Schedule.
+    """The width of the windows that a schedule (see SCHEDULES) solves at once: a number of tokens,
+    0 for all, None for `auto`.
 
     Raises:
         ValueError: no such schedule, or an impossible width.
     """
-    kind, colon, rest = str(text).partition(":")
-    plain = {"parallel": (0,), "sequential": (1,), "auto": None, "exact": (1,), "mixed": None}
-    if kind in plain and not colon:
-        return Schedule(kind, plain[kind])
-    widths = [w.strip() for w in rest.split(",")]
-    possible = all(w == "L" or (w.isdecimal() and int(w)) for w in widths)
-    if possible and (kind == "mixed" or (kind == "window" and len(widths) == 1)):
-        return Schedule(kind, tuple(0 if w == "L" else int(w) for w in widths))
+    plain = {"auto": None, "sequential": 1, "parallel": 0}
+    if text in plain:
+        return plain[text]
+    kind, _, width = str(text).partition(":")
+    if kind == "window" and width.isdecimal() and int(width) > 0:
+        return int(width)
     known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
-    raise ValueError(f"schedule is `{text}`; a width is at least 1, and the schedules are: {known}")
+    raise ValueError(f"schedule is `{text}`; W is at least 1, and the schedules are: {known}")
+
+
+def parse_gradient(text):
+    """A gradient (see GRADIENTS) as (its kind, its K or None).
+
+    Raises:
+        ValueError: no such gradient, or an impossible K.
+    """
+    kind, colon, steps = str(text).partition(":")
+    least = {"adjoint": 0, "phantom": 1}.get(kind)
+    if least is None and not colon and kind in GRADIENTS:
+        return kind, None
+    if least is not None and steps.isdecimal() and int(steps) >= least:
+        return kind, int(steps)
+    known = "; ".join(f"{name} ({what})" for name, what in GRADIENTS.items())
+    raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
+
+
+def renamed(schedule, agreement_reg):
+    """The schedule that takes the place of one of version 0.1, which is said once.
+
+    Raises:
+        ValueError: a regulariser that there is no more.
+    """
+    if agreement_reg:
+        raise ValueError(
+            f"agreement_reg is {agreement_reg}: there is no such regulariser any more; with token"
+            " `exact` all schedules have the same solution"
+        )
+    new = {"mixed": "auto", "exact": "sequential"}.get(str(schedule).partition(":")[0])
+    if new is None:
+        return schedule
+    logger.warning_once(f"schedule `{schedule}` is of version 0.1: `{new}` takes its place")
+    return new
 
 
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
@@ -131,17 +169,20 @@ class FPRNNConfig(PretrainedConfig):
         out_norm_epsilon: of the LayerNorm that ends an iteration. eps: floor of the norms that
         vectors inside the iteration are divided by.
         reset_at_eos: a token after `eos_token_id` starts from an empty state (packed documents).
-        schedule: which tokens are iterated together (SCHEDULES above). stopping: "causal", each
-        token by what is before it, or the paper's "paper", the batch as one (solver.py).
-        tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under
-        "causal" at most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        token: how a token's own equation is solved: "exact" (cell.py) or "iterate" (the paper's f);
+        "auto": "iterate" where stopping is "paper". schedule: how time is gone through (SCHEDULES
+        above). stopping: "causal", each token by what is before it, or "paper", the batch as one
+        (solver.py), which needs token "iterate"; "auto": "causal", unless token is "iterate".
+        tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under "causal" at
+        most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
-        gradient: "one_step" (n_backwards undamped steps from y*, App. B.2), "phantom:K" (K damped
-        steps) or "implicit" (the true gradient of the fixed point, Eq. 16).
-        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off. agreement_reg: of
-        ‖f(y*) − f(y')‖² / (l d), y' solved at another width of `mixed`.
+        gradient: see GRADIENTS above; n_backwards: the steps of "one_step". "auto": "exact", under
+        token "iterate" "one_step".
+        adjoint_clip: what reaches a token's output from later tokens, in the exact gradient, is at
+        most so many times the largest that reaches one of the sequence from above; None: no limit.
+        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
         use_cache: a forward pass outside training returns what the next one can go on from.
@@ -194,8 +235,9 @@ class FPRNNConfig(PretrainedConfig):
         out_norm_epsilon=1e-5,
         eps=1e-5,
         reset_at_eos=True,
-        schedule="mixed",
-        stopping="causal",
+        token="auto",
+        schedule="auto",
+        stopping="auto",
         tol=0.1,
         eval_tol="auto",
         max_iters=100,
@@ -204,10 +246,10 @@ class FPRNNConfig(PretrainedConfig):
         stepsize="auto",
         stepsize_decay="auto",
         patience=15,
-        gradient="one_step",
+        gradient="auto",
         n_backwards=1,
+        adjoint_clip=None,
         jacobian_reg=0.0,
-        agreement_reg=0.0,
         max_position_embeddings=2048,
         use_cache=True,
         pad_token_id=None,
@@ -264,7 +306,8 @@ class FPRNNConfig(PretrainedConfig):
         self.out_norm_epsilon = out_norm_epsilon
         self.eps = eps
         self.reset_at_eos = reset_at_eos
-        self.schedule = schedule
+        self.token = token
+        self.schedule = renamed(schedule, kwargs.pop("agreement_reg", 0))
         self.stopping = stopping
         self.tol = tol
         self.eval_tol = eval_tol
@@ -276,8 +319,8 @@ class FPRNNConfig(PretrainedConfig):
         self.patience = patience
         self.gradient = gradient
         self.n_backwards = n_backwards
+        self.adjoint_clip = adjoint_clip
         self.jacobian_reg = jacobian_reg
-        self.agreement_reg = agreement_reg
         self.settle()
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
@@ -305,18 +348,17 @@ class FPRNNConfig(PretrainedConfig):
         )
         self._check_values()
         self._check_sizes()
-        self._check_schedule()
-        _ = self.gradient_kind  # a bad name is an error now
+        self._settle_solver()
 
     def _check_values(self):
-        for name, known in NAMES.items():
+        for name, known in {**NAMES, **CHOICES}.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} is `{getattr(self, name)}`: it must be one of {', '.join(known)}"
                 )
         for name, (least, most, words) in RANGES.items():
             value = getattr(self, name)
-            if (name, value) in (("contractive", None), ("eval_tol", "auto")):
+            if (name, value) in UNSET:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not least <= value <= most:  # NaN is not
@@ -326,11 +368,6 @@ class FPRNNConfig(PretrainedConfig):
     def d_inner(self):
         """Width of the recurrence, expand · d_model."""
         return self.expand * self.d_model
-
-    @property
-    def schedule_kind(self):
-        """The Schedule that `schedule` names."""
-        return parse_schedule(self.schedule)
 
     def _check_sizes(self):
         """Raises ValueError for sizes that do not go together, in the block or in its mixer."""
@@ -363,30 +400,33 @@ class FPRNNConfig(PretrainedConfig):
         if self.mixer_proj_rank is not None and self.mixer not in ("householder", "dplr"):
             raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {self.mixer}")
 
-    def _check_schedule(self):
-        kind = self.schedule_kind.kind
-        if self.stopping not in ("causal", "paper"):
-            raise ValueError(f"stopping is `{self.stopping}`: it must be causal or paper")
-        if self.stopping == "paper" and kind != "parallel":
-            raise ValueError(
-                f"stopping `paper` solves all tokens at once: its schedule must be parallel, not"
-                f" `{self.schedule}`"
-            )
-        exact = self.block == "fp_rnn" and self.mixer in ("householder", "dplr")
-        if kind == "exact" and not (exact and self.mixer_rank == 1 and self.contractive is None):
-            raise ValueError(
-                "schedule `exact` is for fp_rnn with one reflection (mixer householder or dplr,"
-                " mixer_rank 1, contractive None)"
-            )
+    def _settle_solver(self):
+        """Replace "auto" in the solver's fields by what it is.
 
-    @property
-    def gradient_kind(self):
-        """("one_step" | "phantom" | "implicit", number of steps)."""
-        kind, _, steps = str(self.gradient).partition(":")
-        if kind == "phantom" and steps.isdigit() and int(steps) > 0:
-            return kind, int(steps)
-        if kind in ("one_step", "implicit") and not steps:
-            return kind, self.n_backwards
-        raise ValueError(
-            f"gradient is `{self.gradient}`: it must be one_step, phantom:K (K steps) or implicit"
-        )
+        Raises:
+            ValueError: fields that do not go together, or a name that is none.
+        """
+        if self.token == "auto":
+            self.token = "iterate" if self.stopping == "paper" else "exact"
+        if self.stopping == "auto":
+            self.stopping = "paper" if self.token == "iterate" else "causal"
+        if self.gradient == "auto":
+            self.gradient = "one_step" if self.token == "iterate" else "exact"
+        width, (kind, _) = parse_schedule(self.schedule), parse_gradient(self.gradient)
+        if self.stopping == "paper":
+            if self.token == "exact":
+                raise ValueError(
+                    "stopping `paper` is of the paper's iteration: it needs token `iterate`, not"
+                    " `exact`, whose tokens are solved one by one"
+                )
+            if width:  # neither auto nor all
+                raise ValueError(
+                    "stopping `paper` solves all tokens at once: its schedule must be parallel, not"
+                    f" `{self.schedule}`"
+                )
+            self.schedule = "parallel"
+        if kind in ("exact", "adjoint") and self.token == "iterate":
+            raise ValueError(
+                f"gradient `{self.gradient}` goes through tokens that are solved: it needs token"
+                " `exact`; of the paper's iteration it is `implicit`"
+            )

@@ -1,72 +1,112 @@
 """The block all fixed-point blocks are: mixing, solving, gradients, gate and projection.
 
-Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r sequences and w tokens of a
-window.
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r rank, w tokens of a window.
 """
 
-import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .configuration_fprnn import parse_schedule
-from .gradient import implicit_gradient
-from .mixers import MixerWeights, added, build_mixer
+from .cell import solve_by_iterating, solve_low_rank
+from .configuration_fprnn import AUTO_WINDOW, PAPER_RULES, parse_gradient, parse_schedule
+from .contraction import spectral_norm
+from .gradient import adjoint_gradient, clipped, implicit_gradient
+from .mixers import MixerWeights, build_mixer
+from .non_finite import NonFiniteError
+from .projections import Projection, Projections, side_by_side
+from .scan import backend
 from .solver import (
-    AUTO_START,
     Rule,
-    relative_residual,
-    solve_causal,
+    Solution,
     solve_paper,
-    spectral_norm,
+    solve_sequential,
+    solve_windows,
+    stats_of,
 )
 from .state import BlockState, Sequences, last, shift
 
 EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
-
-# Tokens that are evaluated in the time that starting an iteration takes (`Iteration.spare`).
-SPARE = {"cpu": 256, "cuda": 8192}
+PROBE = {"tol": 0.1, "max_iters": 1000, "quantile": 1.0}  # by which ℓ* is measured
 
 
-class Static(NamedTuple):
+class Prepared(NamedTuple):
     """Everything of one solve that depends on x alone (docs/model.md, 'One solve')."""
 
     x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate
-    raw: torch.Tensor  # (b,l,·): the x part of the mixer's map and of what else reads sh(y) or may
-    widths: dict[str, int]  # what raw holds, in order; those that read sh(y) come first
-    weight_y: torch.Tensor  # (k,d): sh(y) → the y part of raw's first k columns
+    projections: Projections  # of the mixer's map and of what else reads sh(y) or may
     mixer: MixerWeights
     seqs: Sequences
-    time: tuple  # what the block's own recurrence needs
+    time: NamedTuple  # what the block's own recurrence needs
     tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
+
+    def cut(self, start, end, state):
+        """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
+        return Prepared(
+            self.x[:, start:end], self.z[:, start:end], self.projections.cut(start, end),
+            self.mixer, self.seqs.cut(start, end, state), self.time.cut(start, end),
+        )  # fmt: skip
 
 
 class FixedPointBlock(nn.Module):
-    """What the blocks share: mixing, solving, gradients, gate and projection.
-
-    A subclass defines `prepare(u, seqs) → Static`; `scan_time(s, x, **parts) → (o, h)`: its
-    recurrence, from the mixed x (b,l,d) and the parts that it gave `_projections`, each as (its x
-    part, its y part or None), to the output and the final state; `norm_time(s, o, x)`: from there
-    to the iterate, and given y as well, its `token_residual`; and `cut_time(time, take, mask)`:
-    Static.time of other tokens, each (b,l,·) in it through `take`, where mask is False a step is
-    the identity (None: nowhere).
+    """What the blocks share. A subclass defines the methods that raise NotImplementedError here.
 
     forward: u (b,l,d_model) → output (b,l,d_model), FixedPointStats and, with `seqs.return_state`,
     the BlockState after the last token. checkpoint: a function like torch.utils.checkpoint's, by
-    which the backward computes the gradient steps again, never the solve; None: it stores them.
+    which the backward computes again what the gradient goes through, never an iteration; None: it
+    is stored. count_iterations: measure ℓ* as well.
     """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.solving = None  # a config whose solver fields hold instead (`model.solving`)
+        self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
-        self.gate_in_loop = config.glu_in_loop  # a step reads z
+
+    # What a block is.
+
+    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+        """All that depends on x alone. u: (b,l,d_model) → Prepared."""
+        raise NotImplementedError
+
+    def parts_of(self, s, rows):
+        """What the recurrence reads, of the rows of all projections (a dict)."""
+        raise NotImplementedError
+
+    def scan_time(self, s, parts, x):
+        """The recurrence. x: (b,l,d) mixed → its output o (b,l,d) and final state."""
+        raise NotImplementedError
+
+    def own_gain(self, s, parts):
+        """What o has of the token's own x̃: the factor (b,l,d)."""
+        raise NotImplementedError
+
+    def norm_time(self, s, o, x, y=None):
+        """From o and x̃ to the iterate (b,l,d); given y as well, its `token_residual` (b,l) too."""
+        raise NotImplementedError
+
+    def token(self, s, history, own):
+        """The Token whose equation is to be solved. history: (b,l,d) o without the token's own x̃.
+        own: `own_gain`."""
+        raise NotImplementedError
+
+    def compiled(self, s, reflections, adjoint):
+        """The whole solve by a kernel: y (b,l,d), h and solved (b,l); None: there is none.
+        reflections, adjoint: as `cell` in lm/kernels takes them."""
+        raise NotImplementedError
+
+    def flops_per_token(self):
+        """Forward FLOPs per token (a multiply-add counts two): what runs once per solve, and what
+        each evaluation costs."""
+        raise NotImplementedError
+
+    # What blocks prepare with.
 
     def _conv(self, x, seqs, conv, index=0):
         """silu(causal convolution), within documents; x itself when short convolutions are off.
@@ -100,80 +140,74 @@ class FixedPointBlock(nn.Module):
         f_y = at_the_end(y, "f_y")
         return BlockState(at_the_end(y_star, "y"), f_y, h.detach().clone(), self._tails(s, y))
 
-    def _projections(self, x, **parts):
-        """What a step projects from x and sh(y): the mixer's map and `parts`.
-
-        Args:
-            x: (b,l,d). parts: name → (its x part (b,l,k), its map of sh(y) (k,d) or None).
-        Returns:
-            raw, widths, weight_y as in Static, and the mixer's weights.
-        """
+    def _project(self, x, like, *others):
+        """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: see
+        `side_by_side`. Returns Projections and the mixer's weights."""
         cfg, weights, d = self.config, self.mixer.weights(x), x.shape[-1]
-        acc = torch.promote_types(x.dtype, torch.float32)
-        first_y = None
+        of_y = None
         if cfg.mixer_h_dep:
-            first_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        parts = {"mixer": (F.linear(x, weights.first[:, :d], weights.bias), first_y), **parts}
-        uneven = -sum(len(weight) for _, weight in parts.values() if weight is not None) % 16
-        if uneven:  # rows that begin at multiples of 16 are faster to make and to read
-            parts["pad"] = x.new_zeros(*x.shape[:2], uneven), weights.first.new_zeros(uneven, d)
-        # Those that read sh(y) first: one product serves them all.
-        parts = dict(sorted(parts.items(), key=lambda part: part[1][1] is None))
-        raw = torch.cat([part.to(acc) if x.is_cpu else part for part, _ in parts.values()], -1)
-        widths = {name: part.shape[-1] for name, (part, _) in parts.items()}
-        maps = [weight for _, weight in parts.values() if weight is not None]
-        return raw, widths, torch.cat(maps) if maps else x.new_zeros(0, d), weights
+            of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
+        mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
+        return side_by_side([mixer, *others], like), weights
 
-    def _parts(self, s, y):
-        """The projections of x and of sh(y) (or None), by name: {"mixer": two (b,l,m), …}."""
-        widths, k = list(s.widths.values()), s.weight_y.shape[0]
-        from_x = s.raw.split(widths, -1)
-        from_y = [None] * len(widths)
-        if k:
-            read = F.linear(shift(y.to(s.weight_y.dtype), s.seqs), s.weight_y)
-            read = read.to(y.dtype) if read.is_cpu else read  # its kernels are of one dtype
-            those = list(itertools.takewhile(lambda end: end <= k, itertools.accumulate(widths)))
-            from_y[: len(those)] = read.split(widths[: len(those)], -1)
-        return dict(zip(s.widths, zip(from_x, from_y)))
+    # One evaluation.
 
-    def _mix(self, s, y):
-        """x̃ = Q x + (I − Q) y (b,l,d), and the parts for `scan_time`."""
-        parts = self._parts(s, y)
-        parts.pop("pad", None)
+    def _mixed(self, s, y):
+        """x̃ = Q x + (I − Q) y (b,l,d), and what the recurrence reads."""
+        rows = s.projections.rows(shift(y, s.seqs))
         with torch.autocast(y.device.type, enabled=False):
-            return self.mixer.mix(*parts.pop("mixer"), s.x, y, s.mixer), parts
+            x = self.mixer.mix(rows["mixer"], None, s.x, y, s.mixer)
+            return x, self.parts_of(s, rows), rows
 
     def step(self, s, y, with_state=False):
-        """One iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and with
-        `with_state` the recurrence's final state."""
-        x, parts = self._mix(s, y)
+        """The paper's iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and
+        with `with_state` the recurrence's final state."""
+        x, parts, _ = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
-            o, h = self.scan_time(s, x, **parts)
+            o, h = self.scan_time(s, parts, x)
             g = s.seqs.masked(self.norm_time(s, o, x))
         return (g, h) if with_state else g
 
     def step_residual(self, s, y):
-        """f(y), its `token_residual` (b,l), and what `_mix` gave; no gradient."""
-        x, parts = self._mix(s, y)
+        """f(y) and its `token_residual` (b,l); no gradient."""
+        x, parts, _ = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
-            o, _ = self.scan_time(s, x, **parts)
+            o, _ = self.scan_time(s, parts, x)
             g, residual = self.norm_time(s, o, x, y)
-        return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1), (x, parts)
+        return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
-    def cut(self, s, take, mask, state):
-        """Static of other tokens: each (b,l,·) in it through `take`; where mask is False a step is
-        the identity (None: nowhere). state: the BlockState before the first of them."""
+    def explicit(self, s, y):
+        """F(y): every token's own equation solved, given what y says of the tokens before it.
 
-        def cut(flags, missing=None):
-            if flags is None:
-                return missing
-            return take(flags) if mask is None else mask & take(flags)
+        Returns: F(y) (b,l,d), the recurrence's state at y, and solved (b,l).
+        """
+        x, parts, rows = self._mixed(s, y)
+        with torch.autocast(x.device.type, enabled=False):
+            o, h = self.scan_time(s, parts, x)
+            own = self.own_gain(s, parts)
+            g, _, solved = self._solve_tokens(s, rows, self.token(s, o - own * x, own))
+        return s.seqs.masked(g), h, self._solved(s, solved)
 
-        seqs = Sequences(cut(s.seqs.mask, mask), cut(s.seqs.starts), state)
-        return s._replace(
-            x=take(s.x), z=take(s.z) if self.gate_in_loop else None, raw=take(s.raw), seqs=seqs,
-            time=self.cut_time(s.time, take, mask), tail=None,
-        )  # fmt: skip
+    def one_token(self, s):
+        """The token after a state. s: of one token → y (b,1,d), the state, and solved (b,1)."""
+        rows = s.projections.rows(shift(s.x, s.seqs))  # of one token sh(·) is the state's
+        with torch.autocast(s.x.device.type, enabled=False):
+            parts = self.parts_of(s, rows)
+            history, _ = self.scan_time(s, parts, torch.zeros_like(s.x))
+            token = self.token(s, history, self.own_gain(s, parts))
+            y, mixed, solved = self._solve_tokens(s, rows, token)
+            _, h = self.scan_time(s, parts, mixed)
+        return s.seqs.masked(y), h, self._solved(s, solved)
+
+    def _solve_tokens(self, s, rows, token):
+        low_rank = self.mixer.low_rank(rows["mixer"], s.mixer)
+        if low_rank is not None:
+            return solve_low_rank(token, low_rank)
+        raw = rows["mixer"]
+        return solve_by_iterating(token, lambda y: self.mixer.mix(raw, None, s.x, y, s.mixer))
+
+    def _solved(self, s, solved):
+        return solved if s.seqs.mask is None else solved | ~s.seqs.mask
 
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
@@ -181,10 +215,17 @@ class FixedPointBlock(nn.Module):
             y = F.silu(s.z + self.z_y_proj(shift(y, s.seqs, "f_y").to(s.z.dtype))) * y
         return self.out_proj(y.to(s.z.dtype))
 
+    # How it is solved.
+
+    @property
+    def settings(self):
+        """The config whose solver fields hold."""
+        return self.config if self.solving is None else self.solving
+
     def rule(self):
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
         in App. B.4)."""
-        c = self.config
+        c = self.settings
         tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
         if not self.training:
             tol, max_iters, quantile = c.eval_tol, c.eval_max_iters, 1.0
@@ -192,114 +233,214 @@ class FixedPointBlock(nn.Module):
                 tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
-    def schedule(self):
-        """The schedule of the mode the block is in, by name: `mixed` is training's alone."""
-        c = self.config
-        mixed_evaluated = c.schedule_kind.kind == "mixed" and not self.training
-        return "auto" if mixed_evaluated else c.schedule
+    def width(self, length, device_type=None):
+        """How many tokens are solved at once."""
+        width = parse_schedule(self.settings.schedule)
+        if width is None:
+            sequential = self.settings.token == "exact" and self.has_kernel()
+            width = 1 if sequential else AUTO_WINDOW
+        return min(width or length, length)
+
+    def has_kernel(self):
+        """Whether the whole solve is compiled, for the device and dtype that the block is on."""
+        weight = self.out_proj.weight
+        if self.config.dt_h_dep or self.mixer.reflections() is None:
+            return False
+        like = torch.empty(0, dtype=torch.promote_types(weight.dtype, torch.float32),
+                           device=weight.device)  # fmt: skip
+        return backend("cell", like) is not None
 
     def solver(self, length=None):
         """How a solve in this mode goes, for labels.
 
-        Args: length: of the sequences; one token is solved in the same way by every schedule.
-        Returns: {"schedule", "stopping", "tol", "max_iters"}.
+        Args: length: of the sequences.
+        Returns: {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}; tol and
+        max_iters are None where nothing is iterated.
         """
-        rule, stopping, schedule = self.rule(), self.config.stopping, self.schedule()
-        if length == 1 and stopping == "causal" and schedule != "exact":
-            schedule = "sequential"
+        rule, c = self.rule(), self.settings
+        width = self.width(length or 2**62)
+        schedule = {1: "sequential", length or 2**62: "parallel"}.get(width, f"window:{width}")
+        once = c.token == "exact" and width == 1
         return {
-            "schedule": schedule, "stopping": stopping, "tol": rule.tol,
-            "max_iters": rule.max_iters,
+            "token": c.token, "schedule": schedule, "stopping": c.stopping,
+            "tol": None if once else rule.tol, "max_iters": None if once else rule.max_iters,
+            "gradient": c.gradient,
         }  # fmt: skip
 
     def _solve(self, s):
-        """The Solution, by the schedule and the stopping rule of the config."""
-        rule, schedule = self.rule(), parse_schedule(self.schedule())
-        if self.config.stopping == "paper":
-            f = Windows(self, s)
-            return solve_paper(lambda y: f.step(s, y)[:2], torch.zeros_like(s.x), rule)
-        if schedule.kind == "exact":
-            return self.solve_exact(s)
-        if schedule.kind == "auto":
-            return solve_causal(Windows(self, s), rule, AUTO_START, adapt=True)
-        widths = schedule.of(s.x.shape[1])
-        # A fixed width draws nothing: a seed gives the same samples under every schedule.
-        pick = torch.randint(len(widths), ()) if len(widths) > 1 else 0
-        return solve_causal(Windows(self, s), rule, widths[pick])
+        """The Solution; differentiable where gradients are on and it is token by token."""
+        rule, c = self.rule(), self.settings
+        length = s.x.shape[1]
+        width = self.width(length)
+        if c.stopping == "paper":
+            return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
+        if c.token == "iterate":
+            return solve_windows(self._iterated, s, rule, width)
+        if width > 1:
+            rule = rule._replace(stepsize=1.0)
+            return solve_windows(self.explicit, s, rule, width, most=width + 1)
+        return self._solve_compiled(s) or self._solve_sequential(s)
 
-    def _gradient_steps(self, s, y_star):
-        """From the detached y* to the output, with the gradient that `config.gradient` names.
+    def _iterated(self, s, y):
+        g, h = self.step(s, y, True)
+        return g, h, torch.ones_like(g[..., 0], dtype=torch.bool)
 
-        Under `causal` stopping the value is f(y*), as without gradients, whatever steps shape the
-        gradient; under the paper's rule it is what the last of them gives, in either mode.
+    def _solve_compiled(self, s):
+        reflections = self.mixer.reflections()
+        if reflections is None:
+            return None
+        adjoint = s.x.new_zeros(len(s.x)) if torch.is_grad_enabled() else None
+        with torch.autocast(s.x.device.type, enabled=False):
+            found = self.compiled(s, reflections, adjoint)
+        if found is None:
+            return None
+        y, h, failed = found
+        if adjoint is not None:
+            self.adjoint_norm = adjoint
+        y, missed = s.seqs.masked(y), ~self._solved(s, ~failed)
+        return Solution(y, stats_of(torch.zeros_like(y[..., 0]), missed, 1.0), y, h)
 
-        Returns the output, f(y*), the `_penalty`, and `_end`.
+    def _solve_sequential(self, s):
+        if not torch.is_grad_enabled():
+            return solve_sequential(self.one_token, s)
+        longest = []
+
+        def remember(v):
+            longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
+            self.adjoint_norm = torch.ones_like(longest[-1][:, 0])
+
+        def watch(g):
+            norms = torch.linalg.vector_norm(g[:, 0], dim=-1) / longest[-1][:, 0].clamp_min(1e-30)
+            self.adjoint_norm = torch.maximum(self.adjoint_norm, norms)
+
+        def one_token(now):
+            state = now.seqs.state
+            if state is not None and state.y.requires_grad:
+                link = state.y.view_as(state.y)
+                clip = self.settings.adjoint_clip
+                link.register_hook(lambda g: clipped(g.unsqueeze(1), clip, longest[-1])[:, 0])
+                now = now._replace(seqs=now.seqs._replace(state=state._replace(y=link)))
+            y, h, solved = self.one_token(now)
+            if y.requires_grad:
+                y.register_hook(watch)
+            return y, h, solved
+
+        solution = solve_sequential(one_token, s)
+        if solution.y.requires_grad:
+            y = solution.y.view_as(solution.y)
+            y.register_hook(remember)
+            solution = solution._replace(y=y, f_y=y)
+        return solution
+
+    # What follows the solve.
+
+    def _attach(self, s, solution):
+        """From the detached solution to y (b,l,d) with the gradient that `gradient` names, and the
+        recurrence's final state there.
+
+        Under `causal` stopping the value is the map at y*, as without gradients, whatever steps
+        shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
-        cfg, (kind, k) = self.config, self.config.gradient_kind
+        c, y_star = self.settings, solution.y
+        kind, k = parse_gradient(c.gradient)
+        if kind in ("exact", "adjoint"):
+            y = adjoint_gradient(
+                lambda y: self.explicit(s, y)[0], y_star, k, c.adjoint_clip, self._record
+            )
+            return solution.f_y.detach() + (y - y.detach()), solution.h
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
         elif kind == "phantom":  # k damped steps (Geng et al. 2021)
-            damping = cfg.stepsize
+            damping = c.stepsize
             y = damping * first + (1 - damping) * y_star
             for _ in range(k - 1):
                 g, h_end = self.step(s, y, True)
                 y = damping * g + (1 - damping) * y
         else:
-            for _ in range(cfg.n_backwards - 1):
+            for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
-        if cfg.stopping == "causal":
-            y, h_end = first.detach() + (y - y.detach()), h
-        end = self._end(s, y_star, y, h_end)
-        return self.finish(s, y), first, self._penalty(s, y_star, first), end
+        if c.stopping == "paper":
+            return y, h_end
+        return solution.f_y.detach() + (y - y.detach()), solution.h
 
-    def _regularised(self):
-        """Whether `_penalty` adds anything to the loss: in training, with gradients or without."""
-        return self.training and bool(self.config.jacobian_reg or self.config.agreement_reg)
+    def _record(self, norm):
+        self.adjoint_norm = norm.detach()
 
-    def _penalty(self, s, y_star, first):
-        """What the regularisers add to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y* by a
-        finite difference (Bai et al. 2021), and the distance to what another width finds."""
-        cfg, penalty = self.config, y_star.new_zeros(y_star.shape[0])
-        if not self._regularised():
-            return penalty
-        if cfg.jacobian_reg:
-            sigma = 1e-2
-            moved = self.step(s, y_star + sigma * torch.randn_like(y_star))
-            jacobian = ((moved - first) / sigma).square().mean((1, 2))
-            penalty = penalty + cfg.jacobian_reg * jacobian
-        if cfg.agreement_reg:
-            widths = parse_schedule("mixed").of(y_star.shape[1])
-            width = widths[torch.randint(len(widths), ())]
-            other = solve_causal(Windows(self, s), self.rule(), width).y
-            distance = (self.step(s, other) - first).square().mean((1, 2))
-            penalty = penalty + cfg.agreement_reg * distance
-        return penalty
+    def _penalty(self, s, y):
+        """What the regulariser adds to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y by a
+        finite difference (Bai et al. 2021)."""
+        if not (self.training and self.settings.jacobian_reg):
+            return y.new_zeros(len(y))
+        y, sigma = y.detach(), 1e-2
+        moved = self.step(s, y + sigma * torch.randn_like(y))
+        jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
+        return self.settings.jacobian_reg * jacobian
 
-    def forward(self, u, seqs=Sequences(), checkpoint=None):  # noqa: B008 (it is immutable)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and checkpoint is None):
-            s = self.prepare(u, seqs)
-        solution = self._solve(s)
-        y_star, stats, f_y, h = solution
-        all_is_there = f_y is not None and not self._regularised()
-        if not torch.is_grad_enabled() and all_is_there:
-            out, end = self.finish(s, f_y), self._end(s, y_star, f_y, h)
-            return (out, stats, end) if seqs.return_state else (out, stats)
-        if checkpoint is not None:
-            del s
-            out, first, penalty, end = checkpoint(
-                lambda u, y: self._gradient_steps(self.prepare(u, seqs), y), u, y_star
-            )
+    def _through_time(self, length):
+        """Whether the solve itself is what the gradient goes through."""
+        c = self.settings
+        by_token = c.token == "exact" and self.width(length) == 1
+        return torch.is_grad_enabled() and by_token and c.gradient == "exact"
+
+    def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
+        if self._through_time(u.shape[1]):
+
+            def solve(u):
+                s = self.prepare(u, seqs)
+                solution = self._solve(s)
+                return self._finished(s, solution, solution.y, solution.h)
+
+            out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            out, first, penalty, end = self._gradient_steps(s, y_star)
-        with torch.no_grad():  # the residual of what the solve returned, for free
-            residual = relative_residual(y_star, first)
-        stats = stats._replace(residual=residual, penalty=penalty)
+            out, stats, end = self._solved_apart(u, seqs, checkpoint)
+        if count_iterations:
+            stats = self._with_iterations(u, seqs, stats)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
+    def _solved_apart(self, u, seqs, checkpoint):
+        """Solve without gradients, then attach them."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and checkpoint is None):
+            s = self.prepare(u, seqs)
+        with torch.no_grad():
+            solution = self._solve(s)
+        if not torch.is_grad_enabled() and self.settings.stopping == "causal":
+            return self._finished(s, solution, solution.f_y, solution.h)
+
+        def attach(u, y):
+            s = self.prepare(u, seqs)
+            return self._finished(s, solution, *self._attach(s, solution))
+
+        if checkpoint is not None:
+            del s
+            return checkpoint(attach, u, solution.y)
+        return self._finished(s, solution, *self._attach(s, solution))
+
+    def _finished(self, s, solution, y, h):
+        """The output, FixedPointStats and the state after the last token."""
+        stats = solution.stats._replace(penalty=self._penalty(s, solution.y))
+        return self.finish(s, y), stats, self._end(s, solution.y, y, h)
+
+    # What is measured.
+
+    @torch.no_grad()
+    def _with_iterations(self, u, seqs, stats):
+        """The stats with ℓ*: what the paper's procedure needs for this input."""
+        s, damping = self.prepare(u, seqs), PAPER_RULES[self.config.block]
+        rule = Rule(**{**damping, **PROBE}, patience=15)
+        try:
+            counted = solve_paper(
+                lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule
+            ).stats
+            found = counted.num_iters, counted.converged, counted.token_iters
+        except NonFiniteError:  # it need not be stable where the tokens' own equations are
+            most = torch.full(s.x.shape[:2], rule.max_iters, device=s.x.device)
+            found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
+        return stats._replace(num_iters=found[0], converged=found[1], token_iters=found[2])
+
     def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
-        """How contractive the iteration is at its fixed point, by power iteration (no training).
+        """How contractive the paper's iteration is at its fixed point, by power iteration.
 
         Returns:
             mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
@@ -307,7 +448,7 @@ class FixedPointBlock(nn.Module):
         with torch.no_grad():
             s = self.prepare(u, seqs)
             y = self._solve(s).y
-            raw = added(*self._parts(s, y)["mixer"])
+            raw = s.projections.rows(shift(y, s.seqs))["mixer"]
 
         def off_identity(v):
             return v - self.mixer(raw, v, s.mixer)
@@ -321,8 +462,8 @@ class FixedPointBlock(nn.Module):
         return mixing.amax(-1), lipschitz
 
     def _flops(self, once, scan):
-        """(once, per_iteration) from what the subclass counts on top of mixer, gate and the maps of
-        sh(y)."""
+        """(once, per evaluation) from what the subclass counts on top of mixer, gate and the maps
+        of sh(y)."""
         c, d, m = self.config, self.config.d_inner, self.mixer.out_features
 
         def product(name):
@@ -333,45 +474,3 @@ class FixedPointBlock(nn.Module):
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
         per_step += product("bc_y_proj") + product("dt_y_proj")
         return once, per_step + scan + 12 * d
-
-
-class Windows:
-    """f of one solve on any window of its tokens: the solver's `Iteration`."""
-
-    def __init__(self, block, s):
-        self.block, self.s = block, s
-        self.shape, self.dtype, self.device = s.x.shape, s.x.dtype, s.x.device
-        self.wants_state = s.seqs.return_state
-        self.spare = SPARE["cuda" if self.device.type == "cuda" else "cpu"]
-        y, self.h_before = s.seqs.before("y"), s.seqs.before("h")
-        self.y_before = s.x.new_zeros(s.x.shape[0], s.x.shape[2]) if y is None else y.to(s.x.dtype)
-
-    def place(self, rows, position, valid, y_before, h):
-        if y_before is self.y_before and position.shape == self.shape[:2]:  # all there is
-            return self.s
-
-        at = (rows[:, None] * self.shape[1] + position).flatten()
-
-        def take(t):
-            return t.flatten(0, 1).index_select(0, at).unflatten(0, position.shape)
-
-        if h is not None and h.is_cpu and h.dim() == 3:  # as the CPU's scan reads it
-            h = h.transpose(1, 2).contiguous().transpose(1, 2)
-        # What lies beyond a sequence's end comes after all of it, and is not looked at.
-        return self.block.cut(self.s, take, None, BlockState(y_before, None, h, ()))
-
-    def step(self, window, y):
-        return self.block.step_residual(window, y)
-
-    def advance(self, window, carry, counts):
-        x, parts = carry
-        # On an accelerator the number would have to be waited for.
-        n = max(1, int(counts.max())) if x.is_cpu else x.shape[1]
-        mask = torch.arange(n, device=counts.device) < counts[:, None]
-        part = self.block.cut(window, lambda t: t[:, :n], mask, window.seqs.state)
-        parts = {
-            name: tuple(None if t is None else t[:, :n] for t in pair)
-            for name, pair in parts.items()
-        }
-        with torch.autocast(x.device.type, enabled=False):
-            return self.block.scan_time(part, x[:, :n], **parts)[1]

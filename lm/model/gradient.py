@@ -1,4 +1,7 @@
-"""The true gradient at a fixed point, by a solve in the backward."""
+"""The gradient at a solution, by an iteration in the backward.
+
+Shapes: b batch, l length, d channels.
+"""
 
 import warnings
 
@@ -9,18 +12,21 @@ from .solver import solve_paper
 
 FAILED = "the solve in the backward of `gradient: implicit` diverged"
 CURE = (
-    "The layer does not contract at its fixed point: use gradient one_step or phantom:K, or bound"
-    " the mixer (contractive: 0.9)"
+    "The layer does not contract at its fixed point: use gradient exact (with token exact),"
+    " one_step or phantom:K, or bound the mixer (contractive: 0.9)"
 )
 
 MOST_GROWTH = 1e3  # of g over v, beyond which an iteration that has not converged will not do so
+
+# Relative change of the adjoint at which `exact` has converged.
+ADJOINT_TOL = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
 def implicit_gradient(f, y_star, first, rule):
     """`first` = f(y*) with the true gradient of the fixed point attached (paper Eq. 16).
 
     The cotangent v of y* becomes g = (I − J)⁻ᵀ v, J = ∂f/∂y at y*, the fixed point of the Neumann
-    iteration g ← v + Jᵀ g, found in the backward by the solver of the forward, with its damping.
+    iteration g ← v + Jᵀ g, found in the backward by the paper's solver, with its damping.
 
     Args:
         f: the iteration. y_star: (b,l,d), detached. first: f(y*), which carries the graph to the
@@ -53,3 +59,52 @@ def implicit_gradient(f, y_star, first, rule):
     y = first.view_as(first)
     y.register_hook(solve_for_g)
     return y
+
+
+def adjoint_gradient(F, y_star, terms, clip, record):
+    """F(y*) with the gradient of the explicit recurrence's solution attached.
+
+    The cotangent v of y* becomes g = Σ_k (Jᵀ)ᵏ v, J = ∂F/∂y at y*. F at token t reads tokens before
+    t alone, so Jᴸ = 0 and L terms are all there are; fewer do where later ones are rounding.
+
+    Args:
+        F: (b,l,d) → (b,l,d). y_star: (b,l,d), detached. terms: K, of the sum's terms after the
+        first; None: until they are rounding.
+        clip: Jᵀ g of a token is at most so many times as long as the longest v of its sequence.
+        record: called with max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
+    """
+    first = F(y_star)
+    if not first.requires_grad:
+        return first
+
+    def sum_up(v):
+        most = v.shape[1] if terms is None else terms
+        longest, g = _longest(v), v
+        with torch.enable_grad():  # a graph of its own: that of `first` may be a checkpoint's
+            y0 = y_star.detach().requires_grad_()
+            F0 = F(y0)
+        for _ in range(most):
+            (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
+            before, g = g, v + clipped(again, clip, longest)
+            change = (g - before).abs().amax((1, 2)) / g.abs().amax((1, 2)).clamp_min(1e-30)
+            if terms is None and (change < ADJOINT_TOL[v.dtype]).all():
+                break
+        record((_longest(g) / longest.clamp_min(1e-30)).squeeze(1))
+        return g
+
+    first.register_hook(sum_up)
+    return first
+
+
+def _longest(v):
+    """The largest ‖v_t‖₂ of every sequence. (b,l,d) → (b,1)"""
+    return torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True)
+
+
+def clipped(carried, clip, longest):
+    """carried (b,l,d), each token's at most clip · longest (b,1) long; clip None: as it is."""
+    if clip is None:
+        return carried
+    size = torch.linalg.vector_norm(carried, dim=-1)
+    share = (clip * longest / size.clamp_min(1e-30)).clamp_max(1.0)
+    return carried * share.unsqueeze(-1)

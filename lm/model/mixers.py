@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
 from .scan import backend, faster
 
@@ -111,6 +112,15 @@ class Mixer(nn.Module):
 
     out_features = 0
 
+    def low_rank(self, raw, weights):
+        """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
+        return None
+
+    def reflections(self):
+        """What a kernel needs to know of a low-rank mixer that reads its vectors directly: (r, k,
+        activation, whether one follows the other, eps, κ or None). None: it is none."""
+        return None
+
     def mix(self, raw_x, raw_y, x, y, weights):
         """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
         may be None. x, y: (…,d)."""
@@ -173,6 +183,22 @@ class Reflections(Mixer):
             u = self._second_layer(u, weights)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
+
+    def low_rank(self, raw, weights):
+        a, u = self.vectors(raw, weights)
+        T = torch.diag_embed(a)
+        if self.sequential and self.rank > 1:
+            # What a reflection takes off has passed those before it: the compact WY form.
+            below = torch.tril(u @ u.transpose(-1, -2), -1)
+            T = torch.linalg.solve_triangular(
+                a.unsqueeze(-1) * below, T, upper=False, unitriangular=True
+            )
+        return LowRank(u, T)
+
+    def reflections(self):
+        if self.u_down is not None:
+            return None
+        return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
 
     def mix(self, raw_x, raw_y, x, y, weights):
         if backend("step", x) is None:
@@ -371,6 +397,16 @@ class Contractive(Mixer):
     def mix(self, raw_x, raw_y, x, y, weights):
         mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)
         return x - self._shrink(added(raw_x, raw_y), weights) * (x - mixed)
+
+    def low_rank(self, raw, weights):
+        found = self.mixer.low_rank(raw, weights)
+        if found is None:
+            return None
+        return LowRank(found.U, found.T * self._shrink(raw, weights).unsqueeze(-1))
+
+    def reflections(self):
+        found = self.mixer.reflections()
+        return None if found is None else (*found[:-1], self.kappa)
 
     def forward(self, raw, v, weights):
         mixed = self.mixer(raw, v, weights)

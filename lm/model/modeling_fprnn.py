@@ -3,6 +3,8 @@
 Shapes: b batch, l length. This file and those it imports travel with an exported checkpoint.
 """
 
+import contextlib
+import copy
 import math
 
 import torch
@@ -13,7 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from .blocks import FPRNN, FPMamba1, FPMamba2, build_block
-from .configuration_fprnn import FPRNNConfig
+from .cell import find_root
+from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
+from .contraction import spectral_norm
 from .fixed_point import FixedPointBlock
 from .gradient import implicit_gradient
 from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
@@ -31,13 +35,17 @@ from .mixers import added
 from .names import let_be_known
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
+from .projections import Projections
 from .scan import selective_scan
 from .solver import Rule
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (implicit_gradient, FPRNN, Rule, added, selective_scan, finish)
+_TRAVELS = (
+    implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
+    Projections,
+)  # fmt: skip
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
@@ -66,14 +74,14 @@ class FPRNNLayer(SolvesOnceLayer):
         self.norm = residual_norm(config)
         self.block = build_block(config)
 
-    def forward(self, hidden, residual, seqs=Sequences()):  # noqa: B008
+    def forward(self, hidden, residual, seqs=Sequences(), count_iterations=False):  # noqa: B008
         residual = hidden if residual is None else residual + hidden
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
         checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         checkpoint = self._gradient_checkpointing_func if checkpointed else None
         # What the block returns after its output: its stats, and its state if asked.
-        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint)
+        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
         return hidden, residual, *rest
 
 
@@ -101,6 +109,39 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
         names = {**OLD_NAMES, **(key_mapping or {})}
         return super().from_pretrained(*args, key_mapping=names, **kwargs)
+
+    @contextlib.contextmanager
+    def solving(self, **fields):
+        """Inside, the layers solve with these solver fields (FPRNNConfig) instead of the config's;
+        another `token` comes with its own defaults. `config` stays as it is; contexts nest.
+
+        Raises:
+            TypeError: not a solver field. ValueError: a value that it cannot have.
+        """
+        for name in fields:
+            if name not in SOLVER_FIELDS:
+                raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER_FIELDS)}")
+        blocks = [module for module in self.modules() if isinstance(module, FixedPointBlock)]
+        before = [block.solving for block in blocks]
+        settings = copy.copy(blocks[0].settings)
+        if fields.get("token", settings.token) != settings.token:
+            settings.schedule = settings.stopping = settings.gradient = "auto"
+        for name, value in fields.items():
+            setattr(settings, name, value)
+        settings.settle()
+        try:
+            for block in blocks:
+                block.solving = settings
+            yield self
+        finally:
+            for block, was in zip(blocks, before):
+                block.solving = was
+
+    def adjoint_norms(self):
+        """Of every layer, max over tokens of ‖adjoint‖ by that of what came from above, (b,), in
+        the last backward through time; None where there was none."""
+        modules = self.modules()
+        return [module.adjoint_norm for module in modules if isinstance(module, FixedPointBlock)]
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -192,6 +233,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         use_cache=None,
         position_ids=None,
         seq_idx=None,
+        count_iterations=False,
         **kwargs,
     ):
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
@@ -208,6 +250,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             position_ids: (b,l) or (1,l). A document starts where they do not go up, and at the
                 start of a row where the first is 0; with a cache the first token goes on.
             seq_idx: (b,l) or (1,l), the number of each token's document: the same said otherwise.
+            count_iterations: measure ℓ*, what the paper's procedure would need, as well.
             kwargs: see inputs.refuse_unknown.
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
@@ -263,7 +306,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             try:
-                hidden, residual, layer_stats, *end = layer(hidden, residual, seqs)
+                hidden, residual, layer_stats, *end = layer(
+                    hidden, residual, seqs, count_iterations
+                )
             except NonFiniteError as e:
                 self._check_finite([*finite, torch.tensor(False)], str(e))
             finite.append(all_finite(hidden))
@@ -275,11 +320,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
         states.append(hidden)
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
-        stats = zip(*stats)  # layers may lie on several devices
-        report = FixedPointReport(
-            torch.stack([t.to(hidden.device) for t in field]) for field in stats
+        report = FixedPointReport(  # layers may lie on several devices
+            None if field[0] is None else torch.stack([t.to(hidden.device) for t in field])
+            for field in zip(*stats)
         )
-        if back is not None:
+        if back is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
         end = self._end(input_ids, seqs, state, ends) if wants_end else None
         if cache is not None:
@@ -367,6 +412,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         use_cache=None,
         position_ids=None,
         seq_idx=None,
+        count_iterations=False,
         **kwargs,
     ):
         """Next-token logits and, with labels, the mean cross-entropy.
@@ -376,8 +422,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
                 loss.kept. The loss is then over these alone.
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
-            state, return_state, past_key_values, use_cache, position_ids, seq_idx and what is
-                raised: see FPRNNModel.forward. The last target of a segment is the first token of
+            state, return_state, past_key_values, use_cache, position_ids, seq_idx,
+                count_iterations and what is raised: see FPRNNModel.forward. The last target of a segment is the first token of
                 the next: segments are trained with shift_labels.
             kwargs: shift_labels, (b,l): labels already shifted, shift_labels[t] is the token after
                 input_ids[t]; wins over labels. num_items_in_batch: the number of targets of all
@@ -395,7 +441,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
             return_dict=True, state=state, return_state=return_state,
             past_key_values=past_key_values, use_cache=use_cache, position_ids=position_ids,
-            seq_idx=seq_idx, **kwargs,
+            seq_idx=seq_idx, count_iterations=count_iterations, **kwargs,
         )  # fmt: skip
         hidden = outputs.last_hidden_state
         loss = logits = None
@@ -421,33 +467,37 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
 
     def _check_targets(self, targets, loss_only, logits_to_keep, num_items):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
-        regularised = self.config.jacobian_reg or self.config.agreement_reg
+        regularised = self.backbone.layers[0].block.settings.jacobian_reg
         if targets is None and loss_only:
             raise ValueError("loss_only needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
         if targets is None and num_items is not None and self.training and regularised:
             raise ValueError(
-                "jacobian_reg and agreement_reg are part of the loss that the model computes from"
-                " labels; here it gets none (the Trainer computes the loss itself with"
-                " label_smoothing_factor or compute_loss_func): turn them off"
+                "jacobian_reg is part of the loss that the model computes from labels; here it gets"
+                " none (the Trainer computes the loss itself with label_smoothing_factor or"
+                " compute_loss_func): turn it off"
             )
 
     def solver(self, length=None):
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver."""
         return self.backbone.layers[0].block.solver(length)
 
-    def flops_per_token(self, num_iters, training=True):
-        """FLOPs per token with `num_iters` (ℓ*) iterations per layer.
+    def flops_per_token(self, evaluations, training=True):
+        """FLOPs per token with so many evaluations a token in every layer.
 
-        Training: the solve forward, then prepare, gradient steps and finish forward and backward
-        (three times the forward); the head likewise. A multiply-add counts two.
+        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards) and
+        finish forward and backward (three times the forward); the head likewise. Where the gradient
+        goes through the solve itself, that evaluation is the solve's. A multiply-add counts two.
         """
         layers = [layer.block.flops_per_token() for layer in self.backbone.layers]
         once, step = sum(o for o, _ in layers), sum(s for _, s in layers)
         head = 2 * self.lm_head.weight.numel()
-        differentiated = once + self.config.n_backwards * step + head
-        return num_iters * step + (3 if training else 1) * differentiated
+        settings = self.backbone.layers[0].block.settings
+        differentiated = once + settings.n_backwards * step + head
+        if settings.gradient == "exact":
+            evaluations = max(0, evaluations - 1)
+        return evaluations * step + (3 if training else 1) * differentiated
 
 
 def _as_dict(return_dict, config):

@@ -14,7 +14,7 @@ from .state import FPRNNCache, FPRNNState
 
 class FixedPointReport:
     """The FixedPointStats of all layers: the same fields, stacked to (n_layer,b), and `token_iters`
-    to (n_layer,b,l).
+    to (n_layer,b,l); None what was not asked for.
 
     No tuple, since transformers takes tuples in an output apart, to concatenate over batches or to
     compare what is in them; these are not of that kind.

@@ -111,6 +111,11 @@ class Sequences(NamedTuple):
         value = None if self.state is None else getattr(self.state, name)
         return value if value is None or index is None else value[index]
 
+    def cut(self, start, end, state):
+        """Of the tokens start ≤ t < end, which go on from the state."""
+        mask, starts = (None if t is None else t[:, start:end] for t in (self.mask, self.starts))
+        return Sequences(mask, starts, state)
+
     def masked(self, x):
         """x, zero at padding. x: (b,l,·)"""
         return x if self.mask is None else x * self.mask.unsqueeze(-1)

@@ -142,7 +142,7 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     works = module()
     on_cpu(
         cpu={"selective_scan": works, "step": module("there is no g++ on PATH")},
-        triton=dict.fromkeys(kernels.OPERATIONS, works),
+        triton=dict.fromkeys(kernels.MODULES["triton"], works),
         mamba_ssm={"selective_scan": module("built without"), "ssd_scan": works},
     )
     assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"

@@ -1,0 +1,212 @@
+// The small equation of one token, s = φ(s) for r numbers: its root and its slope.
+//
+//   φ(s) = (α + Β s) / √(γ0 + 2 γ1·s + sᵀ Γ2 s) + δ
+//
+// Where it has several roots, the one that damped Picard from zero runs into is wanted. Newton's
+// steps only shorten that way: they are taken where Picard already contracts and may not lead
+// further than it could still go. In double whatever the kernel's type is: these are a few numbers
+// a token, and near a fold a rounding decides which root is taken.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace {
+
+constexpr int MOST = 8;  // reflections; as in cpu_cell.py
+
+// r, a constant where the code was made for one.
+template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }
+
+struct Equation {
+    double alpha[MOST], beta[MOST][MOST], delta[MOST];
+    double gamma0, gamma1[MOST], gamma2[MOST][MOST];
+    double floor;     // of what is under the root
+    double rounding;  // of the kernel's type
+};
+
+// φ and what Newton needs of it at one s.
+struct Point {
+    double s[MOST], psi[MOST];               // ψ = φ(s) − s
+    double numerator[MOST], slant[MOST];     // α + Β s, γ1 + Γ2 s
+    double inverse, residual, scale;         // 1/√…, max |ψ|, what rounding is measured against
+};
+
+template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &at) {
+    const int r = rank_of<R>(r_);
+    double under = e.gamma0;
+    for (int i = 0; i < r; ++i) {
+        double slant = e.gamma1[i];
+        for (int j = 0; j < r; ++j) slant += e.gamma2[i][j] * at.s[j];
+        at.slant[i] = slant;
+        under += at.s[i] * (e.gamma1[i] + slant);
+    }
+    at.inverse = 1 / std::sqrt(under < e.floor ? e.floor : under);
+    at.residual = at.scale = 0;
+    double sum = 0;  // NaN where one ψ is
+    for (int i = 0; i < r; ++i) {
+        double numerator = e.alpha[i], size = std::abs(e.alpha[i]);
+        double moved = 0;
+        for (int j = 0; j < r; ++j) moved += e.beta[i][j] * at.s[j];
+        numerator += moved;
+        size = (size + std::abs(moved)) * at.inverse + std::abs(e.delta[i]) + std::abs(at.s[i]);
+        at.numerator[i] = numerator;
+        at.psi[i] = numerator * at.inverse + e.delta[i] - at.s[i];
+        sum += at.psi[i];
+        const double off = std::abs(at.psi[i]);
+        at.residual = off > at.residual ? off : at.residual;
+        at.scale = size > at.scale ? size : at.scale;
+    }
+    if (!(std::abs(sum) <= std::numeric_limits<double>::max())) at.residual = sum - sum;  // NaN
+}
+
+inline bool at_rounding(const Equation &e, const Point &at, double times) {
+    return at.residual <= times * e.rounding * at.scale;
+}
+
+// x with M x = b by elimination with row exchanges; the determinant. M and b are overwritten by what
+// is left of them, b by x. Zero or NaN: x is not to be used.
+template <int R> inline double eliminate(double (*M)[MOST], double *b, int64_t r_) {
+    const int r = rank_of<R>(r_);
+    if (r == 1) {
+        b[0] /= M[0][0];
+        return M[0][0];
+    }
+    double determinant = 1;
+    for (int i = 0; i < r; ++i) {
+        int pivot = i;
+        for (int j = i + 1; j < r; ++j)
+            if (std::abs(M[j][i]) > std::abs(M[pivot][i])) pivot = j;
+        if (pivot != i) {
+            for (int j = 0; j < r; ++j) std::swap(M[i][j], M[pivot][j]);
+            std::swap(b[i], b[pivot]);
+            determinant = -determinant;
+        }
+        determinant *= M[i][i];
+        for (int j = i + 1; j < r; ++j) {
+            const double times = M[j][i] / M[i][i];
+            for (int l = i; l < r; ++l) M[j][l] -= times * M[i][l];
+            b[j] -= times * b[i];
+        }
+    }
+    for (int i = r - 1; i >= 0; --i) {
+        for (int j = i + 1; j < r; ++j) b[i] -= M[i][j] * b[j];
+        b[i] /= M[i][i];
+    }
+    return determinant;
+}
+
+// Newton's step (I − φ′)⁻¹ ψ; det(I − φ′).
+template <int R>
+inline double newton_step(const Equation &e, int64_t r_, const Point &at, double *step) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST];
+    const double inverse3 = at.inverse * at.inverse * at.inverse;
+    for (int i = 0; i < r; ++i) {
+        step[i] = at.psi[i];
+        for (int j = 0; j < r; ++j) {
+            const double slope = e.beta[i][j] * at.inverse - at.numerator[i] * at.slant[j] * inverse3;
+            M[i][j] = (i == j) - slope;
+        }
+    }
+    return eliminate<R>(M, step, r);
+}
+
+// Newton from a point where Picard contracts by q; whether it found what Picard would have.
+template <int R>
+inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q, Point &at) {
+    const int r = rank_of<R>(r_);
+    const double most = 2 * from.residual / (1 - q);
+    double step[MOST];
+    at = from;
+    for (int tried = 0; tried < 10; ++tried) {
+        newton_step<R>(e, r, at, step);
+        const double before = at.residual;
+        Point next;
+        for (int i = 0; i < r; ++i) {
+            next.s[i] = at.s[i] + step[i];
+            if (!(std::abs(next.s[i] - from.s[i]) <= most)) return false;
+        }
+        evaluate<R>(e, r, next);
+        const bool halved = next.residual <= before / 2;
+        if (halved || next.residual < before) at = next;
+        const bool there = at_rounding(e, at, 8);
+        if (there || (!halved && at_rounding(e, at, 256)))
+            return newton_step<R>(e, r, at, step) > 0;  // where it is not, Picard runs away
+        if (!halved) return false;
+    }
+    return false;
+}
+
+// Newton with steps halved until they help, from the best that Picard has met.
+template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &at) {
+    const int r = rank_of<R>(r_);
+    double step[MOST];
+    for (int tried = 0; tried < 50 && !at_rounding(e, at, 8); ++tried) {
+        newton_step<R>(e, r, at, step);
+        double part = 1;
+        Point next;
+        for (int halvings = 0; halvings < 30; ++halvings, part /= 2) {
+            for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + part * step[i];
+            evaluate<R>(e, r, next);
+            if (next.residual < at.residual) break;
+        }
+        if (!(next.residual < at.residual)) break;
+        at = next;
+    }
+    return at_rounding(e, at, 256);
+}
+
+// The root into s; false where none was found: s is then the best that was met.
+template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
+    const int r = rank_of<R>(r_);
+    double step = 0.99, before = std::numeric_limits<double>::infinity();
+    int waited = 0;
+    Point at, best;
+    for (int i = 0; i < r; ++i) at.s[i] = 0;
+    best.residual = before;
+    const auto take = [&](const Point &found) {
+        for (int i = 0; i < r; ++i) s[i] = found.s[i];
+    };
+    for (int iteration = 0; iteration < 1000; ++iteration) {
+        evaluate<R>(e, r, at);
+        if (at_rounding(e, at, 8)) return take(at), true;
+        if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
+            return take(at), false;
+        }
+        const double q = at.residual / before;
+        if (iteration > 0 && q < 0.95) {
+            Point found;
+            if (shortcut<R>(e, r, at, q, found)) return take(found), true;
+        }
+        if (at.residual < best.residual) {
+            best = at;
+            waited = 0;
+        } else if (++waited >= 15) {
+            step *= 0.9;
+            waited = 0;
+        }
+        for (int i = 0; i < r; ++i) at.s[i] += step * at.psi[i];
+        before = at.residual;
+    }
+    Point found = best;
+    if (last_resort<R>(e, r, found)) return take(found), true;
+    return take(best), false;
+}
+
+// Without a norm φ is linear: s = (I − Β)⁻¹ α.
+template <int R> inline bool solve_linear(const Equation &e, int64_t r_, double *s) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST], sum = 0;
+    for (int i = 0; i < r; ++i) {
+        s[i] = e.alpha[i];
+        for (int j = 0; j < r; ++j) M[i][j] = (i == j) - e.beta[i][j];
+    }
+    const double determinant = eliminate<R>(M, s, r);
+    for (int i = 0; i < r; ++i) sum += s[i];
+    return determinant != 0 && std::abs(sum) <= std::numeric_limits<double>::max();
+}
+
+}  // namespace

@@ -1,0 +1,382 @@
+"""One token's own equation, solved where the paper iterates (docs/fixed-point.md).
+
+Given all that comes before token t, Q_t, B_t, C_t and Δ_t are known, and with M = I − Q_t
+
+    y = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),
+
+history what the recurrence's state gives, gain what the token's own x̃ is multiplied by. Where M has
+rank r, M = Uᵀ T U, y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r unknowns,
+
+    s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
+
+Of several solutions it is the one that damped Picard from s = 0 runs into, as the paper's iteration
+does, polished by Newton. For other mixers y itself is iterated, Q_t held fixed.
+
+Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+# The search for s.
+STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15  # the paper's damping (App. B.4)
+MOST_PICARD, MOST_NEWTON, MOST_HALVINGS = 1000, 10, 30
+ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
+SOLVED = 256  # and at which a search that gets no further has found a solution
+# Newton is tried where Picard's residual shrinks by this or better, and what is then left of the way
+# is at most so much of the terms' size: nearer than another solution could be.
+SLOWEST, NEAR = 0.99, 0.05
+
+# A token passes at most so many times the norm of the cotangent of s back to what it is made of:
+# where two solutions meet (φ′ = 1), the true gradient is infinite.
+MOST_GAIN = 20.0
+
+# The inner iteration, of mixers that are not low rank: relative residual at which it has converged.
+INNER_TOL = {torch.float32: 1e-5, torch.float64: 1e-12}
+MOST_INNER = 300
+
+
+class Norm(NamedTuple):
+    """The norm that ends an iteration."""
+
+    kind: str  # "layer", "rms", or "none"
+    weight: torch.Tensor | None = None  # (d,)
+    bias: torch.Tensor | None = None  # (d,), of "layer" alone
+    eps: float = 0.0
+
+    def centred(self, v):
+        return v - v.mean(-1, keepdim=True) if self.kind == "layer" else v
+
+    def __call__(self, v):
+        """v: (…,d) → (…,d)"""
+        if self.kind == "none":
+            return v
+        weight = self.weight.to(v.dtype)
+        if self.kind == "layer":
+            return F.layer_norm(v, weight.shape, weight, self.bias.to(v.dtype), self.eps)
+        return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps) * weight
+
+
+class Token(NamedTuple):
+    """What the equations of tokens (b,l) are made of, besides their mixers."""
+
+    x: torch.Tensor  # (b,l,d) what is mixed
+    history: torch.Tensor  # (b,l,d)
+    gain: torch.Tensor  # (b,l,d)
+    gate: torch.Tensor | None  # (b,l,d), None: 1
+    norm: Norm
+
+    def value(self, mixed):
+        """y, of x̃ = Q x + M y (b,l,d)."""
+        v = self.history + self.gain * mixed
+        return self.norm(v if self.gate is None else v * self.gate)
+
+
+class LowRank(NamedTuple):
+    """M = I − Q = Uᵀ T U of every token."""
+
+    U: torch.Tensor  # (…,r,d)
+    T: torch.Tensor  # (…,r,r)
+
+    def project(self, v):
+        """U v, (…,r). v: (…,d)"""
+        return (self.U @ v.unsqueeze(-1)).squeeze(-1)
+
+    def combine(self, s):
+        """Uᵀ T s, (…,d). s: (…,r)"""
+        return ((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U).squeeze(-2)
+
+
+class Coefficients(NamedTuple):
+    """φ of n tokens."""
+
+    alpha: torch.Tensor  # (n,r)
+    beta: torch.Tensor  # (n,r,r)
+    delta: torch.Tensor  # (n,r)
+    gamma0: torch.Tensor  # (n,)
+    gamma1: torch.Tensor  # (n,r)
+    gamma2: torch.Tensor  # (n,r,r)
+    floor: float  # of the square
+
+    def take(self, which):
+        return Coefficients(*(t[which] for t in self[:-1]), self.floor)
+
+    def detached(self):
+        return Coefficients(*(t.detach() for t in self[:-1]), self.floor)
+
+    def phi(self, s):
+        """φ(s) (n,r), and what its derivative and rounding are made of. s: (n,r)"""
+        top = self.alpha + _times(self.beta, s)
+        half_slope = self.gamma1 + _times(self.gamma2, s)
+        square = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
+        inverse = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
+        return top * inverse + self.delta, (top, half_slope, inverse)
+
+    def jacobian(self, parts):
+        """φ′ (n,r,r). parts: the second of `phi`."""
+        top, half_slope, inverse = parts
+        inverse = inverse.unsqueeze(-1)
+        return self.beta * inverse - top.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
+
+    def size(self, s, parts):
+        """Of the terms of φ(s) − s, (n,)."""
+        inverse = parts[2]
+        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * inverse
+        return (size + self.delta.abs() + s.abs()).amax(-1)
+
+    def rounding(self, s, parts):
+        """One machine epsilon of the terms of φ(s) − s, (n,)."""
+        return self.size(s, parts) * torch.finfo(s.dtype).eps
+
+
+def _times(matrix, vector):
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _newton_step(coefficients, parts, psi):
+    """(I − φ′)⁻¹ ψ (n,r) and det(I − φ′) (n,); no step where there is none."""
+    eye = torch.eye(psi.shape[-1], dtype=psi.dtype, device=psi.device)
+    rest = eye - coefficients.jacobian(parts)
+    determinant = torch.linalg.det(rest)
+    step = torch.linalg.solve_ex(rest, psi.unsqueeze(-1))[0].squeeze(-1)
+    return torch.where(torch.isfinite(step), step, 0), determinant
+
+
+def _newton(coefficients, s, residual, reach):
+    """Newton from where Picard is, as long as every step at least halves the residual.
+
+    Args: s: (n,r). residual: (n,) there. reach: (n,) how far from s the root may lie.
+    Returns: the root (n,r), and whether (n,) it is one that Picard would have come to.
+    """
+    start, best, sound = s, residual, torch.ones_like(residual, dtype=torch.bool)
+    value, parts = coefficients.phi(s)
+    for _ in range(MOST_NEWTON):
+        step, determinant = _newton_step(coefficients, parts, value - s)
+        moved = s + step
+        value_there, parts_there = coefficients.phi(moved)
+        size = (value_there - moved).abs().amax(-1)
+        better = sound & (size <= 0.5 * best)
+        keep = better.unsqueeze(-1)
+        s, value = torch.where(keep, moved, s), torch.where(keep, value_there, value)
+        parts = tuple(torch.where(keep, there, here) for there, here in zip(parts_there, parts))
+        best, sound = torch.where(better, size, best), better
+        if not better.any():
+            break
+    _, determinant = _newton_step(coefficients, parts, value - s)
+    near = (s - start).abs().amax(-1) <= reach
+    solved = best <= SOLVED * coefficients.rounding(s, parts)
+    return s, solved & near & (determinant > 0)
+
+
+def _last_resort(coefficients, s):
+    """Newton with step halving, where Picard has not converged. → s (n,r), solved (n,)"""
+    value, parts = coefficients.phi(s)
+    size = (value - s).abs().amax(-1)
+    for _ in range(MOST_HALVINGS):
+        step, _ = _newton_step(coefficients, parts, value - s)
+        for share in (1.0, 0.5, 0.25, 0.0625, 0.0):
+            moved = s + share * step
+            value_there, _ = coefficients.phi(moved)
+            size_there = (value_there - moved).abs().amax(-1)
+            if share == 1.0:
+                best_s, best = moved, size_there
+                continue
+            keep = size_there < best
+            best_s = torch.where(keep.unsqueeze(-1), moved, best_s)
+            best = torch.where(keep, size_there, best)
+        s, size = best_s, best
+        value, parts = coefficients.phi(s)
+    return s, size <= SOLVED * coefficients.rounding(s, parts)
+
+
+@torch.no_grad()
+def find_root(coefficients):
+    """The solution of s = φ(s) that damped Picard from zero runs into.
+
+    Args: coefficients: of n tokens.
+    Returns: s (n,r) and solved (n,): False where no solution was found; s is then where φ(s) − s is
+    least of what was tried.
+    """
+    alpha = coefficients.alpha
+    s_all, solved_all = torch.zeros_like(alpha), alpha.new_zeros(len(alpha), dtype=torch.bool)
+    going = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
+    s, best_s = torch.zeros(2, *alpha.shape, dtype=alpha.dtype, device=alpha.device)
+    step = torch.full_like(alpha[:, 0], STEP)
+    lowest, before = (torch.full_like(step, torch.inf) for _ in range(2))
+    waited = torch.zeros_like(going)
+    for _ in range(MOST_PICARD):
+        value, parts = coefficients.phi(s)
+        psi = value - s
+        residual = psi.abs().amax(-1)
+        done = residual <= ROUNDING * coefficients.rounding(s, parts)
+        found = s
+        shrinks = residual / before  # 0 the first time: there it says nothing
+        left = residual / (1 - shrinks)
+        near = left <= NEAR * coefficients.size(s, parts)
+        trying = (~done & (shrinks > 0) & (shrinks < SLOWEST) & near).nonzero().squeeze(1)
+        if len(trying):
+            reach = 2 * left[trying]
+            root, good = _newton(coefficients.take(trying), s[trying], residual[trying], reach)
+            found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
+            done = done.index_copy(0, trying, good)
+        s_all[going[done]], solved_all[going[done]] = found[done], True
+        improved = residual < lowest
+        best_s = torch.where(improved.unsqueeze(-1), s, best_s)
+        lowest = torch.minimum(lowest, residual)
+        waited = torch.where(improved, 0, waited + 1)
+        stale = waited >= PATIENCE
+        step = torch.where(stale, step * STEP_DECAY, step)
+        waited = waited.masked_fill(stale, 0)
+        s = s + step.unsqueeze(-1) * psi
+        before = residual
+        left = (~done).nonzero().squeeze(1)
+        if len(left) < len(going):
+            if not len(left):
+                return s_all, solved_all
+            coefficients, going = coefficients.take(left), going[left]
+            s, best_s, step, lowest, before, waited = (
+                t[left] for t in (s, best_s, step, lowest, before, waited)
+            )
+    s_all[going], solved_all[going] = _last_resort(coefficients, best_s)
+    return s_all, solved_all
+
+
+class _Implicit(torch.autograd.Function):
+    """s* with the gradient of s = φ(s): that of φ(s*) by (I − φ′)⁻ᵀ, at most MOST_GAIN times as
+    long; where s* is no solution, that of φ(s*) alone."""
+
+    @staticmethod
+    def forward(ctx, value, s, rest, solved):
+        ctx.save_for_backward(rest, solved)
+        return s.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        rest, solved = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            through = torch.linalg.solve_ex(rest.transpose(-1, -2), grad.unsqueeze(-1))[0]
+            through = through.squeeze(-1)
+            size, own = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (through, grad))
+            limited = through * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)
+            sound = solved.unsqueeze(-1) & torch.isfinite(limited)
+            return torch.where(sound, limited, grad), None, None, None
+
+
+def solve_low_rank(token, low_rank):
+    """The token's equation, M of low rank, with the gradient of its solution.
+
+    Args: token: Token. low_rank: LowRank of the same tokens.
+    Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and solved (b,l).
+    """
+    U, T = low_rank
+    norm, gate = token.norm, token.gate
+    reflected = token.x - low_rank.combine(low_rank.project(token.x))  # Q x
+    c = token.history + token.gain * reflected
+    m = (T.transpose(-1, -2) @ U) * token.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
+    if gate is not None:
+        c, m = c * gate, m * gate.unsqueeze(-2)
+    if norm.kind == "none":
+        s, solved = _linear(c, m, U)
+    else:
+        s, solved = _through_the_norm(c, m, U, norm)
+    y = norm(c + (s.unsqueeze(-2) @ m).squeeze(-2))
+    return y, reflected + low_rank.combine(s), solved
+
+
+def _linear(c, m, U):
+    """s = U (c + Σ_j m_j s_j): Sherman, Morrison & Woodbury."""
+    rest = torch.eye(U.shape[-2], dtype=c.dtype, device=c.device) - U @ m.transpose(-1, -2)
+    s = torch.linalg.solve_ex(rest, U @ c.unsqueeze(-1))[0].squeeze(-1)
+    return s, torch.isfinite(s).all(-1)
+
+
+def _through_the_norm(c, m, U, norm):
+    """s = U norm(c + Σ_j m_j s_j)."""
+    d, weight = c.shape[-1], norm.weight.to(c.dtype)
+    c, m = norm.centred(c).unsqueeze(-1), norm.centred(m)
+    weighted = U * weight
+    gamma1, gamma2 = (m @ c).squeeze(-1) / d, m @ m.transpose(-1, -2) / d
+    gamma0 = c.square().mean((-2, -1)) + norm.eps
+    delta = torch.zeros_like(gamma1) if norm.bias is None else U @ norm.bias.to(c.dtype)
+    alpha, beta = (weighted @ c).squeeze(-1), weighted @ m.transpose(-1, -2)
+    shape, r = gamma1.shape[:-1], gamma1.shape[-1]
+    coefficients = Coefficients(
+        alpha.reshape(-1, r), beta.reshape(-1, r, r), delta.reshape(-1, r), gamma0.flatten(),
+        gamma1.reshape(-1, r), gamma2.reshape(-1, r, r), norm.eps,
+    )  # fmt: skip
+    s, solved = find_root(coefficients.detached())
+    if torch.is_grad_enabled() and any(t.requires_grad for t in coefficients[:-1]):
+        value, parts = coefficients.phi(s)
+        with torch.no_grad():
+            eye = torch.eye(r, dtype=s.dtype, device=s.device)
+            rest = eye - coefficients.jacobian(parts)
+        s = _Implicit.apply(value, s, rest, solved)
+    return s.unflatten(0, shape), solved.unflatten(0, shape)
+
+
+def solve_by_iterating(token, mix):
+    """The token's equation by damped iteration of y itself, with the gradient of its solution.
+
+    Args: token: Token. mix: y (b,l,d) → x̃ = Q x + M y (b,l,d).
+    Returns: as `solve_low_rank`.
+    """
+
+    def again(y):
+        return token.value(mix(y))
+
+    with torch.no_grad():
+        y, solved = _iterated(again, torch.zeros_like(token.x))
+    if torch.is_grad_enabled():
+        y = _with_gradient(again, y, solved)
+    return y, mix(y), solved
+
+
+def _with_gradient(f, y, solved):
+    """y = f(y) with the gradient of the solution: that of f(y) by (I − ∂f/∂y)⁻ᵀ, at most MOST_GAIN
+    times as long; where y is no solution, or this is not found, that of f(y) alone."""
+    first = f(y)
+    if not first.requires_grad:
+        return first
+
+    def adjoint(v):
+        with torch.enable_grad():
+            y0 = y.detach().requires_grad_()
+            f0 = f(y0)
+
+        def again(g):
+            return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
+
+        with torch.no_grad():
+            g, found = _iterated(again, v)
+            size, own = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (g, v))
+            limited = g * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)
+            return torch.where((found & solved).unsqueeze(-1), limited, v)
+
+    first.register_hook(adjoint)
+    return y + (first - first.detach())
+
+
+def _iterated(f, y):
+    """y = f(y) by the paper's damping, each token by itself. → y (b,l,d), solved (b,l)"""
+    tol = INNER_TOL[y.dtype]
+    step = y.new_full(y.shape[:-1], STEP)
+    lowest, waited = torch.full_like(step, torch.inf), torch.zeros_like(step, dtype=torch.long)
+    solved = torch.zeros_like(step, dtype=torch.bool)
+    for _ in range(MOST_INNER):
+        g = f(y)
+        residual = (g - y).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
+        converged = residual < tol
+        # One that has converged stays as it is then: it may not depend on its neighbours.
+        y = torch.where((converged & ~solved).unsqueeze(-1), g, y)
+        solved = solved | converged
+        if solved.all():
+            break
+        waited = torch.where(residual < lowest, 0, waited + 1)
+        lowest = torch.minimum(lowest, residual)
+        stale = waited >= PATIENCE
+        step = torch.where(stale, step * STEP_DECAY, step)
+        waited = waited.masked_fill(stale, 0)
+        y = torch.lerp(y, g, (step * ~solved).unsqueeze(-1))
+    return y, solved

@@ -1,0 +1,217 @@
+"""The exact token once more, for the tests: plain PyTorch in fp64, one token after the other.
+
+Nothing here is shared with what it checks: reflections are applied one by one, the small equation
+is U norm(v(s)) of whole vectors, its root comes from damped Picard alone, its slope from autograd,
+and the gradient of the root from the implicit function theorem. Slow.
+
+Shape suffixes: b batch, l length, d channels, n states, r reflections.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+ACTS = {"silu": F.silu, "relu": F.relu, "identity": lambda v: v}
+
+
+def unit(v, eps):
+    return v / v.norm(dim=-1, keepdim=True).clamp_min(eps)
+
+
+class Reflect:
+    """M = I − Q of one token of all sequences."""
+
+    def __init__(self, row, d, layout, options):
+        r, self.options = options.rank, options
+        raw = row[:, layout.vectors : layout.vectors + r * d].unflatten(-1, (r, d))
+        self.u = unit(ACTS[options.act](raw), options.eps)  # (b,r,d)
+        self.a = options.scale * torch.sigmoid(row[:, layout.gates : layout.gates + r])
+        self.shrink = torch.ones_like(self.a[:, :1])
+        if options.contractive is not None:
+            kappa = options.contractive
+            self.shrink = kappa / self.a.sum(-1, keepdim=True).clamp_min(kappa)
+
+    def dots(self, v):
+        return (self.u * v.unsqueeze(1)).sum(-1)
+
+    def from_dots(self, s):
+        """M v of s = U v."""
+        found, gram = [], self.u @ self.u.transpose(1, 2)
+        for i in range(self.options.rank):
+            s_i = s[:, i]
+            if self.options.sequential:
+                s_i = s_i - sum(gram[:, i, j] * found[j] for j in range(i))
+            found.append(self.a[:, i] * s_i)
+        return self.shrink * (self.u * torch.stack(found, 1).unsqueeze(-1)).sum(1)
+
+    def __call__(self, v):
+        left = v
+        for i in range(self.options.rank):
+            of = left if self.options.sequential else v
+            u = self.u[:, i]
+            left = left - self.a[:, i : i + 1] * (u * of).sum(-1, keepdim=True) * u
+        return self.shrink * (v - left)
+
+
+class Attach(torch.autograd.Function):
+    """φ(s*) → s*, with the gradient (I − φ′)⁻ᵀ, limited; that of φ itself where failed."""
+
+    @staticmethod
+    def forward(ctx, phi, root, slope, failed):
+        ctx.save_for_backward(slope, failed)
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        slope, failed = ctx.saved_tensors
+        matrix = (torch.eye(g.shape[1], dtype=g.dtype) - slope).transpose(1, 2)
+        solved = torch.linalg.solve(matrix, g.unsqueeze(-1)).squeeze(-1)
+        times = 20 * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
+        times = torch.where(times.isfinite(), times.clamp_max(1), torch.ones_like(times))
+        return torch.where(failed.unsqueeze(-1), g, solved * times), None, None, None
+
+
+def picard(phi, start, tol, linear):
+    """The root that damped Picard from zero runs into, and where it does not."""
+    if linear:  # s = Φ s + α
+        alpha = phi(start)
+        columns = [phi(e.expand_as(start)) - alpha for e in torch.eye(start.shape[1]).to(start)]
+        matrix = torch.eye(start.shape[1]).to(start) - torch.stack(columns, -1)
+        return torch.linalg.solve(matrix, alpha), torch.zeros(len(start), dtype=torch.bool)
+    s, best = start.clone(), start.clone()
+    step = torch.full_like(start[:, 0], 0.99)
+    lowest, waited = torch.full_like(step, math.inf), torch.zeros_like(step)
+    done = torch.zeros_like(step, dtype=torch.bool)
+    for _ in range(1000):
+        psi = phi(s) - s
+        residual = psi.abs().amax(-1)
+        better = residual < lowest
+        best = torch.where((better & ~done).unsqueeze(-1), s, best)
+        lowest = torch.where(better & ~done, residual, lowest)
+        waited = torch.where(better, torch.zeros_like(waited), waited + 1)
+        done |= residual <= tol * (1 + s.abs().amax(-1))
+        if done.all():
+            break
+        tired = waited >= 15
+        step = torch.where(tired, step * 0.9, step)
+        waited = torch.where(tired, torch.zeros_like(waited), waited)
+        s = torch.where(done.unsqueeze(-1), s, s + step.unsqueeze(-1) * psi)
+    return best, ~done
+
+
+def slope_of(phi, s):
+    """φ′ (b,r,r) by autograd."""
+    with torch.enable_grad():
+        s = s.detach().requires_grad_()
+        found = phi(s)
+        rows = [torch.autograd.grad(f.sum(), s, retain_graph=True)[0] for f in found.unbind(-1)]
+    return torch.stack(rows, 1)
+
+
+def norm(v, options, weight, bias):
+    if options.norm == "none":
+        return v
+    if options.norm == "layer":
+        v = v - v.mean(-1, keepdim=True)
+    v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + options.norm_eps)
+    v = v if weight is None else v * weight
+    return v if bias is None else v + bias
+
+
+def solve_token(reflect, free, gamma, x, end, options, tol):
+    """y and x̃ (b,d) of y = end(free + γ x̃), x̃ = x + M(y − x); failed (b,)."""
+    rest = x - reflect(x)
+
+    def value(s):
+        return end(free + gamma * (rest + reflect.from_dots(s)))
+
+    def phi(s):
+        return reflect.dots(value(s))
+
+    with torch.no_grad():
+        zero = torch.zeros_like(reflect.a)
+        root, failed = picard(phi, zero, tol, options.norm == "none")
+    s = Attach.apply(phi(root), root, slope_of(phi, root).detach(), failed)
+    return value(s), rest + reflect.from_dots(s), failed
+
+
+def clipped(y, options, limit):
+    """y, the gradient that comes back to it scaled down to adjoint_clip · limit (b,)."""
+    if not y.requires_grad or math.isinf(options.adjoint_clip):
+        return y
+    y = y * 1
+
+    def clip(g):
+        size = g.norm(dim=-1, keepdim=True)
+        most = options.adjoint_clip * limit.unsqueeze(-1)
+        return torch.where(size > most, g * (most / size), g)
+
+    y.register_hook(clip)
+    return y
+
+
+def begin(t, keep, y, y0, raw, weight_y, options, limit):
+    """The row of token t, and what is kept of what was before it (b,1)."""
+    kept = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
+    before = y if t == 0 else clipped(y, options, limit)
+    read = (before * kept) @ weight_y.t()
+    row = raw[:, t] + F.pad(read, (0, raw.shape[-1] - read.shape[-1]))
+    return row, kept
+
+
+def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0,
+         limit=None, tol=1e-14):  # fmt: skip
+    """As lm.kernels.cpu_cell.cell; limit: max_t ‖∂y_t‖ (b,), where adjoint_clip is finite."""
+    b, length, d = x.shape
+    heads = len(A) if A.dim() == 1 else None
+    wide = d // options.groups
+    n = A.shape[1] if heads is None else options.states
+    y = x.new_zeros(b, d) if y0 is None else y0
+    h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
+    ys, failures = [], []
+    for t in range(length):
+        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit)
+        reflect = Reflect(row, d, layout, options)
+        B, C = (
+            row[:, at : at + options.groups * n].unflatten(-1, (options.groups, n))
+            for at in (layout.B, layout.C)
+        )
+        if options.bc_norm:
+            B, C = unit(B, options.eps), unit(C, options.eps)
+        bc = (B * C).sum(-1).repeat_interleave(wide, -1)
+        B, C = B.repeat_interleave(wide, 1), C.repeat_interleave(wide, 1)  # (b,d,n)
+        step = dt[:, t] if heads is None else dt[:, t].repeat_interleave(d // heads, -1)
+        rate = A if heads is None else A.repeat_interleave(d // heads).unsqueeze(-1)
+        h = torch.exp(step.unsqueeze(-1) * rate) * h * kept.unsqueeze(-1)
+        gates = 1 if gate is None else gate[:, t]
+        gamma = step * bc + D
+
+        def end(v, gates=gates):
+            return norm(gates * v, options, norm_weight, norm_bias)
+
+        past = (h * C).sum(-1)
+        y, mixed, failed = solve_token(reflect, past, gamma, x[:, t], end, options, tol)
+        h = h + (step * mixed).unsqueeze(-1) * B
+        ys.append(y)
+        failures.append(failed)
+    h = h if heads is None else h.unflatten(1, (heads, d // heads))
+    return torch.stack(ys, 1), h, torch.stack(failures, 1)
+
+
+def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, limit=None):
+    """As lm.kernels.cpu_cell.cell_rnn."""
+    options = options._replace(norm="none")
+    b, length, d = x.shape
+    y = x.new_zeros(b, d) if y0 is None else y0
+    h = x.new_zeros(b, d) if h0 is None else h0
+    ys, failures = [], []
+    for t in range(length):
+        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit)
+        reflect = Reflect(row, d, layout, options)
+        past = decay[:, t] * kept * h
+        y, _, failed = solve_token(reflect, past, fresh[:, t], x[:, t], lambda v: v, options, 0)
+        h = y
+        ys.append(y)
+        failures.append(failed)
+    return torch.stack(ys, 1), h, torch.stack(failures, 1)
