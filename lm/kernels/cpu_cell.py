@@ -326,7 +326,7 @@ def cell(
     """The solve of an FP-Mamba-1 or 2 layer, token by token; differentiable once.
 
     Args:
-        layout, options: Layout, Options.
+        layout, options: Layout, Options, or tuples of what is in them.
         raw: (b,l,K), the x part, biases in, of all that may read sh(y); its first k columns do.
         weight_y: (k,d), k may be 0. x: (b,l,d), what the mixer mixes.
         dt, A: (b,l,d) and (d,n), FP-Mamba-1; (b,l,heads) and (heads,), FP-Mamba-2. dt = 0
@@ -343,6 +343,7 @@ def cell(
     Raises:
         TypeError, ValueError: devices, shapes, names. Unsupported: dtypes, rank.
     """
+    layout, options = Layout(*layout), Options(*options)
     kind = _MAMBA1 if A.dim() == 2 else _MAMBA2
     given = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint
     return _run(layout, options, kind, *given)
@@ -357,6 +358,6 @@ def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, adjo
     Returns, Raises:
         As `cell`; the state is (b,d).
     """
-    options = options._replace(norm="none", groups=1)
+    layout, options = Layout(*layout), Options(*options)._replace(norm="none", groups=1)
     given = raw, weight_y, x, fresh, decay, keep, None, None, None, None, y0, h0, adjoint
     return _run(layout, options, _RNN, *given)

@@ -177,7 +177,9 @@ template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
             return take(at), false;
         }
         const double q = at.residual / before;
-        if (iteration > 0 && q < 0.95) {
+        // What is left of the way is short beside the terms: no other root can be as near.
+        const bool near = at.residual / (1 - q) <= 0.05 * at.scale;
+        if (q > 0 && q < 0.99 && near) {  // the first time q is 0
             Point found;
             if (shortcut<R>(e, r, at, q, found)) return take(found), true;
         }

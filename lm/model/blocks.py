@@ -126,7 +126,7 @@ class FPMamba(FixedPointBlock):
         clip = self.settings.adjoint_clip
         options = (
             rank, scale, act, sequential, eps, contractive, cfg.bc_norm, self.groups, self.kind,
-            end.eps, float("inf") if clip is None else clip,
+            end.eps, float("inf") if clip is None else clip, cfg.d_state,
         )  # fmt: skip
         weights = (s.projections.weight_y, s.time.A, self._D(), end.weight,
                    getattr(end, "bias", None))  # fmt: skip

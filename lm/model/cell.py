@@ -25,8 +25,8 @@ STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15  # the paper's damping (App. B.4)
 MOST_PICARD, MOST_NEWTON, MOST_HALVINGS = 1000, 10, 30
 ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
 SOLVED = 256  # and at which a search that gets no further has found a solution
-# Newton is tried where Picard's residual shrinks by this or better, and what is then left of the way
-# is at most so much of the terms' size: nearer than another solution could be.
+# Newton is tried where Picard's residual shrinks by this or better, and what is left of the way is
+# at most so much of the terms' size: nearer than another solution could be.
 SLOWEST, NEAR = 0.99, 0.05
 
 # A token passes at most so many times the norm of the cotangent of s back to what it is made of:

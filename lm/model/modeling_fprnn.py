@@ -423,8 +423,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 loss.kept. The loss is then over these alone.
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
             state, return_state, past_key_values, use_cache, position_ids, seq_idx,
-                count_iterations and what is raised: see FPRNNModel.forward. The last target of a segment is the first token of
-                the next: segments are trained with shift_labels.
+                count_iterations and what is raised: see FPRNNModel.forward. The last target of a
+                segment is the first token of the next: segments are trained with shift_labels.
             kwargs: shift_labels, (b,l): labels already shifted, shift_labels[t] is the token after
                 input_ids[t]; wins over labels. num_items_in_batch: the number of targets of all
                 micro-batches of an update, by which the sum over this one's is divided instead of
