@@ -20,7 +20,9 @@ from lm.kernels import Unsupported
 
 HERE = Path(__file__).parent
 SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp")
-HEADERS = ("cpu_vector.h", "cpu_cell.h", "cpu_cell_product.h", "cpu_cell_root.h")
+HEADERS = (
+    "cpu_vector.h", "cpu_cell.h", "cpu_cell_gradient.h", "cpu_cell_product.h", "cpu_cell_root.h",
+)  # fmt: skip
 # Not -ffast-math; cpu_vector.h says why.
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",

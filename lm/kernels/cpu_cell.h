@@ -39,7 +39,7 @@ struct Cell {
     void *kept_rows, *roots, *checkpoints;
     const void *grad_y;                                // (b,l,d); from here on backward only
     void *adjoint;                                     // (b) or null
-    void *d_raw, *dx, *ddt, *dA;                       // like raw, but contiguous; x, dt, A
+    void *d_raw, *d_weight, *dx, *ddt, *dA;            // like theirs, raw's contiguous
     void *d_gate, *dD, *d_norm_weight, *d_norm_bias;   // like theirs, null where those are
 };
 

@@ -13,8 +13,8 @@ Token t, given y_{t−1} and h_{t−1} (docs/model.md derives it):
 
 The gradient is backpropagation through that recurrence, with the implicit function theorem in the
 token. States live in memory as (b,n,d), as those of lm.kernels.cpu do. A sequence's results depend
-neither on the batch nor on the number of threads, nor on how its tokens are cut into calls, bit for
-bit; only the gradient of weight_y, one product at the end, is torch.matmul's.
+neither on the batch nor on how its tokens are cut into calls, none on the number of threads, bit
+for bit.
 """
 
 import functools
@@ -30,7 +30,7 @@ from lm.kernels.cpu_build import DTYPES, address, check, functions, token_step
 
 MOST_REFLECTIONS = 8
 # `struct Cell` of cpu_cell.h: sizes, numbers, addresses.
-_SIZES, _NUMBERS, _ADDRESSES = 21, 5, 28
+_SIZES, _NUMBERS, _ADDRESSES = 21, 5, 29
 _pack = struct.Struct(f"{_SIZES}q{_NUMBERS}d{_ADDRESSES}q").pack
 _MAMBA1, _MAMBA2, _RNN = range(3)
 _NORMS = {"layer": 0, "rms": 1, "none": 2}
@@ -278,32 +278,20 @@ class _Cell(torch.autograd.Function):
         *tensors, y, failed, rows, roots, checkpoints = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(y)
-        raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, _h0 = tensors
+        raw, weight_y, x, dt, A, _keep, gate, D, weight, bias, *_ = tensors
         problem = ctx.problem._replace(tensors=tuple(tensors))
         d_raw = x.new_empty((raw if rows is None else rows).shape)
         adjoint = x.new_empty(len(x))
         dA = torch.empty_like(A)  # as it lies in memory
         like = [None if t is None else torch.empty_like(t) for t in (x, dt)]
         ends = [None if t is None else torch.empty_like(t) for t in (gate, D, weight, bias)]
-        grads = d_raw, *like, dA, *ends
+        d_weight_y = torch.empty_like(weight_y) if ctx.needs_input_grad[1] else None
+        grads = d_raw, d_weight_y, *like, dA, *ends
         kept = y, None, failed, rows, roots, checkpoints
         _call("cell_backward", problem, *kept, grad_y.contiguous(), adjoint, *grads)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
-        d_weight_y = None
-        if ctx.needs_input_grad[1]:
-            d_weight_y = _of_weight_y(d_raw, len(weight_y), y, y0, keep)
-        return d_raw, d_weight_y, *like, dA, *ends, None
-
-
-def _of_weight_y(d_raw, reading, y, y0, keep):
-    """Σ_t d_rowᵀ y_{t−1} keep_t over what reads y: (k,d)."""
-    before = y.new_empty(y.shape)
-    before[:, 1:] = y[:, :-1]
-    before[:, 0] = 0 if y0 is None else y0
-    if keep is not None:
-        before *= keep.unsqueeze(-1)
-    return d_raw.flatten(0, 1)[:, :reading].t() @ before.flatten(0, 1)
+        return *grads, None
 
 
 def _run(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, *rest):

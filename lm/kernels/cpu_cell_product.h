@@ -99,6 +99,33 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
     }
 }
 
+// Tiles of Σ_t from_tᵀ to_t: so many rows and vectors of it are summed in registers.
+constexpr int TALL = BYTES == 64 ? 6 : 4, WIDE = BYTES == 64 ? 4 : 2;
+
+// sums[j] += Σ_t from[t][j] to[t] for `here` (TALL or fewer) rows j of WIDE vectors. to, sums: rows
+// of WIDE vectors, close to one another.
+template <class T>
+void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, int64_t here, T *sums) {
+    constexpr int L = LANES<T>;
+    const T *column[TALL];
+    Vec<T> sum[TALL][WIDE];
+    for (int j = 0; j < TALL; ++j) {
+        column[j] = from + std::min<int64_t>(j, here - 1);
+        for (int i = 0; i < WIDE; ++i)
+            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, here - 1) * WIDE + i) * L);
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+        Vec<T> v[WIDE];
+        for (int i = 0; i < WIDE; ++i) v[i] = vector_at<T>(to + (t * WIDE + i) * L);
+        for (int j = 0; j < TALL; ++j) {
+            const T times = column[j][t * from_step];
+            for (int i = 0; i < WIDE; ++i) sum[j][i] += times * v[i];
+        }
+    }
+    for (int j = 0; j < here; ++j)
+        for (int i = 0; i < WIDE; ++i) put<T>(sums + (j * WIDE + i) * L, sum[j][i]);
+}
+
 // call(i, S) for all sequences i, i + 1, …, i + S − 1 of a group, S a constant.
 template <class Call> inline void by_parts(int64_t sequences, Call call) {
     int64_t i = 0;

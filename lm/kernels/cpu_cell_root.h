@@ -66,8 +66,8 @@ inline bool at_rounding(const Equation &e, const Point &at, double times) {
     return at.residual <= times * e.rounding * at.scale;
 }
 
-// x with M x = b by elimination with row exchanges; the determinant. M and b are overwritten by what
-// is left of them, b by x. Zero or NaN: x is not to be used.
+// x with M x = b by elimination with row exchanges, in place of b; the determinant. M is overwritten.
+// Where that is zero or NaN, x is not to be used.
 template <int R> inline double eliminate(double (*M)[MOST], double *b, int64_t r_) {
     const int r = rank_of<R>(r_);
     if (r == 1) {
@@ -98,20 +98,63 @@ template <int R> inline double eliminate(double (*M)[MOST], double *b, int64_t r
     return determinant;
 }
 
-// Newton's step (I − φ′)⁻¹ ψ; det(I − φ′).
+// I − φ′.
 template <int R>
-inline double newton_step(const Equation &e, int64_t r_, const Point &at, double *step) {
+inline void rest_of(const Equation &e, int64_t r_, const Point &at, double (*M)[MOST]) {
     const int r = rank_of<R>(r_);
-    double M[MOST][MOST];
     const double inverse3 = at.inverse * at.inverse * at.inverse;
-    for (int i = 0; i < r; ++i) {
-        step[i] = at.psi[i];
+    for (int i = 0; i < r; ++i)
         for (int j = 0; j < r; ++j) {
             const double slope = e.beta[i][j] * at.inverse - at.numerator[i] * at.slant[j] * inverse3;
             M[i][j] = (i == j) - slope;
         }
+}
+
+// Newton's step (I − φ′)⁻¹ ψ.
+template <int R>
+inline void newton_step(const Equation &e, int64_t r_, const Point &at, double *step) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST];
+    rest_of<R>(e, r, at, M);
+    for (int i = 0; i < r; ++i) step[i] = at.psi[i];
+    eliminate<R>(M, step, r);
+}
+
+// Whether Picard, damped enough, comes nearer from all around: all eigenvalues of I − φ′ have a
+// positive real part. By the characteristic polynomial (Faddeev and LeVerrier) and Routh's array.
+template <int R> inline bool attracts(const Equation &e, int64_t r_, const Point &at) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST], power[MOST][MOST], next[MOST][MOST], coefficient[MOST + 2] = {1};
+    rest_of<R>(e, r, at, M);
+    if (r == 1) return M[0][0] > 0;
+    for (int i = 0; i < r; ++i)
+        for (int j = 0; j < r; ++j) power[i][j] = i == j;
+    for (int k = 1; k <= r; ++k) {  // of det(λ + M): all eigenvalues of −M left of the axis
+        double trace = 0;
+        for (int i = 0; i < r; ++i)
+            for (int j = 0; j < r; ++j) {
+                next[i][j] = 0;
+                for (int l = 0; l < r; ++l) next[i][j] -= M[i][l] * power[l][j];
+                if (i == j) trace += next[i][j];
+            }
+        coefficient[k] = -trace / k;
+        for (int i = 0; i < r; ++i)
+            for (int j = 0; j < r; ++j) power[i][j] = next[i][j] + (i == j) * coefficient[k];
     }
-    return eliminate<R>(M, step, r);
+    double above[MOST] = {}, row[MOST] = {};
+    for (int j = 0; 2 * j <= r; ++j) {
+        above[j] = coefficient[2 * j];
+        row[j] = coefficient[2 * j + 1];
+    }
+    for (int k = 1; k <= r; ++k) {
+        if (!(row[0] > 0)) return false;
+        for (int j = 0; j + 1 < MOST; ++j) {
+            const double below = above[j + 1] - above[0] / row[0] * row[j + 1];
+            above[j] = row[j];
+            row[j] = below;
+        }
+    }
+    return true;
 }
 
 // Newton from a point where Picard contracts by q; whether it found what Picard would have.
@@ -133,26 +176,41 @@ inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q,
         const bool halved = next.residual <= before / 2;
         if (halved || next.residual < before) at = next;
         const bool there = at_rounding(e, at, 8);
-        if (there || (!halved && at_rounding(e, at, 256)))
-            return newton_step<R>(e, r, at, step) > 0;  // where it is not, Picard runs away
+        if (there || (!halved && at_rounding(e, at, 256))) return attracts<R>(e, r, at);
         if (!halved) return false;
     }
     return false;
 }
 
-// Newton with steps halved until they help, from the best that Picard has met.
+// s of g = 1/sqrt(...): (I − gΒ)⁻¹ (gα + δ). Whether its own 1/sqrt(...) is below g.
+template <int R> inline bool above(const Equation &e, int64_t r_, double g, Point &at) {
+    const int r = rank_of<R>(r_);
+    double M[MOST][MOST];
+    for (int i = 0; i < r; ++i) {
+        at.s[i] = g * e.alpha[i] + e.delta[i];
+        for (int j = 0; j < r; ++j) M[i][j] = (i == j) - g * e.beta[i][j];
+    }
+    eliminate<R>(M, at.s, r);
+    evaluate<R>(e, r, at);
+    return !(at.inverse >= g);
+}
+
+// Where Picard has not converged: bisection of the one number g = 1/sqrt(γ0 + …), in which the
+// equation is linear. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest g, +∞ on both sides of a
+// pole: a root always exists (lm/model/cell.py).
 template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &at) {
     const int r = rank_of<R>(r_);
-    double step[MOST];
-    for (int tried = 0; tried < 50 && !at_rounding(e, at, 8); ++tried) {
+    double low = 1e-18, high = 1 / std::sqrt(e.floor), step[MOST];
+    for (int tried = 0; tried < 60; ++tried) {
+        const double middle = std::sqrt(low * high);
+        (above<R>(e, r, middle, at) ? high : low) = middle;
+    }
+    above<R>(e, r, low, at);
+    for (int tried = 0; tried < 10 && !at_rounding(e, at, 8); ++tried) {
         newton_step<R>(e, r, at, step);
-        double part = 1;
         Point next;
-        for (int halvings = 0; halvings < 30; ++halvings, part /= 2) {
-            for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + part * step[i];
-            evaluate<R>(e, r, next);
-            if (next.residual < at.residual) break;
-        }
+        for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + step[i];
+        evaluate<R>(e, r, next);
         if (!(next.residual < at.residual)) break;
         at = next;
     }
@@ -170,7 +228,7 @@ template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
     const auto take = [&](const Point &found) {
         for (int i = 0; i < r; ++i) s[i] = found.s[i];
     };
-    for (int iteration = 0; iteration < 1000; ++iteration) {
+    for (int iteration = 0; iteration < 300; ++iteration) {
         evaluate<R>(e, r, at);
         if (at_rounding(e, at, 8)) return take(at), true;
         if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 # The search for s.
 STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15  # the paper's damping (App. B.4)
-MOST_PICARD, MOST_NEWTON, MOST_HALVINGS = 1000, 10, 30
+MOST_PICARD, MOST_NEWTON = 300, 10
+LEAST_INVERSE, BISECTIONS = 1e-18, 60  # of the norm, where Picard has found nothing
 ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
 SOLVED = 256  # and at which a search that gets no further has found a solution
 # Newton is tried where Picard's residual shrinks by this or better, and what is left of the way is
@@ -136,12 +137,11 @@ def _times(matrix, vector):
 
 
 def _newton_step(coefficients, parts, psi):
-    """(I − φ′)⁻¹ ψ (n,r) and det(I − φ′) (n,); no step where there is none."""
+    """(I − φ′)⁻¹ ψ (n,r); no step where there is none."""
     eye = torch.eye(psi.shape[-1], dtype=psi.dtype, device=psi.device)
     rest = eye - coefficients.jacobian(parts)
-    determinant = torch.linalg.det(rest)
     step = torch.linalg.solve_ex(rest, psi.unsqueeze(-1))[0].squeeze(-1)
-    return torch.where(torch.isfinite(step), step, 0), determinant
+    return torch.where(torch.isfinite(step), step, 0)
 
 
 def _newton(coefficients, s, residual, reach):
@@ -153,7 +153,7 @@ def _newton(coefficients, s, residual, reach):
     start, best, sound = s, residual, torch.ones_like(residual, dtype=torch.bool)
     value, parts = coefficients.phi(s)
     for _ in range(MOST_NEWTON):
-        step, determinant = _newton_step(coefficients, parts, value - s)
+        step = _newton_step(coefficients, parts, value - s)
         moved = s + step
         value_there, parts_there = coefficients.phi(moved)
         size = (value_there - moved).abs().amax(-1)
@@ -164,30 +164,54 @@ def _newton(coefficients, s, residual, reach):
         best, sound = torch.where(better, size, best), better
         if not better.any():
             break
-    _, determinant = _newton_step(coefficients, parts, value - s)
     near = (s - start).abs().amax(-1) <= reach
     solved = best <= SOLVED * coefficients.rounding(s, parts)
-    return s, solved & near & (determinant > 0)
+    return s, solved & near & _attracts(coefficients.jacobian(parts))
 
 
-def _last_resort(coefficients, s):
-    """Newton with step halving, where Picard has not converged. → s (n,r), solved (n,)"""
+def _attracts(slope):
+    """Whether small steps of Picard stay where φ′ is `slope` (n,r,r): no eigenvalue is above 1."""
+    if slope.shape[-1] == 1:
+        return slope[:, 0, 0] < 1
+    slope = torch.where(torch.isfinite(slope), slope, 2.0)
+    return torch.linalg.eigvals(slope).real.amax(-1) < 1
+
+
+def _last_resort(coefficients):
+    """A root where Picard has not converged, found by bisection: one always exists.
+
+    With g = 1/√(γ₀ + 2γ₁·s + sᵀΓ₂s) the equation is linear, s(g) = (I − gΒ)⁻¹ (gα + δ), and one
+    number is unknown: g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. The left is 0 at g = 0, at least 1 at
+    the largest g that the norm's eps allows, and +∞ on both sides of a pole: it crosses 1 between.
+
+    Returns: s (n,r), solved (n,).
+    """
+    alpha, beta, delta, gamma0, *_, floor = coefficients
+    eye = torch.eye(alpha.shape[-1], dtype=alpha.dtype, device=alpha.device)
+
+    def at(g):
+        rest = eye - g[:, None, None] * beta
+        right = g[:, None] * alpha + delta
+        s = torch.linalg.solve_ex(rest, right.unsqueeze(-1))[0].squeeze(-1)
+        _, (_, _, inverse) = coefficients.phi(s)
+        return s, ~(inverse.squeeze(-1) >= g)  # the left side is above 1
+
+    low, high = torch.full_like(gamma0, LEAST_INVERSE), torch.full_like(gamma0, floor**-0.5)
+    for _ in range(BISECTIONS):
+        middle = (low * high).sqrt()
+        _, above = at(middle)
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    s = at(low)[0]
     value, parts = coefficients.phi(s)
+    for _ in range(MOST_NEWTON):
+        step = _newton_step(coefficients, parts, value - s)
+        moved = s + step
+        value_there, parts_there = coefficients.phi(moved)
+        better = (value_there - moved).abs().amax(-1) < (value - s).abs().amax(-1)
+        keep = better.unsqueeze(-1)
+        s, value = torch.where(keep, moved, s), torch.where(keep, value_there, value)
+        parts = tuple(torch.where(keep, there, here) for there, here in zip(parts_there, parts))
     size = (value - s).abs().amax(-1)
-    for _ in range(MOST_HALVINGS):
-        step, _ = _newton_step(coefficients, parts, value - s)
-        for share in (1.0, 0.5, 0.25, 0.0625, 0.0):
-            moved = s + share * step
-            value_there, _ = coefficients.phi(moved)
-            size_there = (value_there - moved).abs().amax(-1)
-            if share == 1.0:
-                best_s, best = moved, size_there
-                continue
-            keep = size_there < best
-            best_s = torch.where(keep.unsqueeze(-1), moved, best_s)
-            best = torch.where(keep, size_there, best)
-        s, size = best_s, best
-        value, parts = coefficients.phi(s)
     return s, size <= SOLVED * coefficients.rounding(s, parts)
 
 
@@ -196,13 +220,12 @@ def find_root(coefficients):
     """The solution of s = φ(s) that damped Picard from zero runs into.
 
     Args: coefficients: of n tokens.
-    Returns: s (n,r) and solved (n,): False where no solution was found; s is then where φ(s) − s is
-    least of what was tried.
+    Returns: s (n,r) and solved (n,): False where no solution was found.
     """
     alpha = coefficients.alpha
     s_all, solved_all = torch.zeros_like(alpha), alpha.new_zeros(len(alpha), dtype=torch.bool)
     going = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
-    s, best_s = torch.zeros(2, *alpha.shape, dtype=alpha.dtype, device=alpha.device)
+    s = torch.zeros_like(alpha)
     step = torch.full_like(alpha[:, 0], STEP)
     lowest, before = (torch.full_like(step, torch.inf) for _ in range(2))
     waited = torch.zeros_like(going)
@@ -213,17 +236,16 @@ def find_root(coefficients):
         done = residual <= ROUNDING * coefficients.rounding(s, parts)
         found = s
         shrinks = residual / before  # 0 the first time: there it says nothing
-        left = residual / (1 - shrinks)
-        near = left <= NEAR * coefficients.size(s, parts)
+        way = residual / (1 - shrinks)
+        near = way <= NEAR * coefficients.size(s, parts)
         trying = (~done & (shrinks > 0) & (shrinks < SLOWEST) & near).nonzero().squeeze(1)
         if len(trying):
-            reach = 2 * left[trying]
+            reach = 2 * way[trying]
             root, good = _newton(coefficients.take(trying), s[trying], residual[trying], reach)
             found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
             done = done.index_copy(0, trying, good)
         s_all[going[done]], solved_all[going[done]] = found[done], True
         improved = residual < lowest
-        best_s = torch.where(improved.unsqueeze(-1), s, best_s)
         lowest = torch.minimum(lowest, residual)
         waited = torch.where(improved, 0, waited + 1)
         stale = waited >= PATIENCE
@@ -236,10 +258,8 @@ def find_root(coefficients):
             if not len(left):
                 return s_all, solved_all
             coefficients, going = coefficients.take(left), going[left]
-            s, best_s, step, lowest, before, waited = (
-                t[left] for t in (s, best_s, step, lowest, before, waited)
-            )
-    s_all[going], solved_all[going] = _last_resort(coefficients, best_s)
+            s, step, lowest, before, waited = (t[left] for t in (s, step, lowest, before, waited))
+    s_all[going], solved_all[going] = _last_resort(coefficients)
     return s_all, solved_all
 
 

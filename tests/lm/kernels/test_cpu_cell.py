@@ -1,12 +1,16 @@
 """The compiled exact token against an independent loop: values, states, each gradient by name."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.kernels import cpu_cell
+from lm.kernels import Unsupported, cpu_cell
 from lm.kernels.cpu_cell import Layout, Options
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
@@ -185,3 +189,229 @@ def test_mamba2(sizes, rank):
 )
 def test_rnn(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, **others}), rnn=True)
+
+
+# Which root.
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("D", [0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("rank, sequential", [(1, True), (2, True), (2, False), (4, False)])
+def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
+    """Among 300 equations, many of them with several roots; at 1e4 nothing but y is in y."""
+    without = ("keep", "y0", "h0", "norm_bias")
+    given = layout, options, tensors = problem(
+        b=300, length=1, d=16, n=2, rank=rank, sequential=sequential, norm=norm, reading=0,
+        without=without,
+    )  # fmt: skip
+    tensors["D"] *= D
+    y, _, failed = cpu_cell.cell(*given[:2], **tensors, adjoint=None)
+    expected, _, slow = oracle_cell.cell(layout, options, **tensors)
+    assert not (failed & ~slow).any() and failed.sum() <= 5
+    error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert error[~slow].max() < 1e-8
+    single = cast(tensors, torch.float32)
+    y32, _, failed32 = cpu_cell.cell(layout, options, **single, adjoint=None)
+    error = (y32 - y).abs().amax(-1) / y.abs().amax(-1)
+    assert error[~failed & ~failed32].median() < 1e-6
+    assert (error[~failed & ~failed32] > 1e-2).sum() <= 1  # at a fold a rounding decides
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_nan_in_nan_out_and_failed(dtype):
+    layout, options, tensors = problem(b=3, length=4, reading=0, without=("keep",))
+    tensors["x"][1, 2, 5] = math.nan
+    y, h, failed = cpu_cell.cell(layout, options, **cast(tensors, dtype), adjoint=None)
+    assert y[1, 2:].isnan().all() and h[1].isnan().any() and failed[1, 2:].all()
+    assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
+
+
+# What it must not depend on.
+
+
+def long_problem(dtype=torch.float32, **others):
+    """Long enough for several threads and checkpoints; no multiple of a vector."""
+    layout, options, tensors = problem(b=11, length=70, d=83, n=16, **others)
+    return layout, options, cast(tensors, dtype)
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("others", [dict(), dict(rank=3), dict(reading=3)], ids=str)
+def test_a_sequence_alone_is_that_of_a_batch_bit_for_bit(others, dtype):
+    layout, options, tensors = long_problem(dtype, **others)
+    whole = forward_and_gradients(layout, options, tensors)
+    for some in (slice(0, 1), slice(1, 3), slice(3, 10)):
+        part = forward_and_gradients(layout, options, cut(tensors, rows=some))
+        assert_same(part, {k: v[some] for k, v in whole.items()})
+
+
+def cut(tensors, rows=slice(None), tokens=slice(None)):
+    """Of some sequences and tokens."""
+    shared = ("weight_y", "A", "D", "norm_weight", "norm_bias")
+    first = ("y0", "h0")
+    return {
+        k: v if v is None or k in shared else v[rows] if k in first else v[rows, tokens]
+        for k, v in tensors.items()
+    }
+
+
+def forward_and_gradients(layout, options, tensors, compute=None):
+    """`per_sequence` results, each token's cotangent the same whatever is around it."""
+    tensors = {k: None if v is None else v.clone() for k, v in tensors.items()}
+    wanted = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
+    for name in wanted:
+        tensors[name].requires_grad_()
+    y, h, _ = (compute or cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+    grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in wanted])
+    return {"y": y.detach(), "state": h, **dict(zip(wanted, grads))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "others", [dict(), dict(rank=2), dict(d=84, heads=4, groups=2, norm="rms")], ids=str
+)
+def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
+    without = ("norm_bias",) if "norm" in others else ()
+    given = problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
+    layout, options, tensors = given[0], given[1], cast(given[2], dtype)
+    y, h, failed = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y_before, state, ys = tensors["y0"], tensors["h0"], []
+    for tokens in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))):
+        part = cut({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
+        y_part, state, _ = cpu_cell.cell(layout, options, **part, adjoint=None)
+        y_before = y_part[:, -1]
+        ys.append(y_part)
+    assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h) and not failed.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_number_of_threads_changes_nothing(dtype):
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(results(cpu_cell.cell, long_problem(dtype), dtype, adjoint=None))
+    finally:
+        torch.set_num_threads(before)
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_without_gradient_it_computes_the_same_and_keeps_nothing():
+    layout, options, tensors = long_problem()
+    y, h, _ = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    again = forward_and_gradients(layout, options, tensors)
+    assert not y.requires_grad
+    assert torch.equal(y, again["y"]) and torch.equal(h, again["state"])
+    with torch.no_grad():
+        tensors["x"].requires_grad_()
+        assert not cpu_cell.cell(layout, options, **tensors, adjoint=None)[0].requires_grad
+
+
+def test_memory_that_was_in_use_before_changes_nothing():
+    """glibc fills what it hands out with a number of its own: what the kernel's scratch holds."""
+    script = (
+        "from tests.lm.kernels.test_cpu_cell import *\n"
+        "for given in (problem(d=19, rank=2), problem(d=24, heads=4, norm='rms',"
+        " without=('norm_bias',))):\n"
+        "    found = results(cpu_cell.cell, given, torch.float32, adjoint=None)\n"
+        "    print([v.double().sum().item().hex() for v in found.values()])\n"
+    )
+    said = []
+    for filled in ("0", "1", "85"):
+        environment = {**os.environ, "MALLOC_PERTURB_": filled, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True,
+            cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] == said[2] and "nan" not in said[0]
+
+
+# The adjoint, and the limits on it.
+
+
+def test_the_largest_adjoint_is_reported():
+    layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
+    for clip in (math.inf, 0.5):
+        adjoint = torch.full((3,), math.nan, dtype=torch.float64)
+        given = layout, options._replace(adjoint_clip=clip), tensors
+        found = results(cpu_cell.cell, given, adjoint=adjoint)
+        assert (adjoint >= 1).all() and all(v.isfinite().all() for v in found.values())
+        assert (adjoint <= 1 + clip + 1e-12).all()
+    tensors["x"].requires_grad_()
+    y, _, _ = cpu_cell.cell(layout, options, **tensors, adjoint=adjoint)
+    y.backward(torch.zeros_like(y))
+    assert torch.equal(adjoint, torch.zeros_like(adjoint))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(options=dict(rank=9)), Unsupported, "9 reflections"),
+        (dict(options=dict(act="tanh")), ValueError, "tanh"),
+        (dict(options=dict(norm="batch")), ValueError, "batch"),
+        (dict(layout=dict(B=0)), ValueError, "overlap"),
+        (dict(layout=dict(C=24)), ValueError, "exceed"),
+        (dict(tensors=dict(x=torch.zeros(2, 5, 19))), ValueError, "expected"),
+        (dict(tensors=dict(D=torch.zeros(19))), Unsupported, "float32"),
+        (dict(tensors=dict(h0=torch.zeros(2, 19, 4).double())), ValueError, "h0"),
+    ],
+    ids=["rank", "act", "norm", "overlap", "width", "length", "dtype", "state"],
+)
+def test_refuses(change, error, words):
+    layout, options, tensors = problem()
+    layout = layout._replace(**change.get("layout", {}))
+    options = options._replace(**change.get("options", {}))
+    with pytest.raises(error, match=words):
+        cpu_cell.cell(layout, options, **{**tensors, **change.get("tensors", {})}, adjoint=None)
+
+
+def test_half_precision_is_refused():
+    layout, options, tensors = problem()
+    with pytest.raises(Unsupported, match="bfloat16"):
+        cpu_cell.cell(layout, options, **cast(tensors, torch.bfloat16), adjoint=None)
+
+
+def test_any_strides():
+    def spread(v):
+        return None if v is None else torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
+
+    layout, options, tensors = problem(length=9)
+    spaced = {k: spread(v) for k, v in tensors.items()}
+    assert_same(
+        results(cpu_cell.cell, (layout, options, spaced), adjoint=None),
+        results(cpu_cell.cell, (layout, options, tensors), adjoint=None),
+    )
+
+
+def test_raw_may_be_a_slice():
+    layout, options, tensors = problem(length=9)
+    wide = torch.full((2, 9, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
+    wide[..., 2:-3] = tensors["raw"]
+    expected = cpu_cell.cell(layout, options, **tensors, adjoint=None)[0]
+    tensors["raw"] = wide[..., 2:-3]
+    assert torch.equal(cpu_cell.cell(layout, options, **tensors, adjoint=None)[0], expected)
+
+
+def test_gradcheck():
+    layout, options, tensors = problem(2, 4, 5, 2, rank=2)
+    keep, y0, h0 = (tensors.pop(k) for k in NOT_DIFFERENTIATED)
+    for v in tensors.values():
+        v.requires_grad_()
+
+    def solve(*values):
+        given = dict(zip(tensors, values), keep=keep, y0=y0, h0=h0)
+        return cpu_cell.cell(layout, options, **given, adjoint=None)[0]
+
+    assert torch.autograd.gradcheck(solve, tuple(tensors.values()))
