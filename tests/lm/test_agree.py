@@ -1,4 +1,4 @@
-"""lm.agree: a tiny random model under every schedule, budgets of iterations, each refusal."""
+"""lm.agree and lm.budget: a tiny random model under every schedule, each refusal."""
 
 import json
 import math
@@ -11,20 +11,20 @@ pytest.importorskip("rich")
 import torch
 
 from lm import agree as module
-from lm.agree import SCHEDULES, AgreementError, agree, budget, budget_table, solving, table
+from lm import budget as of_budget
+from lm.agree import SCHEDULES, AgreementError, agree, table
+from lm.budget import budget
 from lm.cli import main
 from lm.data.sources import is_validation
 from lm.export import write_export
 from lm.exported import LoadError
-from lm.generate import GenerationError, generate, load_exported, set_solver
-from lm.model.configuration_fprnn import FPRNNConfig
+from lm.generate import GenerationError, generate, load_exported
+from lm.model.configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SMALL = {"sequences": 3, "length": 12, "batch_size": 2}
-EASY = {"contractive": 0.5}  # few iterations, so that the tests are quick
 ROW = {
-    "tol", "perplexity", "work", "num_iters", "unconverged", "seconds", "difference", "top1",
-    "perplexity_ratio",
+    "tol", "perplexity", "evaluations", "failed", "seconds", "difference", "top1",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def exported(folder, tokenizer, **settings):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
     return exported(
-        tmp_path_factory.mktemp("fp_mamba1"), byte_tokenizer, tol=0.05, glu_in_loop=True, **EASY
+        tmp_path_factory.mktemp("fp_mamba1"), byte_tokenizer, tol=0.05, glu_in_loop=True
     )
 
 
@@ -73,39 +73,79 @@ def test_every_schedule_is_compared_and_the_config_is_as_before(checkpoint, text
     assert str(checkpoint.parents[1]) not in written.read_text()
     assert tuple(results["schedules"]) == SCHEDULES
     tight = results["tight"]
-    assert tight.keys() == ROW - {"difference", "top1", "perplexity_ratio"}
-    assert (tight["tol"], tight["unconverged"]) == (1e-5, 0)
+    assert tight.keys() == ROW
+    assert (tight["tol"], tight["failed"], tight["evaluations"]) == (None, 0, 1)
+    assert (tight["difference"], tight["top1"]) == (0, 1)
     assert (results["text"], results["sequences"], results["length"]) == ("words.txt", 3, 12)
-    assert results["trained_with"] == {"schedule": "mixed", "stopping": "causal"}
-    for name, row in results["schedules"].items():
-        assert row.keys() == ROW | {"seconds_ratio"}
-        assert row["tol"] == 0.05 if name == "paper" else row["tol"] < 0.05
-        assert 0 <= row["difference"]["mean"] <= row["difference"]["max"] < 1
-        assert 0.5 < row["top1"] <= 1 and 0 <= row["unconverged"] <= 1
-        assert row["perplexity_ratio"] == pytest.approx(1, abs=0.05)
-        assert row["work"] >= 1 and row["seconds"] > 0 and row["seconds_ratio"] > 0
-    assert results["schedules"]["paper"]["seconds_ratio"] == 1
+    assert results["evaluated_with"]["token"] == "exact"
+    assert len(results["num_iters"]) == 2 and min(results["num_iters"]) > 1
+    for row in results["schedules"].values():
+        assert row.keys() == ROW
+        assert row["evaluations"] >= 1 and row["seconds"] > 0
+    for name in ("sequential", "window:16", "parallel"):
+        row = results["schedules"][name]
+        assert row["tol"] is None if name == "sequential" else row["tol"] == 0.01
+        assert row["failed"] == 0 and row["top1"] > 0.95 and row["difference"] < 0.1
+        assert row["perplexity"] == pytest.approx(tight["perplexity"], rel=1e-3)
+    paper = results["schedules"]["paper"]
+    assert paper["tol"] == 0.05 and 0 <= paper["top1"] <= 1 and paper["evaluations"] > 1
     finished = [what for *_, what in seen if what]
     assert finished == ["reading the text", "tight", *SCHEDULES]
-    assert seen[0][:2] == (0, None) and {total for _, total, _ in seen[1:]} == {14}
-    assert [done for done, *_ in seen] == list(range(15))
+    assert seen[0][:2] == (0, None) and {total for _, total, _ in seen[1:]} == {10}
+    assert [done for done, *_ in seen] == list(range(11))
     config, fresh = loaded[0][0].config, FPRNNConfig()
-    for name in module.SETTINGS:
-        assert getattr(config, name) == getattr(fresh, name)
+    for name in SOLVER_FIELDS:
+        if name not in ("tol", "stepsize"):  # of the checkpoint
+            assert getattr(config, name) == getattr(fresh, name)
 
 
-def test_the_tight_solution_agrees_with_itself(checkpoint, text, tmp_path):
-    out = tmp_path / "deep" / "down" / "a.json"
-    results = agree(
-        checkpoint, text, schedules=["sequential", "parallel"], tol=1e-5, **SMALL, out=out
-    )
-    assert json.loads(out.read_text()) == results
-    row = results["schedules"]["sequential"]
-    assert row["difference"] == {"max": 0, "mean": 0}
-    assert row["top1"] == row["perplexity_ratio"] == 1
-    assert row["seconds_ratio"] is None  # the paper's schedule was not asked for
-    assert row["work"] == results["tight"]["work"]
-    assert 0 < results["schedules"]["parallel"]["difference"]["max"] < 1e-2
+def test_a_tolerance_nearer_to_zero_is_nearer_to_the_tight_solution(checkpoint, text, tmp_path):
+    def distance(tol):
+        options = {"schedules": ["parallel", "sequential"], "tol": tol, "out": tmp_path / "a.json"}
+        rows = agree(checkpoint, text, sequences=1, length=40, **options)["schedules"]
+        assert rows["sequential"]["difference"] == 0 and rows["sequential"]["top1"] == 1
+        return rows["parallel"]["difference"], rows["parallel"]["evaluations"]
+
+    (loose, fewer), (near, more) = distance(0.5), distance(1e-6)
+    assert near < 1e-4 < loose and fewer < more
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stopping": "paper"},
+        {"token": "iterate", "gradient": "phantom:2"},
+        {"block": "fp_rnn", "stopping": "paper"},
+        {"block": "fp_mamba2", "headdim": 8, "mixer": "dplr", "mixer_rank": 2},
+        {"mixer": "kronecker", "gradient": "adjoint:3", "schedule": "window:4"},
+        {"dt_h_dep": True},
+    ],
+    ids=lambda settings: ",".join(map(str, settings.values())),
+)
+def test_whatever_trained_it_the_exact_schedules_agree(tmp_path, byte_tokenizer, text, settings):
+    path = exported(tmp_path, byte_tokenizer, **settings)
+    results = agree(path, text, sequences=2, length=12, tol=1e-4)
+    for name in ("sequential", "window:16", "parallel"):
+        row = results["schedules"][name]
+        assert row["top1"] == 1 and row["difference"] < 0.02, name
+
+
+def test_lengths_beyond_any_training_are_compared(checkpoint, tmp_path):
+    long = tmp_path / "long.txt"
+    long.write_text("Mary went to the kitchen. Where is the apple? " * 10, encoding="utf-8")
+    options = {"schedules": ["window:16"], "sequences": 1, "length": 400}
+    results = agree(checkpoint, long, **options, out=tmp_path / "a.json")
+    for row in results["schedules"].values():
+        assert row["top1"] > 0.99 and row["failed"] == 0
+
+
+def test_logits_are_compared_a_part_at_a_time(checkpoint, text, tmp_path, monkeypatch):
+    options = {"schedules": ["parallel"], "out": tmp_path / "a.json", **SMALL}
+    whole = agree(checkpoint, text, **options)["schedules"]["parallel"]
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 5)
+    parts = agree(checkpoint, text, **options)["schedules"]["parallel"]
+    for name in ROW - {"seconds"}:
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
 def test_the_perplexity_is_that_of_the_causal_language_model(checkpoint, text, tmp_path, loaded):
@@ -124,7 +164,7 @@ def test_the_perplexity_is_that_of_the_causal_language_model(checkpoint, text, t
 
 
 def test_the_seed_chooses_the_places_and_a_short_text_has_fewer(checkpoint, text, tmp_path):
-    quick = {"schedules": ["paper"], "tight_tol": 0.1, "out": tmp_path / "a.json"}
+    quick = {"schedules": ["paper"], "out": tmp_path / "a.json"}
 
     def perplexity(**options):
         results = agree(checkpoint, text, **quick, **options)
@@ -136,19 +176,11 @@ def test_the_seed_chooses_the_places_and_a_short_text_has_fewer(checkpoint, text
     assert perplexity(sequences=50, length=90)[0] == 2  # 184 bytes and an EOS
 
 
-def test_exact_is_there_where_the_model_has_it(tmp_path, byte_tokenizer, text):
-    path = exported(tmp_path, byte_tokenizer, block="fp_rnn")
-    results = agree(path, text, sequences=1, length=6)
-    assert tuple(results["schedules"]) == (*SCHEDULES, "exact")
-    assert results["schedules"]["exact"]["work"] == 1
-    assert results["schedules"]["exact"]["difference"]["max"] < 1e-3
-
-
 def test_by_default_the_text_is_the_builtin_corpus_held_out(checkpoint, tmp_path, monkeypatch):
     texts = [f"{i:03d}" for i in range(200)]
     held_out = [text for text in texts if is_validation(text, 0.05)]
     monkeypatch.setattr("lm.data.sources.builtin_documents", lambda: texts)
-    few = {"schedules": ["paper"], "sequences": 500, "length": 4, "tight_tol": 0.1}
+    few = {"schedules": ["paper"], "sequences": 500, "length": 4}
     results = agree(checkpoint, **few, out=tmp_path / "a.json")
     assert results["text"] == "the built-in corpus, held-out documents"
     assert results["sequences"] == (4 * len(held_out) - 1) // 4  # three digits and an EOS each
@@ -162,15 +194,13 @@ def test_more_iterations_are_more_work(checkpoint, text, tmp_path, loaded):
     assert json.loads(written.read_text()) == results
     figure = tmp_path / "b" / "figures" / "budget.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
-    assert tuple(results["schedules"]) == ("parallel", "auto", "sequential")
+    assert tuple(results["schedules"]) == of_budget.SCHEDULES
     for name, rows in results["schedules"].items():
         assert [r["max_iters"] for r in rows] == [1, 2, 4]
         assert all(r.keys() == ROW | {"max_iters"} for r in rows)
-        work = [r["work"] for r in rows]
-        assert work == sorted(set(work)) and work[0] >= 1
-        if name == "parallel":  # a window has tokens to spare
-            assert all(w <= r["max_iters"] for w, r in zip(work, rows))
-        assert rows[0]["difference"]["mean"] > rows[-1]["difference"]["mean"]
+        assert [r["evaluations"] for r in rows] == [1, 2, 4]
+        if name != "paper":
+            assert rows[0]["difference"] > rows[-1]["difference"]
     assert loaded[0][0].config.eval_max_iters == 1000 and loaded[0][0].config.eval_tol == "auto"
 
 
@@ -200,25 +230,11 @@ def test_tables_fit_a_terminal(checkpoint, text, tmp_path):
     budgets = budget(checkpoint, text, iterations=[1, 2], **small, out=tmp_path)
     with console.capture() as capture:
         console.print(table(results))
-        console.print(budget_table(budgets))
+        console.print(of_budget.table(budgets))
     shown = capture.get()
     assert "…" not in shown
-    for part in ("sequential", "window:16", "1234.56", "1e-5", "missed", "ℓmax", "‖h_tight‖∞"):
+    for part in ("sequential", "window:16", "1234.56", "0.01", "failed", "ℓmax", "max Δ"):
         assert part in shown
-
-
-def test_the_settings_come_back_after_an_error(checkpoint):
-    model, _ = load_exported(checkpoint)
-    before = {name: getattr(model.config, name) for name in module.SETTINGS}
-    with pytest.raises(ZeroDivisionError), solving(model, "paper", 0.5, 3):
-        assert (model.config.schedule, model.config.stopping) == ("parallel", "paper")
-        assert (model.config.eval_tol, model.config.eval_max_iters) == (0.5, 3)
-        raise ZeroDivisionError
-    assert {name: getattr(model.config, name) for name in module.SETTINGS} == before
-    for wrong in [("nonsense",), ("exact",), ("auto", 0.0), ("auto", 0.1, 0)]:
-        with pytest.raises(GenerationError):
-            set_solver(model, *wrong)
-        assert {name: getattr(model.config, name) for name in module.SETTINGS} == before
 
 
 @pytest.mark.parametrize(
@@ -229,11 +245,9 @@ def test_the_settings_come_back_after_an_error(checkpoint):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"tol": 0.0}, "tol is 0: it is a relative residual, above 0"),
         ({"tol": math.nan}, "tol is nan"),
-        ({"tight_tol": -1e-5}, r"tight_tol is -1e-05"),
-        ({"schedules": []}, "no schedules given; by default they are paper, parallel"),
-        ({"schedules": ["auto", "windw:4"]}, r"schedule is `windw:4`.*window:W.*; paper \(all"),
-        ({"schedules": ["window:0"]}, "a width is at least 1"),
-        ({"schedules": ["exact"]}, "`exact` is for fp_rnn with one reflection"),
+        ({"schedules": []}, "no schedules given; by default they are sequential, window:16"),
+        ({"schedules": ["auto", "windw:4"]}, r"schedule is `windw:4`.*window:W.*; paper \(the"),
+        ({"schedules": ["window:0"]}, "W is at least 1"),
         ({"text": "nowhere.txt"}, r"no text file at nowhere\.txt"),
         ({"length": 500}, r"has 185 tokens, but a sequence of length 500 needs 501"),
     ],
@@ -246,6 +260,8 @@ def test_what_cannot_be_compared_is_a_sentence(checkpoint, text, tmp_path, optio
 
 
 def test_a_budget_of_nothing_is_a_sentence(checkpoint, text):
+    with pytest.raises(AgreementError, match="sequential iterates nothing: there is no budget"):
+        budget(checkpoint, text, schedules=["sequential"])
     for wrong, shown in [([], "empty"), ([4, 0], "4,0")]:
         with pytest.raises(AgreementError, match=f"iterations is {shown}"):
             budget(checkpoint, text, iterations=wrong)
@@ -287,9 +303,9 @@ def test_the_commands(checkpoint, text, tmp_path, capsys):
     assert "window:2" in capsys.readouterr().out
     results = json.loads(out.read_text())
     assert {name: r["tol"] for name, r in results["schedules"].items()} == {
-        "paper": 0.02, "window:2": 0.02,
+        "paper": 0.05, "window:2": 0.02,
     }  # fmt: skip
-    options = ["--schedules", "auto", "--iterations", "1,2", "--out", str(tmp_path)]
+    options = ["--schedules", "parallel", "--iterations", "1,2", "--out", str(tmp_path)]
     assert main(["budget", str(checkpoint), *small, *options]) == 0
     shown = capsys.readouterr().out
     assert "ℓmax" in shown and f"drawn: {tmp_path}/figures/budget.png" in shown
@@ -305,7 +321,7 @@ def test_generate_takes_a_schedule_and_a_cache(checkpoint, monkeypatch, capsys):
     calls, plain = [], FPRNNForCausalLM.generate
 
     def spy(self, **kwargs):
-        calls.append((self.config, kwargs))
+        calls.append((self.solver(length=4), kwargs))
         return plain(self, **kwargs)
 
     monkeypatch.setattr(FPRNNForCausalLM, "generate", spy)
@@ -318,10 +334,10 @@ def test_generate_takes_a_schedule_and_a_cache(checkpoint, monkeypatch, capsys):
     assert main(["generate", str(checkpoint), "--prompt", "Mary", *options]) == 0
     assert capsys.readouterr().out.startswith("Mary")
     assert all(kwargs["use_cache"] is True for _, kwargs in calls)
-    config = calls[-1][0]
-    assert (config.schedule, config.stopping) == ("parallel", "paper")
-    assert (config.eval_tol, config.eval_max_iters) == (0.2, 7)
-    assert [c.schedule for c, _ in calls[:4]] == ["mixed", "parallel", "sequential", "window:3"]
+    solver = calls[-1][0]
+    assert (solver["schedule"], solver["stopping"]) == ("parallel", "paper")
+    assert (solver["tol"], solver["max_iters"]) == (0.2, 7)
+    assert [c["schedule"] for c, _ in calls[1:4]] == ["parallel", "sequential", "window:3"]
 
 
 @pytest.mark.parametrize(
