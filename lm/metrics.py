@@ -137,8 +137,8 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
     what = "the token's equation was not solved"
     cures = "model.contractive: 0.9 or model.glu_in_loop: false"
     if solver["max_iters"] is not None:  # tokens may also have been left by the way through time
-        what += f" (or not to tol {solver['tol']:g} within {solver['max_iters']} iterations)"
-        cures += f"; or allow more than {solver['max_iters']} iterations, or schedule: sequential"
+        what += " (or not to the tolerance within the iterations allowed)"
+        cures += "; or allow more iterations, or schedule: sequential"
     return {
         layer: (
             f"{what} for {share:.2%} of the tokens of layer {layer}"
