@@ -38,7 +38,7 @@ def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
         model = model_of(seed=seed, **fields)
         output = model(tokens(200), labels=tokens(200))
         output.loss.backward()
-        assert output.fixed_point.converged.all()
+        assert (output.fixed_point.failed == 0).all()
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
