@@ -372,7 +372,7 @@ def ms(seconds):
 
 
 def ratio(base, seconds):
-    return "–" if base is None or seconds is None else f"{base / seconds:.2f}×"
+    return "–" if not base or not seconds else f"{base / seconds:.2f}×"
 
 
 def share(bound, seconds):
