@@ -138,6 +138,7 @@ class Solver(Section):
     n_backwards: int = Field(1, gt=0)
     adjoint_clip: PositiveFloat | None = None
     jacobian_reg: float = Field(0.0, ge=0)
+    state_noise: float = Field(0.0, ge=0)
 
     @property
     def iterates(self) -> bool:

@@ -134,12 +134,14 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
+    what = "the token's equation was not solved"
     cures = "model.contractive: 0.9 or model.glu_in_loop: false"
-    if solver["max_iters"] is not None:
-        cures += f"; or allow more than {solver['max_iters']} iterations, or schedule: sequential"
+    if solver["max_iters"] is not None:  # tokens may also have been left by the way through time
+        what += " (or not to the tolerance within the iterations allowed)"
+        cures += "; or allow more iterations, or schedule: sequential"
     return {
         layer: (
-            f"the token's equation was not solved for {share:.2%} of the tokens of layer {layer}"
+            f"{what} for {share:.2%} of the tokens of layer {layer}"
             f" (more than {FAILED_SHARE:.1%}), so what the layer gave there is not its solution:"
             f" train with {cures}"
         )

@@ -168,10 +168,16 @@ void rows_of(const Cell &p, int64_t first, int64_t count, int64_t t, const T *W,
             for (int64_t c = 0; c < p.channels; ++c)
                 f.y_before[i * f.width + c] *= in<T>(p.keep)[at];
     }
-    by_parts(count, [&](int64_t i, auto S) {
-        const T *y = f.y_before + i * f.width;
-        project_some<T, decltype(S)::value>(W, p.reading, f.width, y, rows + i * step, step);
-    });
+    // Rows of the weight by the quarter of an L2 cache: read from memory once for all sequences.
+    const int64_t most = std::max<int64_t>(16, (1 << 18) / (f.width * sizeof(T)) / 16 * 16);
+    for (int64_t j = 0; j < p.reading; j += most) {
+        const int64_t here = std::min(most, p.reading - j);
+        by_parts(count, [&](int64_t i, auto S) {
+            const T *y = f.y_before + i * f.width;
+            T *to = rows + i * step + j;
+            project_some<T, decltype(S)::value>(W + j * f.width, here, f.width, y, to, step);
+        });
+    }
 }
 
 template <class T, int R>
@@ -202,7 +208,9 @@ template <class T> void forward(const Cell &p) {
     std::vector<T> copy;
     const T *W = whole_rows<T>(p, copy);
     by_rank(p, [&](auto R) {
-        by_groups(p, [&](int64_t first, int64_t count) {
+        // A weight that the L2 cache cannot hold is read for more sequences at once.
+        const bool large = p.reading * p.channels * int64_t(sizeof(T)) > (1 << 19);
+        by_groups(p, large ? 4 * TOGETHER : TOGETHER, [&](int64_t first, int64_t count) {
             group<T, decltype(R)::value>(p, first, count, W);
         });
     });

@@ -302,10 +302,11 @@ void before_norm(const Cell &p, int64_t at, const Token<T> &k, T *v, T &mean, T 
     inverse = 1 / std::sqrt(across<T>(squares) / T(d) + T(p.norm_eps));
 }
 
-// run(first, count, slot) on the groups that sequences are shared out in, by several threads.
-template <class Run> void by_groups(const Cell &p, Run run) {
+// run(first, count) on the groups that sequences are shared out in, by several threads; together: the
+// most in one.
+template <class Run> void by_groups(const Cell &p, int64_t together, Run run) {
     const int64_t threads = std::max<int64_t>(1, p.threads);
-    const int64_t most = std::min<int64_t>(TOGETHER, (p.rows + threads - 1) / threads);
+    const int64_t most = std::min<int64_t>(together, (p.rows + threads - 1) / threads);
     const int64_t groups = (p.rows + most - 1) / most;
     const int64_t work = p.rows * p.length * p.channels * (p.reading + 8 * p.states + 32);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (groups > 1 && work > (1 << 20))

@@ -164,7 +164,7 @@ template <class T> void backward(const Cell &p) {
     const T *W = whole_rows<T>(p, copy);
     Sums<T> sums(p);
     by_rank(p, [&](auto R) {
-        by_groups(p, [&](int64_t first, int64_t count) {
+        by_groups(p, TOGETHER, [&](int64_t first, int64_t count) {
             group_back<T, decltype(R)::value>(p, first, count, W, sums);
         });
     });

@@ -95,7 +95,7 @@ class FPMamba(FixedPointBlock):
             matrix, bias = affine_map(self.dt_y_proj, x)
             others["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
         mixed = x.to(acc).contiguous()
-        projections, weights = self._project(x, mixed, *others.values())
+        projections, weights = self._project(x, mixed, seqs, *others.values())
         time = MambaTime(dt, A, keep, decays, self._decays)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
 
@@ -318,7 +318,7 @@ class FPRNN(FixedPointBlock):
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         mixed = b * x.to(acc)
-        projections, weights = self._project(x_mixer, mixed)
+        projections, weights = self._project(x_mixer, mixed, seqs)
         time = VectorTime(decay, fresh, x, keep)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
 

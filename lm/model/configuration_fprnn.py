@@ -30,6 +30,7 @@ RANGES = {  # field → (least, most, both in words)
     "stepsize": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "stepsize_decay": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "jacobian_reg": (0, _LARGE, "a number from 0 on"),
+    "state_noise": (0, _LARGE, "a number from 0 on"),
     "adjoint_clip": (_TINY, _LARGE, "a number above 0, or null"),
     "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "out_norm_epsilon": (_TINY, _LARGE, "a number above 0"),
@@ -58,7 +59,7 @@ def mixer_bounds(block, mixer, kronecker_norm, contractive):
 SOLVER_FIELDS = (
     "token", "schedule", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters", "quantile",
     "stepsize", "stepsize_decay", "patience", "gradient", "n_backwards", "adjoint_clip",
-    "jacobian_reg",
+    "jacobian_reg", "state_noise",
 )  # fmt: skip
 
 CHOICES = {
@@ -183,6 +184,8 @@ class FPRNNConfig(PretrainedConfig):
         adjoint_clip: what reaches a token's output from later tokens, in the exact gradient, is at
         most so many times the largest that reaches one of the sequence from above; None: no limit.
         jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
+        state_noise: σ of Gaussian noise on sh(y) wherever it is read, in training; 0: off. States
+        that survive it have margin: length generalisation (docs/fixed-point.md).
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
         use_cache: a forward pass outside training returns what the next one can go on from.
@@ -250,6 +253,7 @@ class FPRNNConfig(PretrainedConfig):
         n_backwards=1,
         adjoint_clip=None,
         jacobian_reg=0.0,
+        state_noise=0.0,
         max_position_embeddings=2048,
         use_cache=True,
         pad_token_id=None,
@@ -321,6 +325,7 @@ class FPRNNConfig(PretrainedConfig):
         self.n_backwards = n_backwards
         self.adjoint_clip = adjoint_clip
         self.jacobian_reg = jacobian_reg
+        self.state_noise = state_noise
         self.settle()
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache

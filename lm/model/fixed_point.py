@@ -140,7 +140,7 @@ class FixedPointBlock(nn.Module):
         f_y = at_the_end(y, "f_y")
         return BlockState(at_the_end(y_star, "y"), f_y, h.detach().clone(), self._tails(s, y))
 
-    def _project(self, x, like, *others):
+    def _project(self, x, like, seqs, *others):
         """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: see
         `side_by_side`. Returns Projections and the mixer's weights."""
         cfg, weights, d = self.config, self.mixer.weights(x), x.shape[-1]
@@ -148,7 +148,8 @@ class FixedPointBlock(nn.Module):
         if cfg.mixer_h_dep:
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
-        return side_by_side([mixer, *others], like), weights
+        projections = side_by_side([mixer, *others], like)
+        return projections.moved(seqs.noise), weights
 
     # One evaluation.
 
@@ -385,6 +386,9 @@ class FixedPointBlock(nn.Module):
         return torch.is_grad_enabled() and by_token and c.gradient == "exact"
 
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
+        if self.training and self.settings.state_noise:
+            noise = torch.randn(*u.shape[:2], self.config.d_inner, device=u.device)
+            seqs = seqs._replace(noise=self.settings.state_noise * noise)
         if self._through_time(u.shape[1]):
 
             def solve(u):

@@ -36,6 +36,14 @@ class Projections(NamedTuple):
             for name, at in self.columns.items()
         }
 
+    def moved(self, noise):
+        """As if `noise` (b,l,d) were added to sh(y) wherever it is read; None: none."""
+        k = self.weight_y.shape[0]
+        if noise is None or not k:
+            return self
+        read = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
+        return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
+
     def cut(self, start, end):
         """Of the tokens start ≤ t < end."""
         return self._replace(raw=self.raw[:, start:end])

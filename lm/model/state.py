@@ -105,6 +105,7 @@ class Sequences(NamedTuple):
     # A block that starts from a state, or is to return one, wants padding on the right.
     state: BlockState | None = None  # what the tokens before the first left behind
     return_state: bool = False  # the block returns its BlockState as well
+    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
 
     def before(self, name, index=None):
         """A field of the state to start from (of a tuple: its index-th), None without a state."""

@@ -356,7 +356,7 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     assert {json.dumps(r["solver"]) for r in rows.values()} == {json.dumps(solver)}
     again = evaluate_run(c.run_dir, overrides=["eval.max_iters=3", "solver.schedule=window:2"])
     assert again["eval"][0]["in_training"] == {"count": 16, "of": 16}
-    assert again["eval"][0]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
+    assert again["eval"][1]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
     exact = evaluate_run(c.run_dir, overrides=["solver={token: exact, schedule: sequential}"])
     assert exact["eval"][0]["solver"]["tol"] is exact["eval"][0]["solver"]["max_iters"] is None
     assert exact["eval"][0]["num_iters"] == again["eval"][0]["num_iters"]

@@ -1,0 +1,57 @@
+"""Mamba's initialisation of a model's modules (docs/model.md, 'Initialisation')."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .blocks import FPMamba1, FPMamba2
+from .fixed_point import FixedPointBlock
+from .layers import Orthogonal, RMSNorm, WNLinear
+
+
+def initialise(module, config):
+    """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
+    alone what a checkpoint has loaded."""
+    if isinstance(module, nn.Embedding):
+        init.normal_(module.weight, std=0.02)
+    elif isinstance(module, nn.Linear | nn.Conv1d):
+        normed = isinstance(module, WNLinear)
+        weight = module.direction if normed else module.weight
+        init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if module.bias is not None:
+            init.zeros_(module.bias)
+        if normed:
+            init.copy_(module.gain, torch.linalg.vector_norm(weight, dim=1, keepdim=True))
+    elif isinstance(module, RMSNorm | nn.LayerNorm):
+        init.ones_(module.weight)
+        if isinstance(module, nn.LayerNorm):
+            init.zeros_(module.bias)
+    elif isinstance(module, Orthogonal):
+        init.zeros_(module.weight)
+        init.orthogonal_(module.base)
+    elif isinstance(module, FixedPointBlock):
+        _initialise_block(module, config)
+
+
+def _initialise_block(module, cfg):
+    init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
+    init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+    if isinstance(module, FPMamba1):
+        n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
+        init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
+        bound = cfg.dt_rank**-0.5
+        init.uniform_(module.dt_proj.weight, -bound, bound)
+        dt_bias = module.dt_proj.bias
+    elif isinstance(module, FPMamba2):
+        A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
+        init.copy_(module.A_log, A.log())
+        dt_bias = module.dt_bias
+    else:
+        return
+    init.ones_(module.D)
+    low, high = math.log(1e-3), math.log(1e-1)
+    u = torch.rand(dt_bias.shape, device=dt_bias.device)
+    dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
+    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
