@@ -64,10 +64,10 @@ SHAPES = {
 }
 
 
-def parser(doc, repeats=15):
-    """The options that every script has; see `parse`."""
+def parser(doc, repeats=15, shape="small"):
+    """The options that every script has; see `parse`. shape: the default of --shape."""
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--shape", choices=SHAPES, default="small")
+    p.add_argument("--shape", default=shape, help=f"of {', '.join(SHAPES)}; or several: A,B")
     for name in ("layers", "d-model", "length", "batch", "rank", "vocab"):
         p.add_argument(f"--{name}", type=int, help="instead of the shape's")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -88,15 +88,19 @@ def numbers(text):
 
 
 def parse(p):
-    """The options, `shape` as a Shape and `device` as a torch.device; seeds the generators. The
-    process starts itself again with MALLOC, once."""
+    """The options, `shapes` as Shapes, `shape` the first of them, and `device` as a torch.device;
+    seeds the generators. The process starts itself again with MALLOC, once."""
     a = p.parse_args()
     if sys.platform == "linux" and any(os.environ.get(k) != v for k, v in MALLOC.items()):
         os.environ.update(MALLOC)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     a.arguments = {name: value for name, value in vars(a).items() if value not in (None, "")}
     named = {name: getattr(a, name) for name in (*Shape._fields[:6], "dtype") if getattr(a, name)}
-    a.shape = SHAPES[a.shape]._replace(**named)
+    unknown = [name for name in a.shape.split(",") if name not in SHAPES]
+    if unknown:
+        p.error(f"--shape: no {unknown[0]}; there are {', '.join(SHAPES)}")
+    a.shapes = [SHAPES[name]._replace(**named) for name in a.shape.split(",")]
+    a.shape = a.shapes[0]
     found = "cuda" if torch.cuda.is_available() else "cpu"
     a.device = torch.device(found if a.device == "auto" else a.device)
     a.threads = [0] if a.device.type == "cuda" else a.threads
@@ -368,7 +372,7 @@ def ms(seconds):
 
 
 def ratio(base, seconds):
-    return "–" if base is None or seconds is None else f"{base / seconds:.2f}×"
+    return "–" if not base or not seconds else f"{base / seconds:.2f}×"
 
 
 def share(bound, seconds):

@@ -41,19 +41,19 @@ class PaperFPMamba1(FPMamba1):
 
     scan = "plain"  # or "auto", the fastest there is, or "loop", over time
 
-    def _static(self, *inputs):
+    def _prepared(self, *inputs):
         self.inputs = inputs
-        return super()._static(*inputs)
+        return super()._prepared(*inputs)
 
     def _decays(self, dt, A, keep):
         return None
 
     def _again(self):
-        """Static, computed anew."""
+        """Prepared, computed anew."""
         x, z, _, _, seqs, tail = self.inputs
         c = self.config
         delta, bc_x = self.x_proj(x).split([c.dt_rank, 2 * c.d_state], dim=-1)
-        return super()._static(x, z, bc_x, delta, seqs, tail)
+        return super()._prepared(x, z, bc_x, delta, seqs, tail)
 
     def step(self, s, y, with_state=False):
         return super().step(self._again(), y, with_state)
@@ -61,19 +61,16 @@ class PaperFPMamba1(FPMamba1):
     def step_residual(self, s, y):  # the solve's iteration
         return super().step_residual(self._again(), y)
 
-    def scan_time(self, s, x, B, C, delta=None):
-        dt, A, keep, _ = s.time
-        B, C = self._normalised(B, C)
-        inputs = x, self._dt_of(s, delta) if dt is None else dt, A, B, C
-        inputs = (*inputs, s.seqs.before("h"), keep)
+    def scan_time(self, s, parts, x):
+        inputs = x, parts.dt, s.time.A, parts.B, parts.C, s.seqs.before("h"), s.time.keep
         if self.scan == "loop":
             return sequential_scan(*inputs)
         with kernels(self.scan):
             return selective_scan(*inputs)
 
-    def forward(self, u, seqs=Sequences()):  # noqa: B008
+    def forward(self, *given):
         try:
-            return super().forward(u, seqs)
+            return super().forward(*given)
         finally:
             self.inputs = None  # it holds the graph
 
@@ -81,7 +78,7 @@ class PaperFPMamba1(FPMamba1):
 class Mamba1(FPMamba1):
     """Mamba (Gu & Dao 2023) on our scan, in the place of a fixed-point block."""
 
-    def forward(self, u, seqs=Sequences()):  # noqa: B008
+    def forward(self, u, seqs=Sequences(), *_):  # noqa: B008
         c = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x = self._conv(x, seqs, self.conv1d)
@@ -90,9 +87,8 @@ class Mamba1(FPMamba1):
         with torch.autocast(u.device.type, enabled=False):
             o, _ = selective_scan(x, dt, -torch.exp(self.A_log), B, C)
             o = (o + self.D * x) * F.silu(z.to(o.dtype))
-        zero, no = o.new_zeros(len(u)), torch.zeros(len(u), dtype=torch.bool, device=u.device)
-        per_token = torch.ones(u.shape[:2], dtype=torch.long, device=u.device)
-        stats = FixedPointStats(per_token[:, 0], ~no, no, zero, zero, zero + 1, zero, per_token)
+        zero = o.new_zeros(len(u))
+        stats = FixedPointStats(zero + 1, zero, zero, zero)
         return self.out_proj(o.to(self.out_proj.weight.dtype)), stats
 
 
@@ -100,22 +96,23 @@ def blocks(model):
     return [layer.block for layer in model.backbone.layers]
 
 
+# The paper's procedure, as solver fields, and ours.
+PAPER = {"token": "iterate", "stopping": "paper", "schedule": "parallel", "gradient": "one_step"}
+EXACT = {"token": "exact", "schedule": "auto", "gradient": "exact"}
+
+
 @contextlib.contextmanager
-def running(model, kernel="auto", schedule="parallel", stopping="causal", scan=None):
-    """The model's own weights under another schedule and with other kernels. scan: as the paper's
-    code iterates, on this scan (see PaperFPMamba1)."""
+def running(model, kernel="auto", scan=None, **fields):
+    """The model's own weights, solved by other solver fields and with other kernels. scan: as the
+    paper's code iterates, on this scan (see PaperFPMamba1)."""
     try:
         for block in blocks(model) if scan else ():
             block.__class__, block.scan = PaperFPMamba1, scan
-        solving = model.solving(schedule=schedule, stopping=stopping)
-        with solving, kernels("plain" if scan else kernel):
+        with model.solving(**fields), kernels("plain" if scan else kernel):
             yield model
     finally:
         for block in blocks(model) if scan else ():
             block.__class__ = FPMamba1
-
-
-PAPER = {"stopping": "paper", "schedule": "parallel"}
 
 
 def ours(shape, **options):

@@ -2,11 +2,9 @@
 
 python benchmarks/decode.py [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
 
-Random weights: the counts of iterations are those of a model that has learnt nothing. It has
-several fixed points, and all tokens at once find others than one by one, as decoding does;
-`--unique` makes the iteration contract, so that there is one, and then the tokens must agree.
-Rows without a cache solve the whole text again for every token; they make a sixteenth as many. Ours
-solves to 0.01, as in evaluation, the paper's procedure to 0.1.
+Random weights, each token's own equation solved (token exact); the paper's procedure to 0.1. Rows
+without a cache solve the whole text again for every token; they make a sixteenth as many. `a step`
+is one call of the model for one token, without `generate`'s own work.
 """
 
 import functools
@@ -36,8 +34,7 @@ CACHED, UNCACHED, MAMBA = "ours", "ours, without cache", "transformers' Mamba"
 
 def models(a):
     """(ours, transformers' Mamba): the same widths, random weights."""
-    unique = dict(contractive=0.3, out_norm_epsilon=1.0) if a.unique else {}
-    made = contenders.ours(a.shape, use_short_conv=True, schedule=a.schedule, **unique)
+    made = contenders.ours(a.shape, use_short_conv=True)
     return made.to(a.device).eval(), contenders.their_mamba(a.shape).to(a.device).eval()
 
 
@@ -46,21 +43,39 @@ def autocast(a):
 
 
 def agreement(model, text, prompt):
-    """On one text, solved at once and decoded after `prompt` tokens: mean iterations of a token in
-    each, the share of equal most likely tokens, and the largest difference of logits relative to
-    their spread."""
+    """On one text, solved at once and decoded after `prompt` tokens: the share of equal most likely
+    tokens, and the largest difference of logits relative to their spread."""
     whole = model(text)
     outs = [model(text[:, :prompt], use_cache=True)]
     cache = outs[0].past_key_values
     outs += [model(token, past_key_values=cache) for token in text[:, prompt:].split(1, 1)]
     decoded, logits = torch.cat([o.logits for o in outs[1:]], 1), whole.logits[:, prompt:]
     return dict(
-        iterations_at_once=whole.fixed_point.token_iters.double().mean().item(),
-        iterations_decoding=sum(o.fixed_point.token_iters.double().mean().item() for o in outs[1:])
-        / len(outs[1:]),
         same_tokens=(decoded.argmax(-1) == logits.argmax(-1)).double().mean().item(),
         difference=((decoded - logits).abs().max() / logits.std()).item(),
     )
+
+
+def one_step(a, model, prompt, options=None):
+    """A function that runs the model on one token after the prompt, again and again."""
+    with autocast(a):
+        cache = {"past_key_values": model(prompt, use_cache=True).get("past_key_values")}
+        if cache["past_key_values"] is None:  # transformers' Mamba
+            cache = {"cache_params": model(prompt, use_cache=True).cache_params}
+    token = prompt[:, -1:]
+
+    def run():
+        with autocast(a):
+            model(token, use_cache=True, **cache)
+
+    if options is None:
+        return run
+
+    def solved():
+        with contenders.running(model, **options):
+            run()
+
+    return solved
 
 
 def generate(a, model, prompt, new, use_cache, options=None):
@@ -93,12 +108,12 @@ def bound(a, model, batch, iterations, limits):
 def measure(a, ours, mamba, batch, limits):
     """Rows for this batch, and what `agreement` says."""
     prompt = torch.randint(a.shape.vocab, (batch, a.prompt)).to(a.device)
-    few, mixed = max(2, a.new // 16), dict(schedule=a.schedule)
+    few, exact = max(2, a.new // 16), contenders.EXACT
     variants = {
-        CACHED: (ours, a.new, True, mixed),
-        "ours, plain": (ours, a.new, True, dict(mixed, kernel="plain")),
-        UNCACHED: (ours, few, False, mixed),
-        "paper's procedure": (ours, few, False, dict(stopping="paper", scan="plain")),
+        CACHED: (ours, a.new, True, None),  # as it is
+        "ours, plain": (ours, a.new, True, exact | {"kernel": "plain"}),
+        UNCACHED: (ours, few, False, exact),
+        "paper's procedure": (ours, few, False, contenders.PAPER | {"scan": "plain"}),
         MAMBA: (mamba, a.new, True, None),
     }
     variants = wanted(a, variants)
@@ -107,28 +122,49 @@ def measure(a, ours, mamba, batch, limits):
         for name, (model, new, use_cache, options) in variants.items()
     }
     seconds, tokens = shortest(functions, a, most=40.0)
+    cached = {
+        name: one_step(a, model, prompt, options)
+        for name, (model, _, use_cache, options) in variants.items()
+        if use_cache
+    }
+    steps, _ = shortest(cached, a, inner=a.new)
     agree = {}
     if CACHED in tokens:
-        with contenders.running(ours, **mixed), autocast(a):
+        with contenders.running(ours, **exact), autocast(a):
             agree = agreement(ours, torch.cat([prompt, tokens[CACHED]], 1), a.prompt)
     rows = []
     for name, (_, new, *_) in variants.items():
         taken = seconds[name] and seconds[name] / new
         row = dict(batch=batch, name=name, seconds_per_token=taken, new=new)
-        row["tokens_per_second"] = taken and batch / taken
+        row |= dict(tokens_per_second=taken and batch / taken, seconds_per_step=steps.get(name))
         if name == CACHED and agree:
-            row |= agree | dict(
-                bound=bound(a, ours, batch, agree["iterations_decoding"], limits)
-            )  # fmt: skip
+            row |= agree | dict(bound=bound(a, ours, batch, 1, limits))
         rows.append(row)
     return rows, agree
+
+
+def table(batch, rows):
+    """What `show` prints."""
+    base = {row["name"]: row for row in rows}
+    mamba, uncached = base.get(MAMBA, {}), base.get(UNCACHED, {})
+    return [
+        {
+            f"batch {batch}": row["name"],
+            "tokens/s": f"{row['tokens_per_second'] or 0:,.1f}",
+            "ms a token": ms(row["seconds_per_token"]),
+            "in Mambas": ratio(row["seconds_per_token"], mamba.get("seconds_per_token")),
+            "ms a step": ms(row["seconds_per_step"]) if row["seconds_per_step"] else "–",
+            "step, in Mambas": ratio(row["seconds_per_step"], mamba.get("seconds_per_step")),
+            "vs without cache": ratio(uncached.get("seconds_per_token"), row["seconds_per_token"]),
+            "of bound": share(row["bound"], row["seconds_per_token"]) if "bound" in row else "–",
+        }
+        for row in rows
+    ]
 
 
 @torch.no_grad()
 def main():
     p = parser(__doc__, repeats=3)
-    p.add_argument("--schedule", default="mixed", help="of the model (default: the config's)")
-    p.add_argument("--unique", action="store_true", help="a model with one fixed point")
     p.add_argument("--prompt", type=int, default=64)
     p.add_argument("--new", type=int, default=64)
     p.add_argument("--batches", type=number_list, default=[1, 32])
@@ -141,24 +177,10 @@ def main():
         for batch in a.batches:
             rows, agree = measure(a, ours, mamba, batch, limits)
             everything += [dict(row, threads=count) for row in rows]
-            base = {row["name"]: row["seconds_per_token"] for row in rows}
-            cells = [
-                {
-                    f"batch {batch}": row["name"],
-                    "tokens/s": f"{row['tokens_per_second'] or 0:,.1f}",
-                    "ms a token": ms(row["seconds_per_token"]),
-                    "vs without cache": ratio(base.get(UNCACHED), row["seconds_per_token"]),
-                    "vs Mamba": ratio(base.get(MAMBA), row["seconds_per_token"]),
-                    "of bound": share(row["bound"], row["seconds_per_token"])
-                    if "bound" in row
-                    else "–",
-                }
-                for row in rows
-            ]
+            cells = table(batch, rows)
             words = (
-                "iterations per token: {iterations_at_once:.1f} of a text at once,"
-                " {iterations_decoding:.1f} decoding it; most likely tokens the same in"
-                " {same_tokens:.1%}, largest difference {difference:.1e} of the logits' spread"
+                "decoded and solved at once: most likely tokens the same in {same_tokens:.1%},"
+                " largest difference {difference:.1e} of the logits' spread"
             )
             show(words.format(**agree) if agree else "", cells)
     write_json(a, everything, ceilings=measured)

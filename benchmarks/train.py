@@ -1,12 +1,12 @@
-"""One full training step (forward, backward, clip, AdamW): ours, plain, the paper's, Mamba.
+"""One full training step (forward, backward, clip, AdamW): ours, the paper's procedure, Mamba.
 
-python benchmarks/train.py [--shape small --threads 1,2 --json FILE]
+python benchmarks/train.py [--shape small,words --threads 1,2 --json FILE]
 python benchmarks/train.py --lengths 256,512,1024,2048,4096 --plot FILE   # time against the length
 
 All fixed-point rows have the same weights (seeded, never trained: that decides ℓ*) and the same
-batch. `mixed`, the default schedule, draws one of three widths a step and layer: its row is the
-mean of theirs. `bound` is the least time that the machine needs, from bytes, FLOPs and
-exponentials by formula (common.py) for as many evaluations; `of bound` the share of it reached.
+batch. `bound` is the least time that the machine needs, from bytes, FLOPs and exponentials by
+formula (common.py) for as many evaluations; `of bound` the share of it reached. With --lengths,
+`saved` is what the forward of the layers keeps for the backward (not the head's logits).
 """
 
 import functools
@@ -30,29 +30,25 @@ from common import (
 )
 from common import numbers as number_list
 
-MIXED, PARALLEL = "ours, mixed", "ours, parallel"
+OURS, ONE_STEP = "exact gradient", "exact token, one-step gradient"
 PAPER_ROW = "paper's procedure"
-MAMBA = "transformers' Mamba"
-
-
-def widths(length):
-    """Those that `mixed` draws from, by the name of their rows."""
-    narrower = (max(1, length // share) for share in (4, 16))
-    return {PARALLEL: length} | {f"ours, width {w}": w for w in narrower}
+OUR_MAMBA, MAMBA = "Mamba on our scan", "transformers' Mamba"
 
 
 def trainers(a):
     """{name: function that makes one step}, and the Trainer of each."""
     s, device = a.shape, a.device
     of_ours = contenders.Trainer(contenders.ours(s), s, device, loss_only=True)
-    options = {name: dict(schedule=f"window:{w}") for name, w in widths(s.length).items()}
-    options["ours, plain"] = dict(kernel="plain")
-    options["ours, paper's stopping"] = dict(stopping="paper")
-    options[PAPER_ROW] = dict(stopping="paper", scan="plain")
+    options = {
+        OURS: contenders.EXACT,
+        ONE_STEP: contenders.EXACT | {"gradient": "one_step"},
+        f"{PAPER_ROW}, our kernels": contenders.PAPER,
+        PAPER_ROW: contenders.PAPER | {"scan": "plain"},
+    }
     if device.type == "cuda":
-        options[f"{PAPER_ROW}, our scan"] = dict(stopping="paper", scan="auto")
+        options[f"{PAPER_ROW}, our scan"] = contenders.PAPER | {"scan": "auto"}
     else:
-        options[f"{PAPER_ROW}, loop over time"] = dict(stopping="paper", scan="loop")
+        options[f"{PAPER_ROW}, loop over time"] = contenders.PAPER | {"scan": "loop"}
 
     def one_step(option):
         with contenders.running(of_ours.model, **option):
@@ -60,7 +56,7 @@ def trainers(a):
 
     functions = {name: functools.partial(one_step, option) for name, option in options.items()}
     owners = dict.fromkeys(functions, of_ours)
-    others = {"Mamba on our scan": (contenders.our_mamba, dict(loss_only=True))}
+    others = {OUR_MAMBA: (contenders.our_mamba, dict(loss_only=True))}
     if device.type == "cpu" or contenders.present("mamba_ssm") or s.length <= 256:
         others[MAMBA] = contenders.their_mamba, {}
     else:
@@ -83,18 +79,17 @@ def peak_memory(fn, trainer):
     return torch.cuda.max_memory_allocated() - at_rest + trainer.resident()
 
 
-def bound(a, trainer, work, limits):
-    """The least time of a step: `work` evaluations, three for the one that is differentiated, and
-    three times what is computed once; None for a model that does not say."""
+def bound(a, name, trainer, evaluations, limits):
+    """The least time of a step: `evaluations`, three for the one that is differentiated, and three
+    times what is computed once; None for a model that does not say."""
     model, tokens = trainer.model, a.shape.tokens
-    if work is None or not isinstance(contenders.blocks(model)[0], contenders.FPMamba1):
-        return None
-    if isinstance(contenders.blocks(model)[0], contenders.Mamba1):
+    if evaluations is None or name == OUR_MAMBA:
         return None
     once = sum(block.flops_per_token()[0] for block in contenders.blocks(model))
     head = 2 * model.lm_head.weight.numel()
     iteration = iteration_seconds(a.shape, tokens, limits) * a.shape.layers
-    return (work + 3) * iteration + 3 * tokens * (once + head) / limits.gemm
+    solve = evaluations - 1 if name == OURS else evaluations
+    return (solve + 3) * iteration + 3 * tokens * (once + head) / limits.gemm
 
 
 def measure(a, limits):
@@ -105,25 +100,15 @@ def measure(a, limits):
     for name, taken in seconds.items():
         row = dict(name=name, seconds=taken)
         if taken is not None:
-            stats = results[name][:4]
             row |= {
                 key: None if value is None else float(value)
-                for key, value in zip(("num_iters", "work", "unconverged", "loss"), stats)
+                for key, value in zip(("evaluations", "failed", "loss"), results[name])
             }
-            row["bound"] = bound(a, owners[name], row["work"], limits)
+            row["bound"] = bound(a, name, owners[name], row["evaluations"], limits)
             if a.device.type == "cuda":
                 row["peak_bytes"] = peak_memory(functions[name], owners[name])
+        row["tokens_per_second"] = taken and a.shape.tokens / taken
         rows.append(row)
-    parts = [row for row in rows if row["name"] in widths(a.shape.length)]
-    if len(parts) == 3 and all(row["seconds"] for row in parts):
-        mixed = {"name": MIXED}
-        for key in set(parts[0]) - {"name"}:
-            mixed[key] = sum(row[key] for row in parts) / 3
-        if "peak_bytes" in mixed:
-            mixed["peak_bytes"] = max(row["peak_bytes"] for row in parts)
-        rows.insert(0, mixed)
-    for row in rows:
-        row["tokens_per_second"] = row["seconds"] and a.shape.tokens / row["seconds"]
     return rows
 
 
@@ -133,15 +118,15 @@ def table(rows):
     memory = any("peak_bytes" in row for row in rows)
     printed = []
     for row in rows:
-        work, taken = row.get("work"), row["seconds"]
+        evaluations, taken = row.get("evaluations"), row["seconds"]
         cells = {
             "": row["name"],
             "ms": ms(taken),
             "tokens/s": f"{row['tokens_per_second'] or 0:,.0f}",
-            "ℓ*": "–" if work is None else f"{row['num_iters']:.1f}",
-            "evaluations": "–" if work is None else f"{work:.1f}",
+            "evaluations": "–" if evaluations is None else f"{evaluations:.1f}",
             "vs paper's": ratio(base.get(PAPER_ROW), taken),
-            "vs Mamba": ratio(base.get(MAMBA), taken),
+            "in Mambas": ratio(taken, base.get(OUR_MAMBA)),
+            "vs transformers'": ratio(base.get(MAMBA), taken),
             "of bound": share(row["bound"], taken) if row.get("bound") else "–",
         }
         if memory:
@@ -151,12 +136,35 @@ def table(rows):
     return printed
 
 
+def saved_bytes(model, ids, **fields):
+    """Bytes that the layers' forward keeps for the backward, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes(), t  # held, so that no address comes twice
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with model.solving(**fields), hooks:
+        output = model.backbone(ids)
+    del output
+    return sum(size for at, (size, _) in seen.items() if at not in own)
+
+
 def scaling(a, limits):
     """Rows for every length, each with its shape's length, and how far from a line they are."""
     rows, whole = [], a.shape
     for length in a.lengths:
         a.shape = whole._replace(length=length)
-        rows += [dict(row, length=length) for row in measure(a, limits)]
+        found = [dict(row, length=length) for row in measure(a, limits)]
+        model = contenders.ours(a.shape).to(a.device).train()
+        ids = torch.randint(a.shape.vocab, (a.shape.batch, length)).to(a.device)
+        for row in found:
+            if row["name"] == OURS:
+                row["saved_bytes"] = saved_bytes(model, ids, **contenders.EXACT)
+        rows += found
     a.shape = whole
     return rows
 
@@ -192,36 +200,39 @@ def plot(series, a, path):
 
 
 def main():
-    p = parser(__doc__, repeats=8)
+    p = parser(__doc__, repeats=8, shape="small,words")
     p.add_argument("--lengths", type=number_list, help="256,512,…: the scaling instead")
     p.add_argument("--plot", help="draw the scaling here")
     a = parse(p)
-    if a.lengths and not a.rows:
-        a.rows = (
-            "ours, width|ours, parallel|Mamba on"  # transformers' backward is quadratic on a CPU
-        )
+    if a.lengths and not a.rows:  # transformers' backward is quadratic on a CPU
+        a.rows = f"{OURS}|{OUR_MAMBA}"
     everything, measured = [], {}
     for count, threads in thread_counts(a):
         limits = measure_ceilings(a)
         measured[count] = limits._asdict()
-        rows = scaling(a, limits) if a.lengths else measure(a, limits)
-        everything += [dict(row, threads=count) for row in rows]
         if not a.lengths:
-            show(title(a, limits, threads), table(rows))
+            for shape in a.shapes:
+                a.shape = shape
+                rows = measure(a, limits)
+                named = dict(shape=a.shape._asdict(), threads=count)
+                everything += [named | row for row in rows]
+                show(title(a, limits, threads), table(rows))
             continue
+        rows = scaling(a, limits)
+        everything += [dict(row, threads=count) for row in rows]
         series = {}
         for name in dict.fromkeys(row["name"] for row in rows):
             points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
             points = [point for point in points if point[1] is not None]
-            if not name.startswith("ours, width") and len(points) > 1:
+            if len(points) > 1:
                 series[name] = (*zip(*points), straight(*zip(*points)))
         cells = [
             {
                 "length": f"{row['length']:,}", "": row["name"], "ms": ms(row["seconds"]),
                 "µs a token": f"{1e6 / row['tokens_per_second']:.1f}",
-                "evaluations": f"{row['work'] or 1:.1f}",
-                "µs a token and evaluation":
-                    f"{1e6 / row['tokens_per_second'] / (row['work'] or 1):.1f}",
+                "saved, MiB": f"{row['saved_bytes'] / 2**20:.1f}" if "saved_bytes" in row else "–",
+                "bytes a token": f"{row['saved_bytes'] / (row['length'] * a.shape.batch):,.0f}"
+                if "saved_bytes" in row else "–",
             }
             for row in rows if row["seconds"] and row["name"] in series
         ]  # fmt: skip
