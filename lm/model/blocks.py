@@ -11,7 +11,7 @@ from torch import nn
 
 from .cell import Norm, Token
 from .fixed_point import FixedPointBlock, Prepared
-from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
 from .mixers import unknown
 from .projections import Projection
 from .scan import (
@@ -25,7 +25,7 @@ from .scan import (
     ssd_scan,
 )
 from .solver import token_residual
-from .state import Sequences, shift
+from .state import Sequences, once, shift
 from .step import EndLayerNorm, EndRMSNorm, normalise
 
 
@@ -73,31 +73,35 @@ class FPMamba(FixedPointBlock):
     def _prepared(self, x, z, bc_x, delta, seqs, tail):
         """Prepared, from u's projections; delta: the step size before its bias and softplus."""
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
-        A = -torch.exp(self.A_log.to(acc))
-        A = A.t().contiguous().t() if A.dim() == 2 else A  # as the CPU's scan reads it
+        A = once(seqs.kept, ("A", acc), lambda: self._rates(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
         dt = decays = None  # every evaluation makes its own where they read sh(y)
         if not cfg.dt_h_dep:
             dt = self._dt(delta, seqs)
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 decays = self._decays(dt, A, keep)
         B, C = bc_x.chunk(2, dim=-1)
         others = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
         reading = [name for name, reads in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads]
         if reading:
-            matrix, bias = affine_map(self.bc_y_proj, x)
-            from_x = torch.cat([others[name].from_x for name in reading], -1)
+            matrix, bias = once(seqs.kept, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
+            from_x = bc_x if len(reading) == 2 else others[reading[0]].from_x
             from_x = from_x if bias is None else from_x + bias
             split = from_x.chunk(len(reading), -1), matrix.chunk(len(reading))
             for name, x_part, of_y in zip(reading, *split):
                 others[name] = Projection(name, x_part, of_y)
         if cfg.dt_h_dep:
-            matrix, bias = affine_map(self.dt_y_proj, x)
+            matrix, bias = once(seqs.kept, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
             others["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
         mixed = x.to(acc).contiguous()
         projections, weights = self._project(x, mixed, seqs, *others.values())
         time = MambaTime(dt, A, keep, decays, self._decays)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
+
+    def _rates(self, dtype):
+        """A, (d,n) or (h,)."""
+        A = -torch.exp(self.A_log.to(dtype))
+        return A.t().contiguous().t() if A.dim() == 2 else A  # as the CPU's scan reads it
 
     def parts_of(self, s, rows):
         cfg, dt = self.config, s.time.dt

@@ -13,21 +13,23 @@ from .cell import solve_by_iterating, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, PAPER_RULES, parse_gradient, parse_schedule
 from .contraction import spectral_norm
 from .gradient import adjoint_gradient, clipped, implicit_gradient
-from .mixers import MixerWeights, build_mixer
+from .layers import affine_map, parameters_of, without_autocast
+from .mixers import Mixer, MixerWeights, build_mixer
 from .non_finite import NonFiniteError
 from .projections import Projection, Projections, side_by_side
 from .scan import backend
 from .solver import (
+    FixedPointStats,
     Rule,
     Solution,
     solve_paper,
     solve_sequential,
     solve_windows,
-    stats_of,
 )
-from .state import BlockState, Sequences, last, shift
+from .state import BlockState, Sequences, last, once, shift
 
 EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
+MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 PROBE = {"tol": 0.1, "max_iters": 1000, "quantile": 1.0}  # by which ℓ* is measured
 
 
@@ -117,6 +119,21 @@ class FixedPointBlock(nn.Module):
         tail = seqs.before("conv", index)
         return conv(x, segments, tail)
 
+    def _of_parameters(self):
+        """The parameters that what `Sequences.kept` keeps is made of; None: it is made of something
+        else as well (see layers.parameters_of)."""
+        layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
+        found = parameters_of(layers, (Mixer, nn.ModuleList))
+        rates = self._parameters.get("A_log")
+        return found if found is None or rates is None else [*found, rates]
+
+    def _of_y(self, name, y, kept):
+        """One of the maps of sh(y), of y. kept: see state.Kept."""
+        layer = getattr(self, name)
+        if kept is None:
+            return layer(y)
+        return F.linear(y, *kept.once(name, lambda: affine_map(layer, y)))
+
     def _tail(self, x, seqs, index=0):
         """The last inputs of the convolution over x, None unless they will be needed."""
         if not (self.config.use_short_conv and seqs.return_state):
@@ -137,18 +154,21 @@ class FixedPointBlock(nn.Module):
             before = s.seqs.before(name)
             return last(y, 1, None if before is None else before.unsqueeze(1), s.seqs).squeeze(1)
 
-        f_y = at_the_end(y, "f_y")
-        return BlockState(at_the_end(y_star, "y"), f_y, h.detach().clone(), self._tails(s, y))
+        last_y = at_the_end(y_star, "y")
+        apart = y is not y_star or s.seqs.mask is not None or s.seqs.starts is not None
+        f_y = at_the_end(y, "f_y") if apart else last_y
+        return BlockState(last_y, f_y, h.detach().clone(), self._tails(s, y))
 
     def _project(self, x, like, seqs, *others):
         """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: see
         `side_by_side`. Returns Projections and the mixer's weights."""
-        cfg, weights, d = self.config, self.mixer.weights(x), x.shape[-1]
+        cfg, d = self.config, x.shape[-1]
+        weights = once(seqs.kept, "mixer", lambda: self.mixer.weights(x))
         of_y = None
         if cfg.mixer_h_dep:
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
-        projections = side_by_side([mixer, *others], like)
+        projections = side_by_side([mixer, *others], like, seqs.kept)
         return projections.moved(seqs.noise), weights
 
     # One evaluation.
@@ -213,7 +233,8 @@ class FixedPointBlock(nn.Module):
     def finish(self, s, y):
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
         if not self.config.glu_in_loop:
-            y = F.silu(s.z + self.z_y_proj(shift(y, s.seqs, "f_y").to(s.z.dtype))) * y
+            before = shift(y, s.seqs, "f_y").to(s.z.dtype)
+            y = F.silu(s.z + self._of_y("z_y_proj", before, s.seqs.kept)) * y
         return self.out_proj(y.to(s.z.dtype))
 
     # How it is solved.
@@ -247,8 +268,8 @@ class FixedPointBlock(nn.Module):
         weight = self.out_proj.weight
         if self.config.dt_h_dep or self.mixer.reflections() is None:
             return False
-        like = torch.empty(0, dtype=torch.promote_types(weight.dtype, torch.float32),
-                           device=weight.device)  # fmt: skip
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        like = weight if weight.dtype == wide else weight.new_empty(0, dtype=wide)
         return backend("cell", like) is not None
 
     def solver(self, length=None):
@@ -270,17 +291,16 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
-        rule, c = self.rule(), self.settings
-        length = s.x.shape[1]
-        width = self.width(length)
+        c, width = self.settings, self.width(s.x.shape[1])
+        if c.token == "exact" and width == 1:
+            return self._solve_compiled(s) or self._solve_sequential(s)
+        rule = self.rule()
         if c.stopping == "paper":
             return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
         if c.token == "iterate":
             return solve_windows(self._iterated, s, rule, width)
-        if width > 1:
-            rule = rule._replace(stepsize=1.0)
-            return solve_windows(self.explicit, s, rule, width, most=width + 1)
-        return self._solve_compiled(s) or self._solve_sequential(s)
+        rule = rule._replace(stepsize=1.0)
+        return solve_windows(self.explicit, s, rule, width, most=width + 1)
 
     def _iterated(self, s, y):
         g, h = self.step(s, y, True)
@@ -293,15 +313,17 @@ class FixedPointBlock(nn.Module):
         if mask is not None and (mask[:, 1:] & ~mask[:, :-1]).any():
             return None  # the kernel passes y on unmasked: no token may follow padding
         adjoint = s.x.new_zeros(len(s.x)) if torch.is_grad_enabled() else None
-        with torch.autocast(s.x.device.type, enabled=False):
+        with without_autocast(s.x):
             found = self.compiled(s, reflections, adjoint)
         if found is None:
             return None
         y, h, failed = found
         if adjoint is not None:
             self.adjoint_norm = adjoint
-        y, missed = s.seqs.masked(y), ~self._solved(s, ~failed)
-        return Solution(y, stats_of(torch.zeros_like(y[..., 0]), missed, 1.0), y, h)
+        y, zero = s.seqs.masked(y), y.new_zeros(len(y))
+        failed = failed if s.seqs.mask is None else failed & s.seqs.mask
+        stats = FixedPointStats(zero + 1, failed.to(y.dtype).mean(1), zero, zero)
+        return Solution(y, stats, y, h)
 
     def _solve_sequential(self, s):
         if not torch.is_grad_enabled():
@@ -374,8 +396,6 @@ class FixedPointBlock(nn.Module):
     def _penalty(self, s, y):
         """What the regulariser adds to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y by a
         finite difference (Bai et al. 2021)."""
-        if not (self.training and self.settings.jacobian_reg):
-            return y.new_zeros(len(y))
         y, sigma = y.detach(), 1e-2
         moved = self.step(s, y + sigma * torch.randn_like(y))
         jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
@@ -384,13 +404,15 @@ class FixedPointBlock(nn.Module):
     def _through_time(self, length):
         """Whether the solve itself is what the gradient goes through."""
         c = self.settings
-        by_token = c.token == "exact" and self.width(length) == 1
-        return torch.is_grad_enabled() and by_token and c.gradient == "exact"
+        exact = torch.is_grad_enabled() and c.token == "exact" and c.gradient == "exact"
+        return exact and self.width(length) == 1
 
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
         if self.training and self.settings.state_noise:
             noise = torch.randn(*u.shape[:2], self.config.d_inner, device=u.device)
             seqs = seqs._replace(noise=self.settings.state_noise * noise)
+        if seqs.kept is not None:
+            seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
         if self._through_time(u.shape[1]):
 
             def solve(u):
@@ -425,7 +447,9 @@ class FixedPointBlock(nn.Module):
 
     def _finished(self, s, solution, y, h):
         """The output, FixedPointStats and the state after the last token."""
-        stats = solution.stats._replace(penalty=self._penalty(s, solution.y))
+        stats = solution.stats
+        if self.training and self.settings.jacobian_reg:
+            stats = stats._replace(penalty=self._penalty(s, solution.y))
         return self.finish(s, y), stats, self._end(s, solution.y, y, h)
 
     # What is measured.

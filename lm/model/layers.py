@@ -6,6 +6,8 @@ quantisation and offloading, which replace a module or hook into its call, act.
 Shape suffixes: b batch, l length, d channels.
 """
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -90,6 +92,18 @@ class WNLinear(NonDynamicallyQuantizableLinear):
 PROBE = 1024.0
 
 
+def without_autocast(x):
+    """A context without autocast on x's device."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _hooked(layer):
+    """Whether something else runs when the layer is called."""
+    return "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+
+
 def affine_map(linear, like):
     """The matrix (out,in) and bias ((out,) or None) by which a linear layer acts.
 
@@ -100,8 +114,7 @@ def affine_map(linear, like):
         linear: nn.Linear, WNLinear, or what has taken its place. like: a tensor of the dtype and on
         the device to compute with.
     """
-    hooked = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
-    if type(linear) in (nn.Linear, WNLinear) and not hooked:
+    if type(linear) in (nn.Linear, WNLinear) and not _hooked(linear):
         matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
         return matrix, linear.bias
     eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
@@ -123,6 +136,22 @@ class Orthogonal(nn.Module):
         X = self.weight.tril()
         wide = torch.promote_types(X.dtype, torch.float32)
         return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
+
+
+def parameters_of(modules, known):
+    """Every parameter and buffer of modules, if what they do depends on these alone; else None.
+
+    Args:
+        known: the classes that they may have besides linear layers and Orthogonal.
+    """
+    found = []
+    for part in (part for module in modules for part in module.modules()):
+        plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not _hooked(part)
+        if not plain and not isinstance(part, known):
+            return None
+        found += part._parameters.values()
+        found += part._buffers.values()
+    return [t for t in found if t is not None]
 
 
 class StepSize(nn.Linear):
@@ -157,7 +186,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        unit = F.rms_norm(x, self.weight.shape, None, self.eps)
         return unit.to(self.weight.dtype) * self.weight
 
 

@@ -262,6 +262,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 states.append(hidden)
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
+            if cache is not None:
+                seqs = seqs._replace(kept=cache.kept(index))
             try:
                 hidden, residual, layer_stats, *end = layer(
                     hidden, residual, seqs, count_iterations

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .state import once
+
 
 class Projection(NamedTuple):
     """One linear map of what a block reads."""
@@ -49,11 +51,12 @@ class Projections(NamedTuple):
         return self._replace(raw=self.raw[:, start:end])
 
 
-def side_by_side(projections, like):
+def side_by_side(projections, like, kept=None):
     """Projections, made of a list of Projection.
 
     Args:
         like: (b,l,d) what the mixer mixes: its dtype is that of raw.
+        kept: a state.Kept for the joined maps, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
     raw = torch.cat([projection.from_x.to(like.dtype) for projection in ordered], -1)
@@ -63,4 +66,6 @@ def side_by_side(projections, like):
         columns[projection.name] = slice(start, end)
         start = end
     maps = [projection.of_y for projection in ordered if projection.of_y is not None]
-    return Projections(raw, columns, torch.cat(maps) if maps else raw.new_zeros(0, like.shape[-1]))
+    if not maps:
+        return Projections(raw, columns, raw.new_zeros(0, like.shape[-1]))
+    return Projections(raw, columns, once(kept, "weight_y", lambda: torch.cat(maps)))

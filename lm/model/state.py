@@ -73,6 +73,15 @@ class FPRNNCache:
 
     def __init__(self, state=None, length=0):
         self.state, self.length = state, length
+        self._kept = {}  # of every layer
+
+    def kept(self, layer):
+        """The Kept of a layer."""
+        return self._kept.setdefault(layer, Kept())
+
+    def __getstate__(self):
+        """A copy, or what is loaded elsewhere, has other parameters."""
+        return {**vars(self), "_kept": {}}
 
     def get_seq_length(self, layer_idx=0):
         """Tokens seen, padding included."""
@@ -97,6 +106,41 @@ class FPRNNCache:
         )
 
 
+class Kept:
+    """What a block makes of its parameters alone (materialised and joined weights), kept from one
+    pass with a cache to the next as long as these stay as they are."""
+
+    def __init__(self):
+        self._marks, self._views, self._made = None, (), {}
+
+    def of(self, parameters):
+        """This, emptied where a parameter is not as it was; None where nothing may be kept.
+
+        parameters: of which things are made; None: of something else as well.
+        """
+        if parameters is None or torch.is_grad_enabled():
+            return None
+        if any(t.is_inference() for t in parameters):  # these do not count their changes
+            return None
+        marks = [(t.data_ptr(), t._version, t.dtype) for t in parameters]
+        if marks != self._marks:
+            # The views keep what is written elsewhere from lying at the same address.
+            self._marks, self._views = marks, [t.detach() for t in parameters]
+            self._made = {}
+        return self
+
+    def once(self, name, make):
+        """What `make()` gives, or gave before."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+
+def once(kept, name, make):
+    """`kept.once`, where something may be kept. kept: Kept or None."""
+    return make() if kept is None else kept.once(name, make)
+
+
 class Sequences(NamedTuple):
     """What is known of the tokens besides their embedding; a None means 'nothing special'."""
 
@@ -106,6 +150,7 @@ class Sequences(NamedTuple):
     state: BlockState | None = None  # what the tokens before the first left behind
     return_state: bool = False  # the block returns its BlockState as well
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
+    kept: Kept | None = None  # what the block need not make of its parameters again
 
     def before(self, name, index=None):
         """A field of the state to start from (of a tuple: its index-th), None without a state."""
@@ -142,8 +187,12 @@ def last(x, n, before, seqs):
         (b,n,·), detached, and a copy: keeping it does not keep x.
     """
     x = x.detach()
+    if seqs.mask is None and seqs.starts is None and n <= x.shape[1]:
+        return x[:, x.shape[1] - n :].clone()
     before = x.new_zeros(x.shape[0], n, *x.shape[2:]) if before is None else before.to(x.dtype)
     joined = torch.cat([before, x], 1)
+    if seqs.mask is None and seqs.starts is None:
+        return joined[:, x.shape[1] :].clone()
     if seqs.mask is None:
         at = torch.arange(x.shape[1], x.shape[1] + n, device=x.device).expand(x.shape[0], n)
     else:
