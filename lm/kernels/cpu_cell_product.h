@@ -55,7 +55,10 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
         Vec<T> sum[SUMS > L ? SUMS : L] = {};
         for (int64_t c = 0; c < width; c += L) {
             Vec<T> w[OUTPUTS];
-            for (int o = 0; o < OUTPUTS; ++o) w[o] = vector_at<T>(row[o] + c);
+            for (int o = 0; o < OUTPUTS; ++o) {
+                w[o] = vector_at<T>(row[o] + c);
+                __builtin_prefetch(row[o] + OUTPUTS * width + c);  // may lie beyond: no matter
+            }
             for (int g = 0; g < S; ++g) {
                 const Vec<T> y_g = vector_at<T>(y + g * width + c);
                 for (int o = 0; o < OUTPUTS; ++o) sum[g * OUTPUTS + o] += w[o] * y_g;
