@@ -84,7 +84,10 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
             for (int i = 0; i < V; ++i) sum[g][i] = vector_at<T>(to + g * width + c + i * L);
         for (int64_t j = j0; j < j1; ++j) {
             Vec<T> w[V];
-            for (int i = 0; i < V; ++i) w[i] = vector_at<T>(W + j * width + c + i * L);
+            for (int i = 0; i < V; ++i) {
+                w[i] = vector_at<T>(W + j * width + c + i * L);
+                __builtin_prefetch(W + (j + ROWS) * width + c + i * L);
+            }
             for (int g = 0; g < S; ++g) {
                 const T times = from[g * from_step + j];
                 for (int i = 0; i < V; ++i) sum[g][i] += times * w[i];
