@@ -331,6 +331,7 @@ template <class T> const T *whole_rows(const Cell &p, std::vector<T> &copy) {
 template <class Call> inline void by_rank(const Cell &p, Call call) {
     if (p.rank == 1) return call(std::integral_constant<int, 1>{});
     if (p.rank == 2) return call(std::integral_constant<int, 2>{});
+    if (p.rank == 4) return call(std::integral_constant<int, 4>{});
     call(std::integral_constant<int, 0>{});
 }
 
