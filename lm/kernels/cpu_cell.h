@@ -305,6 +305,7 @@ void before_norm(const Cell &p, int64_t at, const Token<T> &k, T *v, T &mean, T 
 // run(first, count) on the groups that sequences are shared out in, by several threads; together: the
 // most in one.
 template <class Run> void by_groups(const Cell &p, int64_t together, Run run) {
+    if (p.rows == 0) return;
     const int64_t threads = std::max<int64_t>(1, p.threads);
     const int64_t most = std::min<int64_t>(together, (p.rows + threads - 1) / threads);
     const int64_t groups = (p.rows + most - 1) / most;
@@ -330,6 +331,7 @@ template <class T> const T *whole_rows(const Cell &p, std::vector<T> &copy) {
 template <class Call> inline void by_rank(const Cell &p, Call call) {
     if (p.rank == 1) return call(std::integral_constant<int, 1>{});
     if (p.rank == 2) return call(std::integral_constant<int, 2>{});
+    if (p.rank == 4) return call(std::integral_constant<int, 4>{});
     call(std::integral_constant<int, 0>{});
 }
 
