@@ -107,7 +107,7 @@ def test_a_batch_without_targets_has_loss_zero_not_nan():
 def test_outputs_as_tuple_hidden_states_and_logits_to_keep():
     model = small().eval()
     out = model(ids(), output_hidden_states=True)
-    assert len(out.hidden_states) == 3 and out.fixed_point.num_iters.shape == (2, 2)
+    assert len(out.hidden_states) == 3 and out.fixed_point.evaluations.shape == (2, 2)
     assert torch.equal(model(ids(), return_dict=False)[0], out.logits)
     torch.testing.assert_close(model(ids(), logits_to_keep=1).logits, out.logits[:, -1:])
     embeds = model.get_input_embeddings()(ids())
