@@ -192,7 +192,7 @@ def test_nan_names_the_layer():
     model = small().eval()
     with torch.no_grad():
         model.backbone.layers[1].block.D.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"layer 1: .* iteration 1"):
+    with pytest.raises(NonFiniteError, match=r"layer 1: .*block.D is NaN"):
         model(ids())
 
 

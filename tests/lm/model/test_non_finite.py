@@ -123,8 +123,9 @@ def test_a_row_that_does_not_use_the_damaged_embedding_is_not_refused():
 
 
 GRADIENTS = {
-    "one_step": dict(),
-    "three_steps": dict(n_backwards=3),
+    "exact": dict(),
+    "one_step": dict(gradient="one_step"),
+    "three_steps": dict(gradient="one_step", n_backwards=3),
     "phantom": dict(gradient="phantom:3"),
     "implicit": dict(gradient="implicit"),
 }
