@@ -35,7 +35,10 @@ RANGES = {  # field → (least, most, both in words)
     "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "out_norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "eps": (_TINY, _LARGE, "a number above 0"),
+    "max_iters": (1, _LARGE, "a whole number from 1 on"),
     "eval_max_iters": (1, _LARGE, "a whole number from 1 on"),
+    "patience": (1, _LARGE, "a whole number from 1 on"),
+    "n_backwards": (1, _LARGE, "a whole number from 1 on"),
     "dt_rank": (1, _LARGE, "a whole number from 1 on, or auto"),
 }
 
@@ -131,6 +134,18 @@ def renamed(schedule, agreement_reg):
         return schedule
     logger.warning_once(f"schedule `{schedule}` is of version 0.1: `{new}` takes its place")
     return new
+
+
+def refuse_solver_token(kwargs):
+    """Raise a ValueError where `token` of a `from_pretrained` names one of the solver's: to
+    transformers it is a password, and nothing of the solver's would change."""
+    token = kwargs.get("token")
+    if token in CHOICES["token"]:
+        raise ValueError(
+            f"token is `{token}`: `from_pretrained` hands it to the hub, as a password, and not to"
+            " the solver. Load without it, and use `with model.solving(token=…)`, or give"
+            " `config=`, an FPRNNConfig with that token"
+        )
 
 
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
@@ -337,6 +352,12 @@ class FPRNNConfig(PretrainedConfig):
             **kwargs,
         )
 
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """PreTrainedConfig.from_pretrained; refuses a `token` that is meant for the solver."""
+        refuse_solver_token(kwargs)
+        return super().from_pretrained(*args, **kwargs)
+
     def settle(self):
         """Replace each "auto" by what it is, and check what can be set; the model does so as well,
         since `from_pretrained` sets its overrides after `__init__`.
@@ -366,7 +387,8 @@ class FPRNNConfig(PretrainedConfig):
             if (name, value) in UNSET:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not least <= value <= most:  # NaN is not
+            whole = words.startswith("a whole number")
+            if not number or not least <= value <= most or (whole and value % 1):  # NaN is not
                 raise ValueError(f"{name} is {value!r}: it must be {words}")
 
     @property

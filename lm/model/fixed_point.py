@@ -12,7 +12,7 @@ from torch import nn
 from .cell import solve_by_iterating, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, PAPER_RULES, parse_gradient, parse_schedule
 from .contraction import spectral_norm
-from .gradient import adjoint_gradient, clipped, implicit_gradient
+from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
 from .layers import affine_map, parameters_of, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
 from .non_finite import NonFiniteError
@@ -70,6 +70,10 @@ class FixedPointBlock(nn.Module):
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+
+    def __getstate__(self):
+        """A copy made inside `model.solving` would never leave it."""
+        return {**vars(self), "solving": None}
 
     # What a block is.
 
@@ -281,7 +285,7 @@ class FixedPointBlock(nn.Module):
         """
         rule, c = self.rule(), self.settings
         width = self.width(length or 2**62)
-        schedule = {1: "sequential", length or 2**62: "parallel"}.get(width, f"window:{width}")
+        schedule = {length or 2**62: "parallel", 1: "sequential"}.get(width, f"window:{width}")
         once = c.token == "exact" and width == 1
         return {
             "token": c.token, "schedule": schedule, "stopping": c.stopping,
@@ -332,7 +336,7 @@ class FixedPointBlock(nn.Module):
 
         def remember(v):
             longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
-            self.adjoint_norm = torch.ones_like(longest[-1][:, 0])
+            self.adjoint_norm = torch.zeros_like(longest[-1][:, 0])
 
         def watch(g):
             norms = torch.linalg.vector_norm(g[:, 0], dim=-1) / longest[-1][:, 0].clamp_min(1e-30)
@@ -408,6 +412,8 @@ class FixedPointBlock(nn.Module):
         return exact and self.width(length) == 1
 
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
+        if checkpoint is not None:
+            checkpoint = with_settings_of_now(self, checkpoint)
         if self.training and self.settings.state_noise:
             noise = torch.randn(*u.shape[:2], self.config.d_inner, device=u.device)
             seqs = seqs._replace(noise=self.settings.state_noise * noise)
@@ -420,9 +426,11 @@ class FixedPointBlock(nn.Module):
                 solution = self._solve(s)
                 return self._finished(s, solution, solution.y, solution.h)
 
-            out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
+            found = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            out, stats, end = self._solved_apart(u, seqs, checkpoint)
+            found = self._solved_apart(u, seqs, checkpoint)
+        out, penalty, stats, end = found
+        stats = stats._replace(penalty=penalty)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         return (out, stats, end) if seqs.return_state else (out, stats)
@@ -446,11 +454,16 @@ class FixedPointBlock(nn.Module):
         return self._finished(s, solution, *self._attach(s, solution))
 
     def _finished(self, s, solution, y, h):
-        """The output, FixedPointStats and the state after the last token."""
-        stats = solution.stats
+        """The output, the penalty, FixedPointStats and the state after the last token. (The penalty
+        stands by itself: a reentrant checkpoint passes gradients to what it returns alone, not to
+        what is in a tuple of it.)"""
+        stats, penalty, mask = solution.stats, solution.stats.penalty, s.seqs.mask
+        if mask is not None and self.settings.stopping == "causal":
+            share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
+            stats = stats._replace(failed=stats.failed * share)
         if self.training and self.settings.jacobian_reg:
-            stats = stats._replace(penalty=self._penalty(s, solution.y))
-        return self.finish(s, y), stats, self._end(s, solution.y, y, h)
+            penalty = self._penalty(s, solution.y)
+        return self.finish(s, y), penalty, stats, self._end(s, solution.y, y, h)
 
     # What is measured.
 

@@ -108,3 +108,24 @@ def clipped(carried, clip, longest):
     size = torch.linalg.vector_norm(carried, dim=-1)
     share = (clip * longest / size.clamp_min(1e-30)).clamp_max(1.0)
     return carried * share.unsqueeze(-1)
+
+
+def with_settings_of_now(block, checkpoint):
+    """A checkpoint that computes again with the solver's settings of now: `model.solving` may have
+    ended when the backward comes.
+
+    Args: block: FixedPointBlock. checkpoint: like torch.utils.checkpoint's.
+    """
+    solving = block.solving
+
+    def checkpointed(compute, *args):
+        def as_now(*args):
+            later, block.solving = block.solving, solving
+            try:
+                return compute(*args)
+            finally:
+                block.solving = later
+
+        return checkpoint(as_now, *args)
+
+    return checkpointed

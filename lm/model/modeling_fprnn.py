@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .blocks import FPRNN, build_block
 from .cell import find_root
-from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
+from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig, parse_gradient, refuse_solver_token
 from .contraction import spectral_norm
 from .fixed_point import FixedPointBlock
 from .gradient import implicit_gradient
@@ -106,6 +106,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args, key_mapping=None, **kwargs):
         """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
+        refuse_solver_token(kwargs)
         names = {**OLD_NAMES, **(key_mapping or {})}
         return super().from_pretrained(*args, key_mapping=names, **kwargs)
 
@@ -445,17 +446,21 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     def flops_per_token(self, evaluations, training=True):
         """FLOPs per token with so many evaluations a token in every layer.
 
-        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards) and
-        finish forward and backward (three times the forward); the head likewise. Where the gradient
-        goes through the solve itself, that evaluation is the solve's. A multiply-add counts two.
+        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards, of
+        phantom:K K) and finish forward and backward (three times the forward); the head likewise.
+        Where the gradient goes through the solve itself, token by token, that evaluation is one of
+        the solve's. What an adjoint iterates in windows is not counted: it is known afterwards
+        only. A multiply-add counts two, and the number is affine in `evaluations`.
         """
         layers = [layer.block.flops_per_token() for layer in self.backbone.layers]
         once, step = sum(o for o, _ in layers), sum(s for _, s in layers)
         head = 2 * self.lm_head.weight.numel()
-        settings = self.backbone.layers[0].block.settings
-        differentiated = once + settings.n_backwards * step + head
-        if settings.gradient == "exact":
-            evaluations = max(0, evaluations - 1)
+        block = self.backbone.layers[0].block
+        (kind, k), how = parse_gradient(block.settings.gradient), block.solver()
+        steps = {"one_step": block.settings.n_backwards, "phantom": k}.get(kind, 1)
+        differentiated = once + steps * step + head
+        if kind == how["token"] == "exact" and how["schedule"] == "sequential":
+            evaluations = evaluations - 1
         return evaluations * step + (3 if training else 1) * differentiated
 
 

@@ -1,0 +1,134 @@
+"""What a hostile reader of the exact token found: options that were dropped, labels, copies."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+SIZES = dict(vocab_size=13, d_model=16, n_layer=2, d_state=4, headdim=8)
+
+
+def model_of(**fields):
+    torch.manual_seed(0)
+    return FPRNNForCausalLM(FPRNNConfig(**{**SIZES, **fields})).double()
+
+
+def tokens(b=2, length=9):
+    return torch.randint(0, 13, (b, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, ids, outside=False, reentrant=None, **fields):
+    """Of the loss under `model.solving(**fields)`; the backward after it, where `outside`."""
+    model.train()
+    model.gradient_checkpointing_disable()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.zero_grad()
+    torch.manual_seed(2)
+    with model.solving(**fields):
+        loss = model(ids, labels=ids).loss
+        if not outside:
+            loss.backward()
+    if outside:
+        loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(gradient="one_step", n_backwards=2),
+        dict(gradient="phantom:2", schedule="window:4"),
+        dict(token="iterate"),
+        dict(state_noise=0.2, schedule="parallel", gradient="adjoint:2"),
+        dict(jacobian_reg=0.5),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_computes_again_what_was_solved_inside_a_context(fields, reentrant):
+    model, ids = model_of(), tokens()
+    expected = gradients(model, ids, **fields)
+    found = gradients(model, ids, outside=True, reentrant=reentrant, **fields)
+    for name, right in expected.items():
+        torch.testing.assert_close(found[name], right, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_made_inside_solving_solves_as_its_config_says(made):
+    model = model_of()
+    with model.solving(schedule="parallel", tol=0.5):
+        other = made(model)
+        assert model.solver(9)["schedule"] == "parallel"
+    assert other.solver(9) == model.solver(9)
+
+
+def test_token_is_not_taken_for_a_password(tmp_path):
+    model = model_of()
+    model.save_pretrained(tmp_path)
+    for load in (FPRNNForCausalLM, FPRNNConfig):
+        with pytest.raises(ValueError, match="as a password"):
+            load.from_pretrained(tmp_path, token="iterate")
+    config = FPRNNConfig(**SIZES, token="iterate")
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path, config=config)
+    assert loaded.solver()["token"] == "iterate"
+
+
+@pytest.mark.parametrize("name", ["max_iters", "eval_max_iters", "n_backwards", "patience"])
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_a_number_of_times_is_a_whole_one_above_zero(name, value):
+    model = model_of()
+    with pytest.raises(ValueError, match=name), model.solving(**{name: value}):
+        pass
+
+
+def test_one_token_is_not_called_parallel():
+    model = model_of()
+    with model.solving(schedule="sequential"):
+        assert model.solver(1)["schedule"] == "sequential"
+    with model.solving(schedule="window:9"):
+        assert model.solver(9)["schedule"] == "parallel"
+
+
+def test_more_evaluations_are_more_flops_where_windows_are_solved():
+    model = model_of()
+    step = sum(layer.block.flops_per_token()[1] for layer in model.backbone.layers)
+    for fields in (dict(schedule="parallel"), dict(schedule="sequential")):
+        with model.solving(**fields):
+            zero, one, six = (model.flops_per_token(k) for k in (0, 1, 6))
+            assert one - zero == step and six - one == 5 * step
+    with model.solving(schedule="parallel"):
+        windows = model.flops_per_token(1)
+        with model.solving(n_backwards=3):  # which the exact gradient does not read
+            assert model.flops_per_token(1) == windows
+    with model.solving(schedule="sequential"):
+        assert model.flops_per_token(1) == windows - step
+
+
+def test_padding_does_not_thin_out_the_share_of_failures():
+    """An untrained kronecker has tokens that its inner iteration does not solve."""
+    model, ids = model_of(mixer="kronecker", n_layer=1).eval(), tokens(4, 9)
+    alone = model(ids).fixed_point.failed
+    assert alone.any()
+    padded = torch.cat([torch.zeros_like(ids), ids], 1)
+    mask = torch.cat([torch.zeros_like(ids), torch.ones_like(ids)], 1)
+    for schedule in ("sequential", "parallel"):
+        with model.solving(schedule=schedule, eval_tol=1e-9):
+            found = model(padded, attention_mask=mask).fixed_point.failed
+        torch.testing.assert_close(found, alone)
+
+
+def test_the_adjoints_norm_does_not_depend_on_what_computes_it(monkeypatch):
+    """Below 1, where what comes back cancels what comes from above."""
+    model, ids = model_of(block="fp_rnn"), tokens(3, 9)
+    gradients(model, ids, schedule="sequential")
+    compiled = model.adjoint_norms()
+    monkeypatch.setitem(os.environ, "FPRNN_KERNELS", "plain")
+    gradients(model, ids, schedule="sequential")
+    for one, other in zip(compiled, model.adjoint_norms()):
+        torch.testing.assert_close(one, other)
