@@ -457,7 +457,8 @@ class FixedPointBlock(nn.Module):
         """The output, the penalty, FixedPointStats and the state after the last token. (The penalty
         stands by itself: a reentrant checkpoint passes gradients to what it returns alone, not to
         what is in a tuple of it.)"""
-        stats, penalty, mask = solution.stats, solution.stats.penalty, s.seqs.mask
+        stats, mask = solution.stats, s.seqs.mask
+        penalty = torch.zeros_like(stats.penalty)  # of its own: a checkpoint writes on what it gets
         if mask is not None and self.settings.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
             stats = stats._replace(failed=stats.failed * share)
