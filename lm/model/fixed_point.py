@@ -17,11 +17,11 @@ from .layers import affine_map, parameters_of, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
 from .non_finite import NonFiniteError
 from .projections import Projection, Projections, side_by_side
-from .scan import backend
 from .solver import (
     FixedPointStats,
     Rule,
     Solution,
+    relative_residual,
     solve_paper,
     solve_sequential,
     solve_windows,
@@ -255,22 +255,13 @@ class FixedPointBlock(nn.Module):
                 tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
-    def width(self, length, device_type=None):
-        """How many tokens are solved at once."""
+    def width(self, length, like):
+        """How many tokens are solved at once. like: a tensor on the device computed on."""
         width = parse_schedule(self.settings.schedule)
         if width is None:
-            sequential = self.settings.token == "exact" and self.has_kernel()
-            width = 1 if sequential else AUTO_WINDOW
+            by_token = self.settings.token == "exact" and self.mixer.has_low_rank
+            width = 1 if by_token and like.device.type != "cuda" else AUTO_WINDOW
         return min(width or length, length)
-
-    def has_kernel(self):
-        """Whether the whole solve is compiled, for the device and dtype that the block is on."""
-        weight = self.out_proj.weight
-        if self.config.dt_h_dep or self.mixer.reflections() is None:
-            return False
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        like = weight if weight.dtype == wide else weight.new_empty(0, dtype=wide)
-        return backend("cell", like) is not None
 
     def solver(self, length=None):
         """How a solve in this mode goes, for labels.
@@ -280,7 +271,7 @@ class FixedPointBlock(nn.Module):
         max_iters are None where nothing is iterated.
         """
         rule, c = self.rule(), self.settings
-        width = self.width(length or 2**62)
+        width = self.width(length or 2**62, self.out_proj.weight)
         schedule = {1: "sequential", length or 2**62: "parallel"}.get(width, f"window:{width}")
         once = c.token == "exact" and width == 1
         return {
@@ -291,7 +282,7 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
-        c, width = self.settings, self.width(s.x.shape[1])
+        c, width = self.settings, self.width(s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
         rule = self.rule()
@@ -360,8 +351,8 @@ class FixedPointBlock(nn.Module):
     # What follows the solve.
 
     def _attach(self, s, solution):
-        """From the detached solution to y (b,l,d) with the gradient that `gradient` names, and the
-        recurrence's final state there.
+        """From the detached solution to y (b,l,d) with the gradient that `gradient` names, the
+        recurrence's final state there, and the FixedPointStats.
 
         Under `causal` stopping the value is the map at y*, as without gradients, whatever steps
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
@@ -372,7 +363,7 @@ class FixedPointBlock(nn.Module):
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0], y_star, k, c.adjoint_clip, self._record
             )
-            return solution.f_y.detach() + (y - y.detach()), solution.h
+            return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
@@ -386,9 +377,10 @@ class FixedPointBlock(nn.Module):
         else:
             for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
-        if c.stopping == "paper":
-            return y, h_end
-        return solution.f_y.detach() + (y - y.detach()), solution.h
+        if c.stopping == "paper":  # the residual of what the solve returned
+            residual = relative_residual(y_star, first.detach())
+            return y, h_end, solution.stats._replace(residual=residual)
+        return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
 
     def _record(self, norm):
         self.adjoint_norm = norm.detach()
@@ -401,11 +393,11 @@ class FixedPointBlock(nn.Module):
         jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
         return self.settings.jacobian_reg * jacobian
 
-    def _through_time(self, length):
+    def _through_time(self, u):
         """Whether the solve itself is what the gradient goes through."""
         c = self.settings
         exact = torch.is_grad_enabled() and c.token == "exact" and c.gradient == "exact"
-        return exact and self.width(length) == 1
+        return exact and self.width(u.shape[1], u) == 1
 
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
         if self.training and self.settings.state_noise:
@@ -413,16 +405,17 @@ class FixedPointBlock(nn.Module):
             seqs = seqs._replace(noise=self.settings.state_noise * noise)
         if seqs.kept is not None:
             seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
-        if self._through_time(u.shape[1]):
+        if self._through_time(u):
 
             def solve(u):
                 s = self.prepare(u, seqs)
                 solution = self._solve(s)
-                return self._finished(s, solution, solution.y, solution.h)
+                return self._finished(s, solution, solution.y, solution.h, solution.stats)
 
-            out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
+            out, penalty, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            out, stats, end = self._solved_apart(u, seqs, checkpoint)
+            out, penalty, stats, end = self._solved_apart(u, seqs, checkpoint)
+        stats = stats._replace(penalty=penalty)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         return (out, stats, end) if seqs.return_state else (out, stats)
@@ -434,7 +427,7 @@ class FixedPointBlock(nn.Module):
         with torch.no_grad():
             solution = self._solve(s)
         if not torch.is_grad_enabled() and self.settings.stopping == "causal":
-            return self._finished(s, solution, solution.f_y, solution.h)
+            return self._finished(s, solution, solution.f_y, solution.h, solution.stats)
 
         def attach(u, y):
             s = self.prepare(u, seqs)
@@ -445,12 +438,13 @@ class FixedPointBlock(nn.Module):
             return checkpoint(attach, u, solution.y)
         return self._finished(s, solution, *self._attach(s, solution))
 
-    def _finished(self, s, solution, y, h):
-        """The output, FixedPointStats and the state after the last token."""
-        stats = solution.stats
+    def _finished(self, s, solution, y, h, stats):
+        """The output, the penalty (by itself: a checkpoint gives gradients to tensors that it
+        returns, not to those in a tuple), FixedPointStats and the state after the last token."""
+        penalty = stats.penalty
         if self.training and self.settings.jacobian_reg:
-            stats = stats._replace(penalty=self._penalty(s, solution.y))
-        return self.finish(s, y), stats, self._end(s, solution.y, y, h)
+            penalty = self._penalty(s, solution.y)
+        return self.finish(s, y), penalty, stats, self._end(s, solution.y, y, h)
 
     # What is measured.
 
