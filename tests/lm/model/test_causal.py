@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lm.model import cell
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError, token_residual
@@ -98,7 +99,10 @@ def assert_alike(ours, theirs, tol=1e-8):
 
 @pytest.mark.parametrize("schedule", SCHEDULES[:4])
 @every_model
-def test_every_schedule_has_one_gradient(name, schedule):
+def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
+    """Where no token is at a fold: MOST_GAIN limits every term of the series by itself."""
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    monkeypatch.setattr(cell, "MOST_GAIN", 1e9)
     tokens = ids(length=10)
     tokens[0, 4] = EOS
     model = model_of(name)
@@ -152,17 +156,18 @@ def test_the_adjoint_is_clipped_and_its_norm_told():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
     exact = gradients_of(model, tokens)
     (free,) = model.adjoint_norms()
+    first = dict(schedule="parallel", gradient="adjoint:0")
     assert free.shape == (2,) and (free > 0.5).all()
     for schedule in ("sequential", "parallel"):
         same = gradients_of(model, tokens, schedule=schedule, adjoint_clip=1e6)
         assert_alike(same, exact, 1e-7)
         torch.testing.assert_close(model.adjoint_norms()[0], free, rtol=1e-6, atol=0)
         cut = gradients_of(model, tokens, schedule=schedule, adjoint_clip=1e-9)
-        (norms,) = model.adjoint_norms()
-        torch.testing.assert_close(norms, torch.ones_like(norms), rtol=1e-6, atol=0)
-        # Nothing then comes back from later tokens: the first term of the series.
-        first = gradients_of(model, tokens, schedule="parallel", gradient="adjoint:0")
-        assert_alike(cut, first, 1e-6)
+        assert any(largest(cut[key], exact[key]) > 1e-4 for key in exact)
+        if schedule == "parallel":  # nothing comes back from later tokens: the first term alone
+            (norms,) = model.adjoint_norms()
+            torch.testing.assert_close(norms, torch.ones_like(norms), rtol=1e-6, atol=0)
+            assert_alike(cut, gradients_of(model, tokens, **first), 1e-6)
 
 
 @pytest.mark.parametrize("gradient", ["exact", "one_step", "adjoint:2", "phantom:2", "implicit"])
