@@ -272,7 +272,8 @@ class FixedPointBlock(nn.Module):
         """
         rule, c = self.rule(), self.settings
         width = self.width(length or 2**62, self.out_proj.weight)
-        schedule = {1: "sequential", length or 2**62: "parallel"}.get(width, f"window:{width}")
+        whole = width == (length or 2**62) and (width > 1 or c.stopping == "paper")
+        schedule = "parallel" if whole else "sequential" if width == 1 else f"window:{width}"
         once = c.token == "exact" and width == 1
         return {
             "token": c.token, "schedule": schedule, "stopping": c.stopping,

@@ -27,8 +27,8 @@ class EndLayerNorm(nn.LayerNorm):
     """The end of an FP-Mamba-1 iteration: LayerNorm((o + D ⊙ x) ⊙ silu(z))."""
 
     def forward(self, o=None, x=None, D=None, z=None, y=None):
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the Norm
-        by itself."""
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
+        Norm by itself."""
         if o is None:
             return Norm("layer", self.weight, self.bias, self.eps)
         end = o, x, D, z, self.weight, self.bias, self.eps, "layer"
@@ -39,8 +39,8 @@ class EndRMSNorm(RMSNorm):
     """The end of an FP-Mamba-2 iteration: RMSNorm((o + D ⊙ x) ⊙ silu(z))."""
 
     def forward(self, o=None, x=None, D=None, z=None, y=None):
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the Norm
-        by itself."""
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
+        Norm by itself."""
         if o is None:
             return Norm("rms", self.weight, None, self.eps)
         end = o, x, D, z, self.weight, None, self.eps, "rms"
