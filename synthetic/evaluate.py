@@ -22,7 +22,9 @@ from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
 
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
-PROBED = 32  # sequences of a length at most that ℓ* is measured on: a probe may cost many solves
+# Sequences of a length, and tokens of them, that ℓ* is measured on at most: a probe costs as many
+# solves as ℓ*, and on state tracking that grows with the length.
+PROBED, PROBED_TOKENS = 32, 2048
 
 
 def parse_lengths(text: str, task: Task) -> list[int]:
@@ -144,8 +146,9 @@ def solving(model, **fields):
 
 
 def probe_first(model, ids, mask):
-    """ℓ* of the first PROBED sequences of a batch (see `lm.metrics.probe`). ids, mask: (b,l)."""
-    ids = ids[:PROBED]
+    """ℓ* of the first sequences of a batch (see `lm.metrics.probe`): of one at least, else within
+    PROBED and PROBED_TOKENS. ids, mask: (b,l)."""
+    ids = ids[: min(PROBED, max(1, PROBED_TOKENS // ids.shape[1]))]
     return probe(model, ids, None if mask is None else mask[: len(ids)])
 
 

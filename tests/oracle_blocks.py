@@ -115,7 +115,7 @@ class Block:
     def forward(self):
         """The output (l,d_model), with the gradient that options.gradient names."""
         kind, _, steps = self.c.gradient.partition(":")
-        if kind == "implicit":  # the derivative of the solution itself
+        if kind in ("implicit", "exact"):  # the derivative of the solution itself
             return self.output_of(self.solve())
         with torch.no_grad():
             y = self.solve()

@@ -12,6 +12,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+STRETCH = 20  # the most that the gradient of a root may be, in that of φ
+ITERATIONS = 1000
 ACTS = {"silu": F.silu, "relu": F.relu, "identity": lambda v: v}
 
 
@@ -67,7 +69,7 @@ class Attach(torch.autograd.Function):
         slope, failed = ctx.saved_tensors
         matrix = (torch.eye(g.shape[1], dtype=g.dtype) - slope).transpose(1, 2)
         solved = torch.linalg.solve(matrix, g.unsqueeze(-1)).squeeze(-1)
-        times = 20 * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
+        times = STRETCH * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
         times = torch.where(times.isfinite(), times.clamp_max(1), torch.ones_like(times))
         return torch.where(failed.unsqueeze(-1), g, solved * times), None, None, None
 
@@ -83,7 +85,7 @@ def picard(phi, start, tol, linear):
     step = torch.full_like(start[:, 0], 0.99)
     lowest, waited = torch.full_like(step, math.inf), torch.zeros_like(step)
     done = torch.zeros_like(step, dtype=torch.bool)
-    for _ in range(1000):
+    for _ in range(ITERATIONS):
         psi = phi(s) - s
         residual = psi.abs().amax(-1)
         better = residual < lowest

@@ -34,12 +34,10 @@ FLOORS = {
     4: ("checkpoint",),
     5: ("exported", "plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
-    7: (
-        "reference",
-        "agree",
-    ),
-    8: ("cli",),
-    9: ("__main__",),
+    7: ("reference", "agree"),
+    8: ("budget",),
+    9: ("cli",),
+    10: ("__main__",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of

@@ -98,12 +98,35 @@ def build() -> Path:
     # Other processes may build the same: each in a folder of its own, then moved in one step.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         made = Path(own) / library.name
-        command = [compiler, *FLAGS, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+        objects = [str(Path(own) / f"{name}.o") for name in SOURCES]
+        _run_all(
+            [compiler, *FLAGS, "-c", str(HERE / name), "-o", to]
+            for name, to in zip(SOURCES, objects)
+        )
+        _run_all([[compiler, *FLAGS, *objects, "-o", str(made)]])
         made.replace(library)
     return library
+
+
+def _run_all(commands):
+    """Run commands beside each other, and wait for all.
+
+    Raises:
+        RuntimeError: one failed; its words are in it.
+    """
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        for process in running:
+            _, said = process.communicate(timeout=300)
+            if process.returncode:
+                command = " ".join(process.args)
+                raise RuntimeError(f"{command} failed: {said.strip()[-500:]}")
+    finally:
+        for process in running:
+            process.kill()  # those that are left where one failed
+            process.wait()
+            process.stderr.close()
 
 
 def cache_folder() -> Path:

@@ -119,20 +119,28 @@ template <class T> struct Token {
 // max(length, eps); NaN stays NaN.
 inline double at_least(double length, double eps) { return length < eps ? eps : length; }
 
+// act(·) of d entries into `to`; its length.
+template <class T, int act> double activate_all(int64_t d, const T *from, T *to) {
+    Vec<T> squares{};
+    blocks<T>(d, [&](int64_t c, int64_t lanes) {
+        const Vec<T> v = activate<T, act>(load<T>(from + c, lanes));
+        store<T>(to + c, v, lanes);
+        squares += v * v;
+    });
+    return std::sqrt(across<T>(squares));
+}
+
 // u_i = nrm(act(·)), U x and the u_i·u_j.
-template <class T, int R, int act>
+template <class T, int R>
 void unit_vectors(const Cell &p, const T *row, const T *x, Token<T> &k) {
     const int r = rank_of<R>(p.rank);
     const int64_t d = p.channels;
     for (int i = 0; i < r; ++i) {
-        Vec<T> squares{};
         T *u = k.u + i * d;
-        blocks<T>(d, [&](int64_t c, int64_t lanes) {
-            const Vec<T> v = activate<T, act>(load<T>(row + p.vectors + i * d + c, lanes));
-            store<T>(u + c, v, lanes);
-            squares += v * v;
-        });
-        k.length[i] = std::sqrt(across<T>(squares));
+        const auto activate_by = p.act == SILU   ? activate_all<T, SILU>
+                                 : p.act == RELU ? activate_all<T, RELU>
+                                                 : activate_all<T, IDENTITY>;
+        k.length[i] = activate_by(d, row + p.vectors + i * d, u);
         const T times = T(1 / at_least(k.length[i], p.eps));
         Vec<T> dot{};
         blocks<T>(d, [&](int64_t c, int64_t lanes) {
@@ -189,9 +197,7 @@ template <class T, int R>
 void prepare(const Cell &p, int64_t at, const T *row, Token<T> &k) {
     const int64_t d = p.channels;
     const T *x = in<T>(p.x) + at * d;
-    if (p.act == SILU) unit_vectors<T, R, SILU>(p, row, x, k);
-    if (p.act == RELU) unit_vectors<T, R, RELU>(p, row, x, k);
-    if (p.act == IDENTITY) unit_vectors<T, R, IDENTITY>(p, row, x, k);
+    unit_vectors<T, R>(p, row, x, k);
     reflection_map<T, R>(p, row, k);
     const T kept = p.keep ? in<T>(p.keep)[at] : T(1);
     if (p.kind == MAMBA2) {
@@ -305,6 +311,7 @@ void before_norm(const Cell &p, int64_t at, const Token<T> &k, T *v, T &mean, T 
 // run(first, count) on the groups that sequences are shared out in, by several threads; together: the
 // most in one.
 template <class Run> void by_groups(const Cell &p, int64_t together, Run run) {
+    if (p.rows == 0) return;
     const int64_t threads = std::max<int64_t>(1, p.threads);
     const int64_t most = std::min<int64_t>(together, (p.rows + threads - 1) / threads);
     const int64_t groups = (p.rows + most - 1) / most;
@@ -330,6 +337,7 @@ template <class T> const T *whole_rows(const Cell &p, std::vector<T> &copy) {
 template <class Call> inline void by_rank(const Cell &p, Call call) {
     if (p.rank == 1) return call(std::integral_constant<int, 1>{});
     if (p.rank == 2) return call(std::integral_constant<int, 2>{});
+    if (p.rank == 4) return call(std::integral_constant<int, 4>{});
     call(std::integral_constant<int, 0>{});
 }
 

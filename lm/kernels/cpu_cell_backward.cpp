@@ -26,9 +26,7 @@ void token_back(const Cell &p, int64_t row, int64_t t, int64_t i, const Token<T>
     attach<R>(p, p.failed[at], s);
     through_y<T, R>(p, at, row, k, inverse, f, s, sums, d_bc.data());
     through_map<T, R>(p, k, s);
-    if (p.act == SILU) through_vectors<T, R, SILU>(p, at, raw, k, s, f);
-    if (p.act == RELU) through_vectors<T, R, RELU>(p, at, raw, k, s, f);
-    if (p.act == IDENTITY) through_vectors<T, R, IDENTITY>(p, at, raw, k, s, f);
+    through_vectors<T, R>(p, at, raw, k, s, f);
     for (int64_t j = 0; j < p.rank; ++j) d_row[p.gates + j] = T(s.d_gate[j]);
     const T kept = p.keep ? in<T>(p.keep)[at] : T(1);
     if (p.kind == RNN) {

@@ -307,8 +307,17 @@ template <class T, int act> inline Vec<T> slope_of(Vec<T> v) {
     return all_of<T>(1);
 }
 
+// Through u = nrm(act(from)): (d_u − along u) times act'(from), into `to`.
+template <class T, int act>
+void through_act(int64_t d, const T *from, const T *u, const T *d_u, T along, T times, T *to) {
+    blocks<T>(d, [&](int64_t c, int64_t lanes) {
+        const Vec<T> before = (load<T>(d_u + c, lanes) - load<T>(u + c, lanes) * along) * times;
+        store<T>(to + c, before * slope_of<T, act>(load<T>(from + c, lanes)), lanes);
+    });
+}
+
 // The gradients of x and of the vectors before act and nrm.
-template <class T, int R, int act>
+template <class T, int R>
 void through_vectors(const Cell &p, int64_t at, const T *row, const Token<T> &k, const Small &s,
                      Backward<T> &f) {
     constexpr int M = R ? R : MOST;
@@ -338,12 +347,11 @@ void through_vectors(const Cell &p, int64_t at, const T *row, const Token<T> &k,
         const bool floored = k.length[i] < p.eps;
         const T along = floored ? T(0) : across<T>(dots[i]);
         const T times = T(1 / at_least(k.length[i], p.eps));
-        blocks<T>(d, [&](int64_t c, int64_t lanes) {
-            const Vec<T> u = load<T>(k.u + i * d + c, lanes);
-            const Vec<T> before = (load<T>(f.d_u + i * d + c, lanes) - u * along) * times;
-            const Vec<T> slope = slope_of<T, act>(load<T>(row + p.vectors + i * d + c, lanes));
-            store<T>(d_row + i * d + c, before * slope, lanes);
-        });
+        const auto through = p.act == SILU   ? through_act<T, SILU>
+                             : p.act == RELU ? through_act<T, RELU>
+                                             : through_act<T, IDENTITY>;
+        const T *from = row + p.vectors + i * d;
+        through(d, from, k.u + i * d, f.d_u + i * d, along, times, d_row + i * d);
     }
 }
 

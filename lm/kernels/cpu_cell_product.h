@@ -55,7 +55,10 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
         Vec<T> sum[SUMS > L ? SUMS : L] = {};
         for (int64_t c = 0; c < width; c += L) {
             Vec<T> w[OUTPUTS];
-            for (int o = 0; o < OUTPUTS; ++o) w[o] = vector_at<T>(row[o] + c);
+            for (int o = 0; o < OUTPUTS; ++o) {
+                w[o] = vector_at<T>(row[o] + c);
+                __builtin_prefetch(row[o] + OUTPUTS * width + c);  // may lie beyond: no matter
+            }
             for (int g = 0; g < S; ++g) {
                 const Vec<T> y_g = vector_at<T>(y + g * width + c);
                 for (int o = 0; o < OUTPUTS; ++o) sum[g * OUTPUTS + o] += w[o] * y_g;
@@ -81,7 +84,10 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
             for (int i = 0; i < V; ++i) sum[g][i] = vector_at<T>(to + g * width + c + i * L);
         for (int64_t j = j0; j < j1; ++j) {
             Vec<T> w[V];
-            for (int i = 0; i < V; ++i) w[i] = vector_at<T>(W + j * width + c + i * L);
+            for (int i = 0; i < V; ++i) {
+                w[i] = vector_at<T>(W + j * width + c + i * L);
+                __builtin_prefetch(W + (j + ROWS) * width + c + i * L);
+            }
             for (int g = 0; g < S; ++g) {
                 const T times = from[g * from_step + j];
                 for (int i = 0; i < V; ++i) sum[g][i] += times * w[i];

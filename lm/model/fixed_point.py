@@ -307,9 +307,11 @@ class FixedPointBlock(nn.Module):
         return g, h, torch.ones_like(g[..., 0], dtype=torch.bool)
 
     def _solve_compiled(self, s):
-        reflections = self.mixer.reflections()
+        reflections, mask = self.mixer.reflections(), s.seqs.mask
         if reflections is None:
             return None
+        if mask is not None and (mask[:, 1:] & ~mask[:, :-1]).any():
+            return None  # the kernel passes y on unmasked: no token may follow padding
         adjoint = s.x.new_zeros(len(s.x)) if torch.is_grad_enabled() else None
         with without_autocast(s.x):
             found = self.compiled(s, reflections, adjoint)

@@ -210,13 +210,13 @@ def test_a_tensor_that_nothing_compares_is_named(folder, capsys):
 
 
 def test_a_wrong_solver_is_caught(monkeypatch, capsys):
-    original = fixed_point.Windows.step
+    original = fixed_point.FixedPointBlock.step_residual
 
-    def wrong(self, window, y):
-        g, residual, carry = original(self, window, y)
-        return g, 1.2 * residual, carry
+    def wrong(self, s, y):
+        g, residual = original(self, s, y)
+        return g, 1.2 * residual
 
-    monkeypatch.setattr(fixed_point.Windows, "step", wrong)
+    monkeypatch.setattr(fixed_point.FixedPointBlock, "step_residual", wrong)
     assert main([str(HERE)]) == 1
     printed = capsys.readouterr().out
     assert "iterations [65], not [48]" in printed

@@ -74,7 +74,7 @@ def test_the_imported_model_computes_the_golden_logits(files):
     # Of itself it is solved exactly, and says so.
     assert (model.config.token, model.config.gradient) == ("exact", "exact")
     assert "solved exactly (`token: exact`)" in done.stderr
-    assert "solved exactly (`token: exact`)" in (files / "hf/README.md").read_text()
+    assert "solved exactly (`token: exact`)" in (files / "hf" / "README.md").read_text()
     assert model.config.patience == 15 and model.config.stepsize == 0.99  # the paper's damping
 
 

@@ -9,6 +9,7 @@ from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fixed_point import EVAL_TOL, FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.solver import token_residual
 from tests import oracle_blocks
 
 TOGGLES = {
@@ -55,9 +56,9 @@ def block(dtype=torch.float64, **kwargs):
     return model
 
 
-def tight(model, tol=1e-11):
-    model.config.tol, model.config.eval_max_iters = tol, 3000
-    return model.eval()
+def tight(tol=1e-11, **kwargs):
+    """Such a block in evaluation; the tolerance is of what is iterated."""
+    return block(tol=tol, eval_tol=tol, eval_max_iters=3000, **kwargs).eval()
 
 
 def u_of(*shape, seed=1):
@@ -65,19 +66,24 @@ def u_of(*shape, seed=1):
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "window:5", "parallel"])
 @pytest.mark.parametrize("name", TOGGLES)
-def test_the_output_is_a_fixed_point(name):
-    model = tight(block(**TOGGLES[name]))
+def test_the_output_is_a_fixed_point_of_the_papers_iteration(name, schedule):
+    model = tight(**TOGGLES[name], schedule=schedule)
     u = u_of(2, 12, 8)
     with torch.no_grad():
         out, stats = model(u)
+        s = model.prepare(u)
+        y = model._solve(s).y
+        assert token_residual(y, model.step(s, y)).max() < 1e-9
     assert out.shape == (2, 12, 8)
-    assert stats.converged.all() and (stats.residual < 1e-10).all()
+    assert (stats.failed == 0).all() and (stats.residual < 1e-10).all()
+    assert (stats.evaluations == 1).all() == (schedule == "sequential")
 
 
 @pytest.mark.parametrize("name", TOGGLES)
 def test_left_padding_changes_nothing(name):
-    model = tight(block(**TOGGLES[name]))
+    model = tight(**TOGGLES[name])
     u, pads = u_of(1, 9, 8), u_of(1, 4, 8, seed=2)
     mask = torch.tensor([[False] * 4 + [True] * 9])
     with torch.no_grad():
@@ -88,7 +94,7 @@ def test_left_padding_changes_nothing(name):
 
 @pytest.mark.parametrize("name", TOGGLES)
 def test_a_packed_document_equals_itself_alone(name):
-    model = tight(block(**TOGGLES[name]))
+    model = tight(**TOGGLES[name])
     first, second = u_of(1, 7, 8), u_of(1, 6, 8, seed=2)
     starts = torch.zeros(1, 13, dtype=torch.bool)
     starts[0, 7] = True
@@ -100,7 +106,7 @@ def test_a_packed_document_equals_itself_alone(name):
 
 @pytest.mark.parametrize("name", TOGGLES)
 def test_causal_once_converged(name):
-    model = tight(block(**TOGGLES[name]))
+    model = tight(**TOGGLES[name])
     u = u_of(1, 10, 8)
     changed = u.clone()
     changed[:, 6:] += 1
@@ -114,13 +120,11 @@ def test_causal_once_converged(name):
 @pytest.mark.parametrize("name", TOGGLES)
 def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
     """Against finite differences of finish(f^n(y*)) with y* held: paper App. B.2, by name."""
-    model = tight(block(**TOGGLES[name]), 1e-6)
+    model = tight(1e-13, **TOGGLES[name], gradient="one_step")
     u = u_of(1, 5, 8).requires_grad_()
     with torch.no_grad():
         s = model.prepare(u)
-        y_star = torch.zeros_like(s.x)
-        for _ in range(400):
-            y_star = model.step(s, y_star)
+        y_star = model._solve(s).y
     cotangent = u_of(1, 5, 8, seed=3)
 
     def scalar(value, parameter=None):
@@ -128,16 +132,16 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
         if parameter is not None:
             original = parameter.data
             parameter.data = value
-        s = model.prepare(value if parameter is None else u)
-        out = model._gradient_steps(s, y_star)[0]
+        s, y = model.prepare(value if parameter is None else u), y_star
+        for _ in range(model.config.n_backwards):
+            y = model.step(s, y)
+        out = model.finish(s, y)
         if parameter is not None:
             parameter.data = original
         return (out * cotangent).sum()
 
-    model.config.tol, model.config.eval_max_iters = 1e-13, 5000
     out, _ = model(u)
     (out * cotangent).sum().backward()
-    model.config.stopping = "paper"  # there the value, too, is that of the last step
     for parameter_name, p in [("input", None), *model.named_parameters()]:
         value = (u if p is None else p).detach()
         direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(4)).double()
@@ -151,11 +155,10 @@ def test_one_step_gradient_is_that_of_the_step_at_the_fixed_point(name):
 
 @pytest.mark.parametrize("stopping", ["paper", "causal"])
 def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
-    model = block(torch.float32, schedule="parallel", stopping=stopping)
-    model.config.tol, model.config.eval_max_iters = 1e-12, 10
-    calls = {"prepare": 0, "_mix": 0, "cut": 0, "weights": 0}
-    for owner, name in [(model, "prepare"), (model, "_mix"), (model, "cut"),
-                        (model.mixer, "weights")]:  # fmt: skip
+    rule = dict(eval_tol=1e-12, eval_max_iters=10)
+    model = block(torch.float32, schedule="parallel", stopping=stopping, token="iterate", **rule)
+    calls = {"prepare": 0, "_mixed": 0, "weights": 0}
+    for owner, name in [(model, "prepare"), (model, "_mixed"), (model.mixer, "weights")]:
         original = getattr(owner, name)
 
         def counting(*args, name=name, original=original):
@@ -165,18 +168,19 @@ def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
         monkeypatch.setattr(owner, name, counting)
     with torch.no_grad():
         _, stats = model.eval()(u_of(1, 6, 8).float())
-    assert (stats.work == 10).all() and (stats.token_iters == 10).all()
+    assert (stats.evaluations == 10).all()
     # The output's own step: the paper's solver does not return f(y), the windows' does.
-    assert calls == {"prepare": 1, "_mix": 10 + (stopping == "paper"), "cut": 0, "weights": 1}
+    assert calls == {"prepare": 1, "_mixed": 10 + (stopping == "paper"), "weights": 1}
 
 
-def test_gradient_checkpointing_gives_the_same_gradients_and_solves_once(monkeypatch):
+@pytest.mark.parametrize("fields", [dict(schedule="parallel"), dict(gradient="one_step")], ids=str)
+def test_gradient_checkpointing_gives_the_same_gradients_and_solves_once(monkeypatch, fields):
     solves, original = [], FixedPointBlock._solve
     monkeypatch.setattr(FixedPointBlock, "_solve", lambda *a: solves.append(1) or original(*a))
     grads = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=2, d_state=4)
+        config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=2, d_state=4, **fields)
         model = FPRNNForCausalLM(config).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -186,7 +190,6 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_solves_once(monkeyp
         output.loss.backward()
         grads.append({n: p.grad for n, p in model.named_parameters()})
         assert len(solves) == 2
-        assert (output.fixed_point.residual > 0).all()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, msg=name)
 
@@ -204,12 +207,10 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_the_iterate_wide(conv, glu):
 
 
 def test_training_rule_and_evaluation_rule_differ():
-    model = block()
-    model.config.max_iters, model.config.eval_max_iters = 7, 9
+    model = block(max_iters=7, eval_max_iters=9)
     assert model.train().rule()[:3] == (0.1, 7, 0.75)
     assert model.eval().rule()[:3] == (EVAL_TOL, 9, 1.0) and EVAL_TOL < 0.1
-    model.config.eval_tol = 0.03
-    assert model.rule().tol == 0.03
+    assert block(eval_tol=0.03).eval().rule().tol == 0.03
     paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
     assert paper.eval().rule()[:3] == (0.1, 1000, 1.0)
 
@@ -230,23 +231,24 @@ def test_fp_rnn_with_one_reflection_equals_the_exact_solve(conv, eigen_range):
     finish = model.finish
     model.finish = lambda s, y: states.append(y) or finish(s, y)
     with torch.no_grad():
-        _, stats = tight(model, 1e-13)(u)
+        _, stats = model.eval()(u)
         exact = oracle_blocks.fixed_point(model.state_dict(), model.config, u)
-    assert stats.converged.all()
+    assert (stats.failed == 0).all()
     torch.testing.assert_close(states[0], exact, rtol=1e-10, atol=1e-11)
 
 
-def test_implicit_gradient_equals_finite_differences_of_the_whole_solve():
+@pytest.mark.parametrize("gradient", ["implicit", "exact"])
+def test_implicit_gradient_equals_finite_differences_of_the_whole_solve(gradient):
     """Also of the solve itself, unlike the one-step gradient: paper Eq. 16."""
-    model = tight(block(gradient="implicit"), 1e-13)
+    model = tight(1e-13, gradient=gradient, schedule="parallel")
     u, cotangent = u_of(1, 6, 8).requires_grad_(), u_of(1, 6, 8, seed=3)
 
     def scalar():
         return (model(u)[0] * cotangent).sum()
 
     scalar().backward()
-    model.config.gradient = "one_step"
-    one_step = torch.autograd.grad(scalar(), [u])[0]
+    other = tight(1e-13, gradient="one_step", schedule="parallel")
+    one_step = torch.autograd.grad((other(u)[0] * cotangent).sum(), [u])[0]
     for name, p in [("input", u), *model.named_parameters()]:
         direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(4)).double()
         original = p.data
@@ -265,7 +267,7 @@ def test_implicit_gradient_equals_finite_differences_of_the_whole_solve():
 def test_phantom_gradient_with_one_undamped_step_is_the_one_step_gradient():
     grads = []
     for gradient in ("one_step", "phantom:1", "phantom:30", "implicit"):
-        model = tight(block(gradient=gradient, stepsize=1.0), 1e-12)
+        model = tight(1e-12, gradient=gradient, stepsize=1.0)
         (model(u_of(1, 6, 8))[0] * u_of(1, 6, 8, seed=3)).sum().backward()
         grads.append(model.x_proj.weight.grad)
     torch.testing.assert_close(grads[0], grads[1])
@@ -274,7 +276,7 @@ def test_phantom_gradient_with_one_undamped_step_is_the_one_step_gradient():
 
 
 def test_unknown_gradients_and_blocks_are_a_sentence():
-    for gradient in ("phantom", "phantom:0", "implicit:3", "exact"):
+    for gradient in ("phantom", "phantom:0", "implicit:3", "exact:2", "adjoint", "adjoint:-1"):
         with pytest.raises(ValueError, match=f"gradient is `{gradient}`"):
             FPRNNConfig(gradient=gradient)
     with pytest.raises(ValueError, match="unknown block `mamba`"):
@@ -288,7 +290,7 @@ def test_unknown_gradients_and_blocks_are_a_sentence():
 
 
 def test_contraction_estimates_equal_the_matrices():
-    model = tight(block(), 1e-10)
+    model = tight(1e-10)
     u = u_of(2, 5, 8)
     mixing, lipschitz = model.contraction(u, power_iterations=60)
     with torch.no_grad():
@@ -305,28 +307,13 @@ def test_contraction_estimates_equal_the_matrices():
         assert lipschitz[b].item() == pytest.approx(exact, rel=0.02)
 
 
-def test_agreement_is_the_distance_to_another_widths_solution():
-    """Zero, to the tolerance, where all widths find one fixed point; not where they stop early."""
-    u = u_of(2, 12, 8)
-    tight = block(agreement_reg=1.0, tol=1e-9, max_iters=500, contractive=0.5, out_norm_epsilon=0.1)
-    loose = block(agreement_reg=2.0, tol=0.5, contractive=0.5, out_norm_epsilon=0.1)
-    assert tight.train()(u)[1].penalty.max() < 1e-12
-    penalty = torch.stack([loose.train()(u)[1].penalty for _ in range(8)])
-    assert penalty.max() > 1e-6 and penalty.shape == (8, len(u))
-    penalty.sum().backward()
-    assert any((p.grad != 0).any() for p in loose.mixer.parameters())
-    assert (loose.eval()(u)[1].penalty == 0).all()
-
-
 def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient():
     model = block(jacobian_reg=1.0).train()
-    model.config.tol, model.config.max_iters = 1e-10, 500
     u = u_of(1, 5, 8)
     torch.manual_seed(1)
     s = model.prepare(u)
     y = model._solve(s).y
-    first = model.step(s, y)
-    estimates = [model._penalty(s, y, first) for _ in range(200)]
+    estimates = [model._penalty(s, y) for _ in range(200)]
     assert model(u)[1].penalty > 0
     J = torch.autograd.functional.jacobian(lambda v: model.step(s, v), y).reshape(80, 80)
     assert torch.stack(estimates).mean().item() == pytest.approx(
@@ -365,20 +352,19 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         optimizer.step()
         losses.append(output.loss.item())
         stats = output.fixed_point
-        # A token that did not converge says so, and was iterated to the end.
-        to_the_end = stats.token_iters == 20
-        assert (stats.token_iters <= 20).all() and (stats.converged ^ stats.hit_max).all()
-        assert torch.equal(stats.converged, stats.unconverged == 0)
-        assert (stats.unconverged <= to_the_end.float().mean(-1)).all()
+        # Of a mixer of full rank the first tokens' iteration need not end: it says so.
+        low_rank = mixer in ("householder", "dplr")
+        assert (stats.failed <= (0 if low_rank or name == "fp_rnn" else 0.25)).all()
+        assert (stats.evaluations >= 1).all()
     assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("regulariser", ["jacobian_reg", "agreement_reg"])
-def test_a_regulariser_counts_with_and_without_gradients_and_checkpointing(regulariser):
+def test_a_regulariser_counts_with_and_without_gradients_and_checkpointing():
     def penalty(how):
         torch.manual_seed(0)
-        fields = {"d_model": 16, "n_layer": 1, "d_state": 4, "vocab_size": 40, regulariser: 2.0}
-        model = FPRNNForCausalLM(FPRNNConfig(schedule="sequential", tol=0.3, **fields)).train()
+        fields = {"d_model": 16, "n_layer": 1, "d_state": 4, "vocab_size": 40}
+        config = FPRNNConfig(schedule="sequential", jacobian_reg=2.0, **fields)
+        model = FPRNNForCausalLM(config).train()
         if how in (True, False):
             options = {"gradient_checkpointing_kwargs": {"use_reentrant": how}}
             model.gradient_checkpointing_enable(**options)

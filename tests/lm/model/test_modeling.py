@@ -107,7 +107,7 @@ def test_a_batch_without_targets_has_loss_zero_not_nan():
 def test_outputs_as_tuple_hidden_states_and_logits_to_keep():
     model = small().eval()
     out = model(ids(), output_hidden_states=True)
-    assert len(out.hidden_states) == 3 and out.fixed_point.num_iters.shape == (2, 2)
+    assert len(out.hidden_states) == 3 and out.fixed_point.evaluations.shape == (2, 2)
     assert torch.equal(model(ids(), return_dict=False)[0], out.logits)
     torch.testing.assert_close(model(ids(), logits_to_keep=1).logits, out.logits[:, -1:])
     embeds = model.get_input_embeddings()(ids())
@@ -192,7 +192,7 @@ def test_nan_names_the_layer():
     model = small().eval()
     with torch.no_grad():
         model.backbone.layers[1].block.D.fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"layer 1: .* iteration 1"):
+    with pytest.raises(NonFiniteError, match=r"layer 1: .*block.D is NaN"):
         model(ids())
 
 

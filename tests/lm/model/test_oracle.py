@@ -75,8 +75,10 @@ OF_MAMBA = {
 }  # fmt: skip
 RULES = {
     "parallel": {},
+    "window": dict(schedule="window:3"),
     "sequential": dict(schedule="sequential"),
     "auto": dict(schedule="auto"),
+    "iterate": dict(token="iterate", stopping="causal"),
     "paper": dict(schedule="parallel", stopping="paper"),
 }
 SINGLE = dict(tol=2e-6, max_iters=300)
@@ -219,7 +221,7 @@ def test_one_iteration(name, backend, monkeypatch):
     u, y = inputs(block)
     expected = oracle.iteration(parameters_of(block), block.config, u, y)
     assert_alike(block.step(block.prepare(u), y), expected, 1e-12)
-    g, residual, _ = block.step_residual(block.prepare(u), y)
+    g, residual = block.step_residual(block.prepare(u), y)
     assert_alike(g, expected, 1e-12)
     change = (y - expected).abs().amax(-1) / (expected.abs().amax(-1) + 1e-8)
     assert_alike(residual, change, 1e-11)
@@ -239,19 +241,19 @@ def test_one_iteration_of_packed_documents(name, backend, side, monkeypatch):
     assert_alike(block.step(block.prepare(u, Sequences(mask, starts)), y), expected, 1e-12)
 
 
-@pytest.mark.parametrize("rule", ["parallel", "paper"])
+@pytest.mark.parametrize("rule", ["parallel", "sequential", "paper"])
 @every_case
 @torch.no_grad()
 def test_the_solved_output(name, rule):
     block = block_of(**ALL[name], **RULES[rule])
     u, _ = inputs(block)
     out, stats = block(u)
-    assert stats.converged.all()
+    assert (stats.failed == 0).all()
     assert_alike(out, oracle.block_output(parameters_of(block), block.config, u), 1e-10)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-@pytest.mark.parametrize("rule", ["sequential", "auto", "paper"])
+@pytest.mark.parametrize("rule", ["sequential", "window", "iterate", "paper"])
 @some_cases
 @torch.no_grad()
 def test_the_solved_output_of_packed_documents(name, rule, side):
@@ -262,19 +264,6 @@ def test_the_solved_output_of_packed_documents(name, rule, side):
     expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
     out = out if mask is None else out * mask.unsqueeze(-1)
     assert_alike(out, expected, 1e-10)
-
-
-@pytest.mark.parametrize("side", ["none", "right"])
-@pytest.mark.parametrize("name", ["fp_rnn-householder1", "fp_rnn-dplr1", "fp_rnn-conv"])
-@torch.no_grad()
-def test_the_exact_schedule(name, side):
-    block = block_of(**ALL[name], schedule="exact")
-    starts, mask = documents_and_padding(side)
-    u, _ = inputs(block)
-    out, stats = block(u, Sequences(mask, starts))
-    assert stats.converged.all() and (stats.token_iters == 1).all()
-    expected = oracle.block_output(parameters_of(block), block.config, u, starts, mask)
-    assert_alike(out if mask is None else out * mask.unsqueeze(-1), expected, 1e-12)
 
 
 def gradients(output, leaves, cotangent):
@@ -291,7 +280,7 @@ def compare_gradients(block, tol, starts=None, mask=None):
     cotangent = cotangent if mask is None else cotangent * mask.unsqueeze(-1)
     mine = {"input": u.to(dtype).requires_grad_(), **dict(block.named_parameters())}
     out, stats = block(mine["input"], Sequences(mask, starts))
-    assert stats.converged.all()
+    assert (stats.failed == 0).all()
     parameters = parameters_of(block, requires_grad=True)
     theirs = {"input": mine["input"].detach().double().requires_grad_()}
     theirs |= {name: parameters[name] for name in mine if name != "input"}
@@ -305,34 +294,39 @@ def compare_gradients(block, tol, starts=None, mask=None):
 
 
 @every_case
-def test_the_one_step_gradient(name, monkeypatch):
+def test_the_exact_gradient(name, monkeypatch):
     computed_by("plain", monkeypatch)
-    compare_gradients(block_of(**ALL[name]), 1e-10)
+    compare_gradients(block_of(**ALL[name], schedule="sequential"), 1e-9)
 
 
 @some_cases
-def test_the_one_step_gradient_by_the_compiled_kernels(name, monkeypatch):
+def test_the_exact_gradient_by_the_compiled_kernels(name, monkeypatch):
     computed_by("cpu", monkeypatch)
-    compare_gradients(block_of(**SOME[name]), 1e-10)
+    compare_gradients(block_of(**SOME[name], schedule="sequential"), 1e-9)
 
 
 GRADIENTS = {
-    "two_backwards": dict(n_backwards=2),
+    "exact_parallel": dict(gradient="exact"),
+    "exact_window": dict(gradient="exact", schedule="window:3"),
+    "exact": dict(gradient="exact", schedule="sequential"),
+    "one_step": dict(gradient="one_step"),
+    "two_backwards": dict(gradient="one_step", n_backwards=2),
     "phantom": dict(gradient="phantom:3", stepsize=0.7),
     "implicit": dict(gradient="implicit"),
+    "implicit_paper": dict(gradient="implicit", stopping="paper"),
 }
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @some_cases
 def test_the_other_gradients(name, kind):
-    compare_gradients(block_of(**SOME[name], **GRADIENTS[kind]), 1e-9)
+    compare_gradients(block_of(**{**SOME[name], **GRADIENTS[kind]}), 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["one_step", *GRADIENTS])
+@pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", ["fp_mamba1-everything", "fp_mamba2-householder4", "fp_rnn-conv"])
 def test_gradients_of_packed_documents(name, kind):
-    block = block_of(**SOME[name], **GRADIENTS.get(kind, {}))
+    block = block_of(**SOME[name], **GRADIENTS[kind])
     compare_gradients(block, 1e-9, *documents_and_padding("right"))
 
 
@@ -340,7 +334,8 @@ def test_gradients_of_packed_documents(name, kind):
 @some_cases
 def test_in_single_precision(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
-    compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 5e-5)
+    # The inner iteration of a mixer of full rank ends at a relative residual of 1e-5.
+    compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 2e-4)
 
 
 @pytest.mark.parametrize("backend", ["plain", "triton"])
@@ -366,7 +361,7 @@ def test_a_step_and_its_gradients_in_single_precision(name, backend, monkeypatch
     for key, grad in gradients(expected, used, cotangent).items():
         assert_alike(found[key], grad, 2e-5, key)
     with torch.no_grad():
-        again, residual, _ = block.step_residual(s, mine["y"])
+        again, residual = block.step_residual(s, mine["y"])
     change = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert_alike(again, expected, 2e-6, "f(y) with its residual")
     assert_alike(residual, change, 2e-6, "residual")
@@ -390,7 +385,7 @@ def test_the_language_model(name):
     parameters = parameters_of(model, requires_grad=True)
     expected = oracle.logits_of(parameters, options, ids)
     out = model(ids, labels=ids)
-    assert out.fixed_point.converged.all()
+    assert (out.fixed_point.failed == 0).all()
     assert_alike(out.logits, expected, 1e-9, "logits")
     loss = oracle.loss_of(expected, ids)
     assert_alike(out.loss, loss, 1e-10, "loss")
