@@ -18,14 +18,7 @@ from .mixers import Mixer, MixerWeights, build_mixer
 from .non_finite import NonFiniteError
 from .projections import Projection, Projections, side_by_side
 from .scan import backend
-from .solver import (
-    FixedPointStats,
-    Rule,
-    Solution,
-    solve_paper,
-    solve_sequential,
-    solve_windows,
-)
+from .solver import FixedPointStats, Rule, Solution, solve_paper, solve_sequential, solve_windows
 from .state import BlockState, Sequences, last, once, shift
 
 EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
@@ -120,8 +113,7 @@ class FixedPointBlock(nn.Module):
         return conv(x, segments, tail)
 
     def _of_parameters(self):
-        """The parameters that what `Sequences.kept` keeps is made of; None: it is made of something
-        else as well (see layers.parameters_of)."""
+        """What all that is kept is made of (see state.Kept); None: of more than parameters."""
         layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
         found = parameters_of(layers, (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")

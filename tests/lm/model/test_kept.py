@@ -78,7 +78,8 @@ def test_a_layer_that_something_else_acts_in_is_asked_every_time():
     block = model.backbone.layers[0].block
     cache = model(ids(), use_cache=True).past_key_values
     before = after(model, cache)
-    handle = block.mixer.u_proj.register_forward_hook(lambda layer, given, out: out + given[0].sum())
+    added = lambda layer, given, out: out + given[0].sum()  # noqa: E731
+    handle = block.mixer.u_proj.register_forward_hook(added)
     assert block._of_parameters() is None
     hooked = after(model, cache)
     assert not torch.allclose(hooked, before)
