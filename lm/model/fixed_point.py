@@ -120,8 +120,7 @@ class FixedPointBlock(nn.Module):
         return conv(x, segments, tail)
 
     def _of_parameters(self):
-        """The parameters that what `Sequences.kept` keeps is made of; None: it is made of something
-        else as well (see layers.parameters_of)."""
+        """What all that is kept is made of (see state.Kept); None: of more than parameters."""
         layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
         found = parameters_of(layers, (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")
