@@ -1,4 +1,4 @@
-"""One token's own equation: its root, where there are several, its gradient, and what is counted."""
+"""One token's own equation: its root among several, its gradient, what is counted."""
 
 import pytest
 import torch
@@ -249,7 +249,7 @@ def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
 @pytest.mark.parametrize("way", ["low rank", "iterating"])
 @pytest.mark.parametrize("kind", ["layer", "rms", "none"])
 def test_the_gradient_is_that_of_the_solution(kind, way):
-    token, tensors = token_of(kind, b=1, length=2)
+    _, tensors = token_of(kind, b=1, length=2)
     low_rank = low_rank_of(2, 1, 2, size=0.15)
     names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
     names += ["bias"] if kind == "layer" else []
