@@ -71,8 +71,6 @@ class FixedPointBlock(nn.Module):
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
-    # What a block is.
-
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
         raise NotImplementedError
@@ -107,8 +105,6 @@ class FixedPointBlock(nn.Module):
         """Forward FLOPs per token (a multiply-add counts two): what runs once per solve, and what
         each evaluation costs."""
         raise NotImplementedError
-
-    # What blocks prepare with.
 
     def _conv(self, x, seqs, conv, index=0):
         """silu(causal convolution), within documents; x itself when short convolutions are off.
@@ -294,8 +290,7 @@ class FixedPointBlock(nn.Module):
         return solve_windows(self.explicit, s, rule, width, most=width + 1)
 
     def _iterated(self, s, y):
-        g, h = self.step(s, y, True)
-        return g, h, torch.ones_like(g[..., 0], dtype=torch.bool)
+        return *self.step(s, y, True), torch.ones_like(y[..., 0], dtype=torch.bool)
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
@@ -323,7 +318,7 @@ class FixedPointBlock(nn.Module):
 
         def remember(v):
             longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
-            self.adjoint_norm = torch.ones_like(longest[-1][:, 0])
+            self.adjoint_norm = torch.zeros_like(longest[-1][:, 0])
 
         def watch(g):
             norms = torch.linalg.vector_norm(g[:, 0], dim=-1) / longest[-1][:, 0].clamp_min(1e-30)
@@ -418,6 +413,8 @@ class FixedPointBlock(nn.Module):
         stats = stats._replace(penalty=penalty)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
+        else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
+            stats = stats._replace(num_iters=None, converged=None, token_iters=None)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def _solved_apart(self, u, seqs, checkpoint):
