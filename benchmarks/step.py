@@ -31,7 +31,7 @@ from common import (
 
 from lm.model.scan import selective_scan
 from lm.model.solver import relative_residual
-from lm.model.state import Sequences
+from lm.model.state import Sequences, shift
 
 WHOLE = "iteration"
 GRADIENT = "prepare and iteration, with backward"
@@ -49,15 +49,14 @@ def problem(a):
 def parts(block, s, y, autocast):
     """{part: function}, each on what those before it have made."""
     with torch.no_grad(), autocast():
-        x, rest = block._mix(s, y)
-        maps = block._parts(s, y)["mixer"]
-        B, C = block._normalised(rest["B"], rest["C"])
-        dt, A, keep, decays = s.time
+        x, parts, rows = block._mixed(s, y)
+        dt, B, C = parts
+        A, keep, decays = s.time.A, s.time.keep, s.time.decays
         o, _ = selective_scan(x, dt, A, B, C, None, keep, decays)
     return {
-        "projection": lambda: block._parts(s, y),
-        "mix": lambda: block.mixer.mix(*maps, s.x, y, s.mixer),
-        "normalise": lambda: block._normalised(rest["B"], rest["C"]),
+        "projection": lambda: s.projections.rows(shift(y, s.seqs)),
+        "mix": lambda: block.mixer.mix(rows["mixer"], None, s.x, y, s.mixer),
+        "normalise": lambda: block.parts_of(s, rows),
         "scan": lambda: selective_scan(x, dt, A, B, C, None, keep, decays),
         "finish and residual": lambda: block.norm_time(s, o, x, y),
         WHOLE: lambda: block.step_residual(s, y),

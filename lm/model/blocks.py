@@ -58,7 +58,6 @@ class FPMamba(FixedPointBlock):
     (Table 1). A subclass also defines `_dt(delta, seqs)` and `_decays(dt, A, keep)`."""
 
     groups = 1  # of B and C
-    kind = "layer"  # of the norm that ends an iteration
 
     def _add_y_projections(self, n, dt):
         """The maps of sh(y) that there are to be: to B, to C (n wide each), to dt, to the gate."""
@@ -115,9 +114,8 @@ class FPMamba(FixedPointBlock):
         return F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None
 
     def token(self, s, history, own):
-        end = self.out_norm
-        norm = Norm(self.kind, end.weight, getattr(end, "bias", None), end.eps)
-        return Token(s.x, history, own + self._D().to(own.dtype), self._gate(s), norm)
+        gain = own + self._D().to(own.dtype)
+        return Token(s.x, history, gain, self._gate(s), self.out_norm())
 
     def compiled(self, s, reflections, adjoint):
         if s.time.dt is None:
@@ -126,14 +124,12 @@ class FPMamba(FixedPointBlock):
         rank, scale, act, sequential, eps, contractive = reflections
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
-        end = self.out_norm
-        clip = self.settings.adjoint_clip
+        norm, clip = self.out_norm(), self.settings.adjoint_clip
         options = (
-            rank, scale, act, sequential, eps, contractive, cfg.bc_norm, self.groups, self.kind,
-            end.eps, float("inf") if clip is None else clip, cfg.d_state,
+            rank, scale, act, sequential, eps, contractive, cfg.bc_norm, self.groups, norm.kind,
+            norm.eps, float("inf") if clip is None else clip, cfg.d_state,
         )  # fmt: skip
-        weights = (s.projections.weight_y, s.time.A, self._D(), end.weight,
-                   getattr(end, "bias", None))  # fmt: skip
+        weights = s.projections.weight_y, s.time.A, self._D(), norm.weight, norm.bias
         weight_y, A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
         return faster(
@@ -208,8 +204,6 @@ class FPMamba1(FPMamba):
 
 class FPMamba2(FPMamba):
     """FP-Mamba-2: heads with a scalar decay and a (headdim × n) state; B, C per group."""
-
-    kind = "rms"
 
     def __init__(self, config):
         super().__init__(config)

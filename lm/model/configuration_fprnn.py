@@ -70,7 +70,7 @@ CHOICES = {
     "stopping": ("auto", "causal", "paper"),
 }
 SCHEDULES = {
-    "auto": "sequential where that is compiled, else window:128",
+    "auto": "sequential with householder or dplr on a CPU, else window:128",
     "sequential": "one token after the other",
     "window:W": "W tokens at once, then the next W",
     "parallel": "all tokens at once",

@@ -17,11 +17,11 @@ from .layers import affine_map, parameters_of, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
 from .non_finite import NonFiniteError
 from .projections import Projection, Projections, side_by_side
-from .scan import backend
 from .solver import (
     FixedPointStats,
     Rule,
     Solution,
+    relative_residual,
     solve_paper,
     solve_sequential,
     solve_windows,
@@ -75,8 +75,6 @@ class FixedPointBlock(nn.Module):
         """A copy made inside `model.solving` would never leave it."""
         return {**vars(self), "solving": None}
 
-    # What a block is.
-
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
         raise NotImplementedError
@@ -112,8 +110,6 @@ class FixedPointBlock(nn.Module):
         each evaluation costs."""
         raise NotImplementedError
 
-    # What blocks prepare with.
-
     def _conv(self, x, seqs, conv, index=0):
         """silu(causal convolution), within documents; x itself when short convolutions are off.
         index: which of the state's convolution inputs come before x."""
@@ -124,8 +120,7 @@ class FixedPointBlock(nn.Module):
         return conv(x, segments, tail)
 
     def _of_parameters(self):
-        """The parameters that what `Sequences.kept` keeps is made of; None: it is made of something
-        else as well (see layers.parameters_of)."""
+        """What all that is kept is made of (see state.Kept); None: of more than parameters."""
         layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
         found = parameters_of(layers, (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")
@@ -259,22 +254,13 @@ class FixedPointBlock(nn.Module):
                 tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
-    def width(self, length, device_type=None):
-        """How many tokens are solved at once."""
+    def width(self, length, like):
+        """How many tokens are solved at once. like: a tensor on the device computed on."""
         width = parse_schedule(self.settings.schedule)
         if width is None:
-            sequential = self.settings.token == "exact" and self.has_kernel()
-            width = 1 if sequential else AUTO_WINDOW
+            by_token = self.settings.token == "exact" and self.mixer.has_low_rank
+            width = 1 if by_token and like.device.type != "cuda" else AUTO_WINDOW
         return min(width or length, length)
-
-    def has_kernel(self):
-        """Whether the whole solve is compiled, for the device and dtype that the block is on."""
-        weight = self.out_proj.weight
-        if self.config.dt_h_dep or self.mixer.reflections() is None:
-            return False
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        like = weight if weight.dtype == wide else weight.new_empty(0, dtype=wide)
-        return backend("cell", like) is not None
 
     def solver(self, length=None):
         """How a solve in this mode goes, for labels.
@@ -284,8 +270,9 @@ class FixedPointBlock(nn.Module):
         max_iters are None where nothing is iterated.
         """
         rule, c = self.rule(), self.settings
-        width = self.width(length or 2**62)
-        schedule = {length or 2**62: "parallel", 1: "sequential"}.get(width, f"window:{width}")
+        width = self.width(length or 2**62, self.out_proj.weight)
+        whole = width == (length or 2**62) and (width > 1 or c.stopping == "paper")
+        schedule = "parallel" if whole else "sequential" if width == 1 else f"window:{width}"
         once = c.token == "exact" and width == 1
         return {
             "token": c.token, "schedule": schedule, "stopping": c.stopping,
@@ -295,7 +282,7 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
-        c, width = self.settings, self.width(s.x.shape[1])
+        c, width = self.settings, self.width(s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
         rule = self.rule()
@@ -307,8 +294,7 @@ class FixedPointBlock(nn.Module):
         return solve_windows(self.explicit, s, rule, width, most=width + 1)
 
     def _iterated(self, s, y):
-        g, h = self.step(s, y, True)
-        return g, h, torch.ones_like(g[..., 0], dtype=torch.bool)
+        return *self.step(s, y, True), torch.ones_like(y[..., 0], dtype=torch.bool)
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
@@ -364,8 +350,8 @@ class FixedPointBlock(nn.Module):
     # What follows the solve.
 
     def _attach(self, s, solution):
-        """From the detached solution to y (b,l,d) with the gradient that `gradient` names, and the
-        recurrence's final state there.
+        """From the detached solution to y (b,l,d) with the gradient that `gradient` names, the
+        recurrence's final state there, and the FixedPointStats.
 
         Under `causal` stopping the value is the map at y*, as without gradients, whatever steps
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
@@ -376,7 +362,7 @@ class FixedPointBlock(nn.Module):
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0], y_star, k, c.adjoint_clip, self._record
             )
-            return solution.f_y.detach() + (y - y.detach()), solution.h
+            return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
@@ -390,9 +376,10 @@ class FixedPointBlock(nn.Module):
         else:
             for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
-        if c.stopping == "paper":
-            return y, h_end
-        return solution.f_y.detach() + (y - y.detach()), solution.h
+        if c.stopping == "paper":  # the residual of what the solve returned
+            residual = relative_residual(y_star, first.detach())
+            return y, h_end, solution.stats._replace(residual=residual)
+        return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
 
     def _record(self, norm):
         self.adjoint_norm = norm.detach()
@@ -405,11 +392,11 @@ class FixedPointBlock(nn.Module):
         jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
         return self.settings.jacobian_reg * jacobian
 
-    def _through_time(self, length):
+    def _through_time(self, u):
         """Whether the solve itself is what the gradient goes through."""
         c = self.settings
         exact = torch.is_grad_enabled() and c.token == "exact" and c.gradient == "exact"
-        return exact and self.width(length) == 1
+        return exact and self.width(u.shape[1], u) == 1
 
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
         if checkpoint is not None:
@@ -419,20 +406,21 @@ class FixedPointBlock(nn.Module):
             seqs = seqs._replace(noise=self.settings.state_noise * noise)
         if seqs.kept is not None:
             seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
-        if self._through_time(u.shape[1]):
+        if self._through_time(u):
 
             def solve(u):
                 s = self.prepare(u, seqs)
                 solution = self._solve(s)
-                return self._finished(s, solution, solution.y, solution.h)
+                return self._finished(s, solution, solution.y, solution.h, solution.stats)
 
-            found = solve(u) if checkpoint is None else checkpoint(solve, u)
+            out, penalty, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            found = self._solved_apart(u, seqs, checkpoint)
-        out, penalty, stats, end = found
+            out, penalty, stats, end = self._solved_apart(u, seqs, checkpoint)
         stats = stats._replace(penalty=penalty)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
+        else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
+            stats = stats._replace(num_iters=None, converged=None, token_iters=None)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def _solved_apart(self, u, seqs, checkpoint):
@@ -442,7 +430,7 @@ class FixedPointBlock(nn.Module):
         with torch.no_grad():
             solution = self._solve(s)
         if not torch.is_grad_enabled() and self.settings.stopping == "causal":
-            return self._finished(s, solution, solution.f_y, solution.h)
+            return self._finished(s, solution, solution.f_y, solution.h, solution.stats)
 
         def attach(u, y):
             s = self.prepare(u, seqs)
@@ -453,12 +441,11 @@ class FixedPointBlock(nn.Module):
             return checkpoint(attach, u, solution.y)
         return self._finished(s, solution, *self._attach(s, solution))
 
-    def _finished(self, s, solution, y, h):
-        """The output, the penalty, FixedPointStats and the state after the last token. (The penalty
-        stands by itself: a reentrant checkpoint passes gradients to what it returns alone, not to
-        what is in a tuple of it.)"""
-        stats, mask = solution.stats, s.seqs.mask
-        penalty = torch.zeros_like(stats.penalty)  # of its own: a checkpoint writes on what it gets
+    def _finished(self, s, solution, y, h, stats):
+        """The output, the penalty (by itself: a checkpoint gives gradients to tensors that it
+        returns, not to those in a tuple), FixedPointStats and the state after the last token."""
+        mask = s.seqs.mask
+        penalty = torch.zeros_like(stats.penalty)  # its own: a checkpoint marks what it returns
         if mask is not None and self.settings.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
             stats = stats._replace(failed=stats.failed * share)

@@ -111,6 +111,7 @@ class Mixer(nn.Module):
     P Wᵀ + bias and v (…,d)."""
 
     out_features = 0
+    has_low_rank = False
 
     def low_rank(self, raw, weights):
         """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
@@ -163,6 +164,7 @@ class Reflections(Mixer):
             self.u_proj = WNLinear(proj_rank, rank * d_inner)
         self.alpha_proj = WNLinear(d_arg, rank, bias=True)
         self.out_features = rank + (proj_rank or rank * d_inner)
+        self.has_low_rank = True
 
     def weights(self, like):
         if self.u_down is None:
@@ -390,6 +392,7 @@ class Contractive(Mixer):
         super().__init__()
         self.mixer, self.kappa = mixer, kappa
         self.d_inner, self.out_features = mixer.d_inner, mixer.out_features
+        self.has_low_rank = mixer.has_low_rank
 
     def weights(self, like):
         return self.mixer.weights(like)

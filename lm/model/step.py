@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .cell import Norm
 from .layers import RMSNorm
 from .mixers import added, nrm
 from .scan import faster
@@ -25,8 +26,11 @@ def normalise(v_x, v_y, groups, eps):
 class EndLayerNorm(nn.LayerNorm):
     """The end of an FP-Mamba-1 iteration: LayerNorm((o + D ⊙ x) ⊙ silu(z))."""
 
-    def forward(self, o, x, D, z, y=None):
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`."""
+    def forward(self, o=None, x=None, D=None, z=None, y=None):
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
+        Norm by itself."""
+        if o is None:
+            return Norm("layer", self.weight, self.bias, self.eps)
         end = o, x, D, z, self.weight, self.bias, self.eps, "layer"
         return finish(*end) if y is None else finish_residual(*end, y)
 
@@ -34,8 +38,11 @@ class EndLayerNorm(nn.LayerNorm):
 class EndRMSNorm(RMSNorm):
     """The end of an FP-Mamba-2 iteration: RMSNorm((o + D ⊙ x) ⊙ silu(z))."""
 
-    def forward(self, o, x, D, z, y=None):
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`."""
+    def forward(self, o=None, x=None, D=None, z=None, y=None):
+        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
+        Norm by itself."""
+        if o is None:
+            return Norm("rms", self.weight, None, self.eps)
         end = o, x, D, z, self.weight, None, self.eps, "rms"
         return finish(*end) if y is None else finish_residual(*end, y)
 

@@ -49,13 +49,13 @@ def test_accumulated_micro_batches_equal_one_large_batch(name, tmp_path):
 
 
 def test_accumulation_counts_the_regularisers_alike(tmp_path, monkeypatch):
-    def penalty(block, s, y_star, first):  # the real ones draw noise
-        return 3 * first.square().mean((1, 2))
+    def penalty(block, s, y):  # the real one draws noise
+        return 3 * y.square().mean((1, 2))
 
     plain, _ = one_update(exact("fp_mamba1"), tmp_path, 1)
     monkeypatch.setattr(FixedPointBlock, "_penalty", penalty)
-    loss, weights = one_update(exact("fp_mamba1"), tmp_path, 1)
-    accumulated, others = one_update(exact("fp_mamba1"), tmp_path, 4)
+    loss, weights = one_update(exact("fp_mamba1", jacobian_reg=1.0), tmp_path, 1)
+    accumulated, others = one_update(exact("fp_mamba1", jacobian_reg=1.0), tmp_path, 4)
     assert loss > plain + 0.1
     assert accumulated == pytest.approx(loss, rel=1e-6)
     for key, weight in weights.items():

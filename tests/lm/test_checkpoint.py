@@ -160,7 +160,7 @@ def test_a_run_from_before_the_solver_had_a_section_goes_on(tiny, capsys):
 
     saved = started(tiny())
     tree = yaml.safe_load(saved.read_text())
-    solver = {k: v for k, v in tree.pop("solver").items() if k not in ("token", "adjoint_clip")}
+    solver = {k: v for k, v in tree.pop("solver").items() if k in old_keys.MOVED}
     solver |= {"schedule": "mixed", "stopping": "causal", "gradient": "one_step"}
     tree["model"] |= {**solver, "agreement_reg": 0.0}
     saved.write_text(yaml.safe_dump(tree))

@@ -120,7 +120,7 @@ def test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay
         rule, y, seen = Rule(tol=0.05, max_iters=200), torch.zeros(2, 8, 3).double(), []
         trace = []
         stats = solve_paper(f, y, rule, trace).stats
-        for _, _, step, _ in trace:  # the step is that of the update before the patience acts
+        for _ in trace:  # the step is that of the update before the patience acts
             value = f(y)
             seen.append((y - value).abs().amax(-1) / (value.abs().amax(-1) + 1e-8))
             before = trace[len(seen) - 2][2] if len(seen) > 1 else torch.full((2,), 0.99).double()

@@ -1,84 +1,170 @@
-"""What a model says it solves by is what its blocks do."""
+"""What a model says it solves by is what its blocks do; `solving` says it otherwise for a while."""
 
 import pytest
 import torch
 
 from lm.model import fixed_point
-from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.solver import AUTO_START
 
 LENGTH = 32
+IDS = torch.randint(0, 11, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def model(**values):
     sizes = {"vocab_size": 11, "d_model": 16, "n_layer": 2, "d_state": 4}
     torch.manual_seed(0)
-    return FPRNNForCausalLM(FPRNNConfig(**sizes, **values))
+    return FPRNNForCausalLM(FPRNNConfig(**{**sizes, **values}))
 
 
 @pytest.fixture
 def called(monkeypatch):
-    """Every solve of a block as (which solver, width, adapt, tolerance, ℓmax)."""
+    """Every solve of a block as (which solver, its width, tolerance, ℓmax)."""
     found = []
 
-    def spy(name):
+    def spy(name, describe):
         solve = getattr(fixed_point, name)
 
-        def solver(f, *args, **kwargs):
-            rule = args[1] if name == "solve_paper" else args[0]
-            width = None if name == "solve_paper" else args[1]
-            found.append((name, width, kwargs.get("adapt", False), rule.tol, rule.max_iters))
-            return solve(f, *args, **kwargs)
+        def solver(*args, **kwargs):
+            found.append((name, *describe(*args, **kwargs)))
+            return solve(*args, **kwargs)
 
         monkeypatch.setattr(fixed_point, name, solver)
 
-    spy("solve_causal")
-    spy("solve_paper")
+    spy("solve_paper", lambda f, y, rule: (None, rule.tol, rule.max_iters))
+    spy("solve_windows", lambda f, s, rule, width, most=None: (width, rule.tol, rule.max_iters))
+    spy("solve_sequential", lambda token, s: (1, None, None))
     return found
 
 
 @pytest.mark.parametrize(
-    "schedule, stopping, training, said, solver, widths, adapt",
+    "fields, training, schedule, solver, width",
     [
-        ("mixed", "causal", True, "mixed", "solve_causal", {32, 8, 2}, False),
-        ("mixed", "causal", False, "auto", "solve_causal", {AUTO_START}, True),
-        ("mixed:4,L", "causal", False, "auto", "solve_causal", {AUTO_START}, True),
-        ("auto", "causal", True, "auto", "solve_causal", {AUTO_START}, True),
-        ("window:8", "causal", False, "window:8", "solve_causal", {8}, False),
-        ("sequential", "causal", False, "sequential", "solve_causal", {1}, False),
-        ("parallel", "causal", False, "parallel", "solve_causal", {LENGTH}, False),
-        ("parallel", "paper", False, "parallel", "solve_paper", {None}, False),
-        ("parallel", "paper", True, "parallel", "solve_paper", {None}, False),
+        (dict(schedule="window:8"), False, "window:8", "solve_windows", 8),
+        (dict(schedule="parallel"), True, "parallel", "solve_windows", LENGTH),
+        (dict(schedule="sequential"), False, "sequential", "solve_sequential", 1),
+        (dict(schedule="auto"), True, "parallel", "solve_windows", LENGTH),
+        (dict(stopping="paper"), False, "parallel", "solve_paper", None),
+        (dict(stopping="paper"), True, "parallel", "solve_paper", None),
+        (dict(token="iterate", stopping="causal", schedule="sequential"), False, "sequential",
+         "solve_windows", 1),
     ],
-)
+)  # fmt: skip
 def test_the_name_is_of_what_is_solved(
-    called, schedule, stopping, training, said, solver, widths, adapt
+    called, fields, training, schedule, solver, width, monkeypatch
 ):
-    made = model(schedule=schedule, stopping=stopping, max_iters=7, eval_max_iters=9)
-    made.train(training)
-    name = made.solver(LENGTH)
-    tol = 0.1 if training or stopping == "paper" else 0.01
-    max_iters = 7 if training else 9
-    assert name == {"schedule": said, "stopping": stopping, "tol": tol, "max_iters": max_iters}
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    made = model(max_iters=7, eval_max_iters=9, **fields).train(training)
+    name, tol = made.solver(LENGTH), 0.1 if training or "paper" in fields.values() else 0.01
+    once = solver == "solve_sequential"
+    limits = (None, None) if once else (tol, 7 if training else 9)
+    config = made.config
+    assert name == {
+        "token": config.token, "schedule": schedule, "stopping": config.stopping,
+        "tol": limits[0], "max_iters": limits[1], "gradient": config.gradient,
+    }  # fmt: skip
     with torch.no_grad():
-        for _ in range(12):
-            made(input_ids=torch.randint(0, 11, (2, LENGTH)))
-    assert {call[0] for call in called} == {solver}
-    assert {call[1] for call in called} == widths
-    assert {call[2:] for call in called} == {(adapt, tol, max_iters)}
+        made(input_ids=IDS)
+    assert set(called) == {(solver, width, *limits)}
 
 
-def test_one_token_is_solved_alone_under_every_causal_schedule():
+@pytest.mark.parametrize("name, schedule", [("plain", "parallel"), ("auto", "sequential")])
+def test_auto_is_sequential_where_the_cell_is_compiled(called, name, schedule, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", name)
+    made = model().eval()
+    if name == "auto" and not made.backbone.layers[0].block.has_kernel():
+        pytest.skip("no compiler")
+    assert made.solver(LENGTH)["schedule"] == schedule
+    with torch.no_grad():
+        made(input_ids=IDS)
+    assert bool(called) == (name == "plain")  # the kernel is no solver of solver.py
+    assert model(mixer="kronecker").eval().solver(LENGTH)["schedule"] == "parallel"
+
+
+def test_one_token_is_solved_alone_under_every_schedule():
     ids, results = torch.tensor([[3]]), []
-    for schedule in ("mixed", "auto", "window:8", "sequential", "parallel"):
+    for schedule in ("auto", "window:8", "sequential", "parallel"):
         made = model(schedule=schedule).eval()
-        assert made.solver(1)["schedule"] == "sequential"
-        assert made.solver()["schedule"] == {"mixed": "auto"}.get(schedule, schedule)
+        assert made.solver(1)["schedule"] == "sequential" and made.solver(1)["tol"] is None
         with torch.no_grad():
             results.append(made(input_ids=ids).logits)
     assert all(torch.equal(result, results[0]) for result in results)
-    paper = model(schedule="parallel", stopping="paper").eval()
-    assert paper.solver(1)["schedule"] == "parallel"
-    exact = model(block="fp_rnn", schedule="exact").eval()
-    assert exact.solver(1)["schedule"] == "exact"
+
+
+# solving
+
+
+def settings_of(made):
+    return [layer.block.settings for layer in made.backbone.layers]
+
+
+@torch.no_grad()
+def test_solving_says_it_otherwise_and_nothing_else_changes():
+    made = model(schedule="sequential", contractive=0.5).double().eval()
+    before, plain = made.config.to_dict(), made(IDS)
+    with made.solving(schedule="parallel", eval_tol=1e-9) as inside:
+        assert inside is made and made.solver(LENGTH)["schedule"] == "parallel"
+        assert made.solver()["tol"] == 1e-9
+        other = made(IDS)
+        with made.solving(stopping="paper", token="iterate"):
+            assert made.solver()["stopping"] == "paper"
+            assert made.solver()["gradient"] == "one_step"
+            with made.backbone.solving(eval_tol=0.5):
+                assert made.solver()["tol"] == 0.5 and made.solver()["token"] == "iterate"
+            assert made.solver()["tol"] == 1e-9
+        assert made.solver()["token"] == "exact" and made.solver()["schedule"] == "parallel"
+        assert all(s is settings_of(made)[0] for s in settings_of(made))
+    assert made.config.to_dict() == before
+    assert all(s is made.config for s in settings_of(made))
+    assert (other.fixed_point.evaluations > 1).all() and (plain.fixed_point.evaluations == 1).all()
+    torch.testing.assert_close(other.logits, plain.logits, rtol=0, atol=1e-7)
+    assert torch.equal(made(IDS).logits, plain.logits)
+
+
+def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
+    made = model()
+    with pytest.raises(RuntimeError, match="inside"), made.solving(schedule="window:3"):
+        raise RuntimeError("inside")
+    assert all(s is made.config for s in settings_of(made))
+    for fields, kind, words in [
+        (dict(d_model=3), TypeError, "d_model is no solver field: these are "),
+        (dict(shedule="auto"), TypeError, "shedule is no solver field"),
+        (dict(schedule="windows"), ValueError, "schedule is `windows`"),
+        (dict(tol=-1.0), ValueError, "tol is -1.0: it must be a number above 0"),
+        (dict(stopping="paper"), ValueError, "needs token `iterate`"),
+        (dict(gradient="implicit:2"), ValueError, "gradient is `implicit:2`"),
+        (dict(token="iterate", gradient="exact"), ValueError, "needs token `exact`"),
+    ]:
+        with pytest.raises(kind, match=words), made.solving(**fields):
+            pass
+        assert all(s is made.config for s in settings_of(made)), fields
+    assert set(SOLVER_FIELDS) >= {"token", "schedule", "stopping", "tol", "gradient"}
+
+
+# ℓ*
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "window:5", "parallel"])
+@torch.no_grad()
+def test_iterations_are_the_papers_whatever_solves_the_model(schedule):
+    made = model(schedule=schedule, n_layer=1, contractive=0.5).double().eval()
+    assert made(IDS).fixed_point.num_iters is None
+    report = made(IDS, count_iterations=True).fixed_point
+    with made.solving(token="iterate", tol=0.1, eval_tol=0.1, eval_max_iters=1000):
+        paper = made(IDS, count_iterations=True).fixed_point
+    assert torch.equal(report.num_iters, paper.num_iters) and report.num_iters.shape == (1, 2)
+    assert torch.equal(report.token_iters, paper.token_iters)
+    assert report.token_iters.shape == (1, 2, LENGTH) and report.converged.all()
+    assert torch.equal(paper.evaluations, paper.num_iters.max().expand(1, 2).double())
+    for name in ("evaluations", "failed", "residual", "penalty"):
+        assert torch.equal(getattr(report, name), getattr(made(IDS).fixed_point, name)), name
+
+
+@torch.no_grad()
+def test_the_count_of_padded_tokens_comes_back_in_their_place():
+    made = model(n_layer=1, contractive=0.5).double().eval()
+    mask = torch.ones_like(IDS)
+    mask[:, :5] = 0
+    padded = made(IDS, attention_mask=mask, count_iterations=True).fixed_point
+    alone = made(IDS[:, 5:], count_iterations=True).fixed_point
+    assert torch.equal(padded.token_iters[..., 5:], alone.token_iters)

@@ -1,0 +1,299 @@
+"""One token's own equation: its root among several, its gradient, what is counted."""
+
+import pytest
+import torch
+
+from lm.model import cell
+from lm.model.cell import (
+    MOST_GAIN,
+    Coefficients,
+    LowRank,
+    Norm,
+    Token,
+    find_root,
+    solve_by_iterating,
+    solve_low_rank,
+)
+
+D = 12
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def coefficients_of(c, m, U, weight, bias, eps=1e-5, kind="layer"):
+    """Those of s = U norm(c + Σ_j m_j s_j), from vectors. c: (n,d); m, U: (n,r,d)."""
+    if kind == "layer":
+        c, m = c - c.mean(-1, keepdim=True), m - m.mean(-1, keepdim=True)
+    d = c.shape[-1]
+    return Coefficients(
+        torch.einsum("nrd,nd->nr", U * weight, c), torch.einsum("nrd,nsd->nrs", U * weight, m),
+        U @ bias, c.square().mean(-1) + eps, torch.einsum("nrd,nd->nr", m, c) / d,
+        torch.einsum("nrd,nsd->nrs", m, m) / d, eps,
+    )  # fmt: skip
+
+
+def random_coefficients(n=400, r=1, scale=1.0, seed=0, eps=1e-5):
+    U = normal(n, r, D, seed=seed)
+    U = U / U.norm(dim=-1, keepdim=True)
+    m = scale * (U * normal(n, 1, 1, seed=seed + 1).exp() + 0.3 * normal(n, r, D, seed=seed + 2))
+    weight, bias = 1 + 0.3 * normal(D, seed=seed + 4), 0.3 * normal(D, seed=seed + 5)
+    return coefficients_of(normal(n, D, seed=seed + 3), m, U, weight, bias, eps)
+
+
+def picard(coefficients, steps=20000, tol=1e-13):
+    """Damped Picard from zero alone, as the paper damps, one token at a time; None: it does not
+    end."""
+    found = []
+    for i in range(len(coefficients.alpha)):
+        one = coefficients.take(slice(i, i + 1))
+        s, step, lowest, waited = torch.zeros_like(one.alpha), 0.99, float("inf"), 0
+        end = None
+        for _ in range(steps):
+            psi = one.phi(s)[0] - s
+            residual = psi.abs().max().item()
+            if residual < tol * (1 + s.abs().max().item()):
+                end = s[0]
+                break
+            waited = 0 if residual < lowest else waited + 1
+            lowest = min(lowest, residual)
+            if waited >= 15:
+                step, waited = 0.9 * step, 0
+            s = s + step * psi
+        found.append(end)
+    return found
+
+
+def residual_of(coefficients, s):
+    value, parts = coefficients.phi(s)
+    return (value - s).abs().amax(-1) / coefficients.rounding(s, parts).clamp_min(1e-300)
+
+
+def roots_by_bisection(one, points=4001):
+    """All roots s of one token with r = 1 that sign changes on a grid of [−b, b] show; |φ| ≤ b."""
+    grid = torch.linspace(-8, 8, points, dtype=torch.float64)
+    grid = torch.sinh(grid) / 10
+
+    def psi(s):
+        many = Coefficients(*(t.expand(len(s), *t.shape[1:]) for t in one[:-1]), one.floor)
+        return many.phi(s.unsqueeze(1))[0][:, 0] - s
+
+    signs = psi(grid).sign()
+    at = (signs[1:] != signs[:-1]).nonzero().flatten()
+    low, high, left = grid[at], grid[at + 1], signs[at]
+    for _ in range(80):
+        middle = (low + high) / 2
+        same = psi(middle).sign() == left
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+    return (low + high) / 2
+
+
+# The root.
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1e4])
+def test_every_root_solves_its_equation_and_is_the_one_picard_runs_into(r, scale):
+    coefficients = random_coefficients(200, r, scale, seed=r)
+    s, solved = find_root(coefficients)
+    assert solved.all()
+    assert (residual_of(coefficients, s) <= cell.SOLVED).all()
+    some = slice(0, 40)
+    for mine, theirs in zip(s[some], picard(coefficients.take(some), cell.MOST_PICARD)):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
+def test_with_one_reflection_it_is_among_all_roots(scale):
+    coefficients = random_coefficients(60, 1, scale, seed=11)
+    s, solved = find_root(coefficients)
+    assert solved.all()
+    several = 0
+    for i in range(len(s)):
+        roots = roots_by_bisection(coefficients.take(slice(i, i + 1)))
+        several += len(roots) > 1
+        assert len(roots) >= 1
+        near = (roots - s[i, 0]).abs() / (1 + roots.abs())
+        assert near.min() < 1e-9, (i, roots, s[i])
+    assert several or scale < 1  # both kinds are tested
+
+
+def scalar(alpha, beta, gamma0=1.0, gamma1=0.0, gamma2=1.0, delta=0.0):
+    """Coefficients of one equation of r = 1."""
+    row = [torch.tensor([v], dtype=torch.float64) for v in (alpha, beta, delta, gamma0, gamma1,
+                                                            gamma2)]  # fmt: skip
+    a, b, d, g0, g1, g2 = row
+    return Coefficients(a[:, None], b[:, None, None], d[:, None], g0, g1[:, None],
+                        g2[:, None, None], 1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_of_three_roots_the_sign_of_the_start_decides(sign):
+    """φ = (α + 3 s) / √(1 + s²) has three roots for small α; the middle one is unstable."""
+    coefficients = scalar(sign * 1e-3, 3.0)
+    roots = roots_by_bisection(coefficients)
+    assert len(roots) == 3
+    s, solved = find_root(coefficients)
+    assert solved.all()
+    torch.testing.assert_close(s[0, 0], roots[2 if sign > 0 else 0], rtol=1e-12, atol=0)
+    assert coefficients.jacobian(coefficients.phi(s)[1])[0, 0, 0] < 1
+
+
+def test_beside_a_fold_the_root_that_is_passed_is_not_taken():
+    """Just past a fold, Picard crawls by where a root was, and goes on to the one that is left."""
+    for gap in (1e-2, 1e-4):
+        # φ near s = 0 is s + gap + …: no root near, the next is far away.
+        coefficients = scalar(gap, 1.0, gamma2=1.0, gamma1=-0.5)
+        s, solved = find_root(coefficients)
+        assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
+        (theirs,) = picard(coefficients, 20000, 1e-12)
+        if theirs is not None:
+            torch.testing.assert_close(s[0], theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(alpha=1.0, beta=-50.0),  # overshoots from side to side
+        dict(alpha=0.3, beta=-4.0, gamma1=0.9),
+        dict(alpha=1e-8, beta=1.0),  # a triple root at 0, nearly
+        dict(alpha=1e6, beta=1e6, gamma2=1e6),
+        dict(alpha=1.0, beta=0.0),
+        dict(alpha=0.0, beta=0.0),
+        dict(alpha=1e-300, beta=1e-300, gamma0=1e-5),
+        dict(alpha=-1.0, beta=3.0, gamma0=1e-5, gamma1=1e-3, gamma2=1.0, delta=2.0),
+    ],
+    ids=str,
+)
+def test_adversarial_coefficients(case):
+    coefficients = scalar(**case)
+    s, solved = find_root(coefficients)
+    assert torch.isfinite(s).all()
+    assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
+
+
+def test_a_token_depends_on_no_other():
+    coefficients = random_coefficients(50, 3, 5.0, seed=3)
+    together, _ = find_root(coefficients)
+    for i in range(0, 50, 7):
+        alone, _ = find_root(coefficients.take(slice(i, i + 1)))
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-11, atol=1e-12)
+
+
+def test_in_single_precision_every_token_is_solved():
+    for r in (1, 2, 4):
+        exact = random_coefficients(300, r, 3.0, seed=21)
+        low = Coefficients(*(t.float() for t in exact[:-1]), exact.floor)
+        s, solved = find_root(low)
+        assert solved.all() and s.dtype == torch.float32
+
+
+# A token.
+
+
+def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
+    """(Token, its tensors)"""
+    tensors = {
+        "x": normal(b, length, D, seed=seed), "history": normal(b, length, D, seed=seed + 1),
+        "gain": 0.5 + 0.3 * normal(b, length, D, seed=seed + 2).abs(),
+        "weight": 1 + 0.3 * normal(D, seed=seed + 3), "bias": 0.3 * normal(D, seed=seed + 4),
+        "gate": normal(b, length, D, seed=seed + 5) if gate else None,
+    }  # fmt: skip
+    return make(kind, **tensors), tensors
+
+
+def make(kind, x, history, gain, weight, bias, gate):
+    norm = Norm(kind, weight, bias if kind == "layer" else None, 1e-2)
+    return Token(x, history, gain, gate, norm if kind != "none" else Norm("none"))
+
+
+def low_rank_of(r, b=2, length=5, seed=30, size=0.3):
+    U = normal(b, length, r, D, seed=seed)
+    U = U / U.norm(dim=-1, keepdim=True)
+    return LowRank(U, size * torch.tril(normal(b, length, r, r, seed=seed + 1)))
+
+
+def matrix_of(low_rank):
+    return low_rank.U.transpose(-1, -2) @ low_rank.T @ low_rank.U
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "rms", "none"])
+def test_a_solved_token_satisfies_its_own_equation(kind, gate, r):
+    token, _ = token_of(kind, gate)
+    low_rank = low_rank_of(r)
+    M = matrix_of(low_rank)
+    y, mixed, solved = solve_low_rank(token, low_rank)
+    assert solved.all()
+    expected = token.x - (M @ token.x.unsqueeze(-1) - M @ y.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(mixed, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(token.value(mixed), y, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms", "none"])
+def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
+    token, _ = token_of(kind)
+    low_rank = low_rank_of(2, size=0.15)
+
+    def mix(y):
+        return token.x + low_rank.combine(low_rank.project(y - token.x))
+
+    for ours, theirs in zip(solve_by_iterating(token, mix), solve_low_rank(token, low_rank)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["low rank", "iterating"])
+@pytest.mark.parametrize("kind", ["layer", "rms", "none"])
+def test_the_gradient_is_that_of_the_solution(kind, way):
+    _, tensors = token_of(kind, b=1, length=2)
+    low_rank = low_rank_of(2, 1, 2, size=0.15)
+    names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
+    names += ["bias"] if kind == "layer" else []
+
+    def solve(U, T, *values):
+        token = make(kind, **{**tensors, **dict(zip(names, values))})
+        pair = LowRank(U, T)
+        if way == "low rank":
+            return solve_low_rank(token, pair)[:2]
+        found = solve_by_iterating(
+            token, lambda y: token.x + pair.combine(pair.project(y - token.x))
+        )
+        return found[:2]
+
+    inputs = [*low_rank, *(tensors[name] for name in names)]
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(solve, inputs, eps=1e-6, atol=1e-6, rtol=1e-5,
+                                    check_undefined_grad=False)  # fmt: skip
+
+
+def test_near_a_fold_the_gradient_is_limited():
+    value = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+    rest = torch.tensor([0.5, 1e-9, 0.0], dtype=torch.float64).reshape(3, 1, 1)  # I − φ′
+    solved = torch.tensor([True, True, False])
+    s = cell._Implicit.apply(value, torch.ones_like(value), rest, solved)
+    (grad,) = torch.autograd.grad(s.sum(), value)
+    torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0]).double())
+
+
+def test_tokens_whose_iteration_does_not_end_are_counted_and_their_gradient_is_one_steps():
+    """A norm turned round by a mixer with a rotation: y → norm(R y) never settles."""
+    token, _ = token_of("rms", gate=False)
+    zero = torch.zeros_like(token.x)
+    turn = torch.linalg.qr(normal(D, D, seed=9))[0]
+    free = token._replace(history=1e-3 * token.history, gain=torch.ones_like(zero))
+    one = torch.arange(token.x.shape[1]) == 2
+
+    def mix(y):
+        return torch.where(one[:, None], (y + 1e-3) @ turn.T, zero)
+
+    first = free.history.clone().requires_grad_()
+    y, _, solved = solve_by_iterating(free._replace(history=first), mix)
+    assert solved[:, ~one].all()
+    if not solved[:, one].all():
+        (grad,) = torch.autograd.grad(y.sum(), first)
+        assert torch.isfinite(grad).all()
+    assert not solved[:, one].all()

@@ -1,0 +1,113 @@
+"""What is made of parameters alone is kept with a cache, and never older than the parameters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.layers import parameters_of
+from lm.model.mixers import Mixer
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import Kept, Sequences, last, once
+
+BLOCKS = [
+    {},
+    {"block": "fp_mamba2", "headdim": 8},
+    {"block": "fp_rnn", "use_short_conv": True},
+    {"dt_h_dep": True, "b_h_dep": False},
+    {"mixer": "mixture", "mixer_rank": 2},
+    {"mixer": "nonselective", "glu_in_loop": True},
+    {"mixer_proj_rank": 3, "contractive": 0.5},
+]
+every_block = pytest.mark.parametrize("settings", BLOCKS, ids=str)
+
+
+def model_of(**settings):
+    torch.manual_seed(0)
+    config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=2, d_state=4, tol=1e-10, **settings)
+    return FPRNNForCausalLM(config).double().eval()
+
+
+def ids():
+    return torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+def after(model, cache):
+    """The logits of one more token, the cache left as it was."""
+    state, length = cache.state, cache.length
+    logits = model(ids()[:, -1:], past_key_values=cache).logits
+    cache.state, cache.length = state, length
+    return logits
+
+
+def fresh(model, cache):
+    """The same without what is kept."""
+    return after(model, copy.deepcopy(cache))
+
+
+@every_block
+@torch.no_grad()
+def test_what_is_kept_changes_nothing(settings):
+    model = model_of(**settings)
+    cache = model(ids(), use_cache=True).past_key_values
+    assert cache._kept[0]._made and not copy.deepcopy(cache)._kept
+    assert torch.equal(after(model, cache), fresh(model, cache))
+
+
+@every_block
+@torch.no_grad()
+def test_a_parameter_that_changed_is_read_again(settings):
+    model = model_of(**settings)
+    cache = model(ids(), use_cache=True).past_key_values
+    before = after(model, cache)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 or "embeddings" in name:
+            continue
+        parameter.mul_(1.5).add_(0.1)
+        assert torch.equal(after(model, cache), fresh(model, cache)), f"{name}, in place"
+        parameter.data = parameter.data * 0.9
+        assert torch.equal(after(model, cache), fresh(model, cache)), f"{name}, new memory"
+    assert not torch.equal(after(model, cache), before)
+
+
+@torch.no_grad()
+def test_a_layer_that_something_else_acts_in_is_asked_every_time():
+    model = model_of()
+    block = model.backbone.layers[0].block
+    cache = model(ids(), use_cache=True).past_key_values
+    before = after(model, cache)
+    added = lambda layer, given, out: out + given[0].sum()  # noqa: E731
+    handle = block.mixer.u_proj.register_forward_hook(added)
+    assert block._of_parameters() is None
+    hooked = after(model, cache)
+    assert not torch.allclose(hooked, before)
+    handle.remove()
+    assert torch.equal(after(model, cache), before)
+
+
+def test_nothing_is_kept_where_gradients_are_on():
+    model = model_of()
+    cache = model(ids(), use_cache=True).past_key_values
+    assert not cache._kept[0]._made
+    after(model, cache).sum().backward()
+    assert model.backbone.layers[0].block.mixer.u_proj.direction.grad.abs().max() > 0
+
+
+def test_parameters_that_count_no_changes_keep_nothing():
+    with torch.inference_mode():
+        layer = nn.Linear(2, 3)
+        assert Kept().of(parameters_of([layer], ())) is None
+    with torch.no_grad():
+        assert Kept().of(parameters_of([nn.Linear(2, 3)], ())) is not None
+        assert parameters_of([nn.Sequential(layer)], (Mixer,)) is None
+    assert once(None, "x", lambda: 3) == 3
+
+
+@pytest.mark.parametrize("n, length", [(1, 1), (1, 4), (3, 1), (3, 2), (3, 5), (0, 2)])
+def test_the_last_positions_without_padding_are_those_with_a_full_mask(n, length):
+    x, before = torch.randn(2, length, 3), torch.randn(2, n, 3)
+    full = Sequences(mask=torch.ones(2, length, dtype=torch.bool))
+    for given in (None, before):
+        assert torch.equal(last(x, n, given, Sequences()), last(x, n, given, full))
