@@ -15,12 +15,12 @@ from .contraction import spectral_norm
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
 from .layers import affine_map, parameters_of, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
-from .non_finite import NonFiniteError
 from .projections import Projection, Projections, side_by_side
 from .solver import (
     FixedPointStats,
     Rule,
     Solution,
+    count_iterations_of,
     relative_residual,
     solve_paper,
     solve_sequential,
@@ -460,15 +460,7 @@ class FixedPointBlock(nn.Module):
         """The stats with ℓ*: what the paper's procedure needs for this input."""
         s, damping = self.prepare(u, seqs), PAPER_RULES[self.config.block]
         rule = Rule(**{**damping, **PROBE}, patience=15)
-        try:
-            counted = solve_paper(
-                lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule
-            ).stats
-            found = counted.num_iters, counted.converged, counted.token_iters
-        except NonFiniteError:  # it need not be stable where the tokens' own equations are
-            most = torch.full(s.x.shape[:2], rule.max_iters, device=s.x.device)
-            found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
-        return stats._replace(num_iters=found[0], converged=found[1], token_iters=found[2])
+        return count_iterations_of(lambda y: self.step_residual(s, y), s.x, rule, stats)
 
     def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
         """How contractive the paper's iteration is at its fixed point, by power iteration.

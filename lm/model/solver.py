@@ -133,6 +133,17 @@ def solve_paper(f, y, rule, trace=None):
     return Solution(y, stats)
 
 
+def count_iterations_of(f, like, rule, stats):
+    """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y."""
+    try:
+        counted = solve_paper(f, torch.zeros_like(like), rule).stats
+        found = counted.num_iters, counted.converged, counted.token_iters
+    except NonFiniteError:  # it need not be stable where the tokens' own equations are
+        most = torch.full(like.shape[:2], rule.max_iters, device=like.device)
+        found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
+    return stats._replace(num_iters=found[0], converged=found[1], token_iters=found[2])
+
+
 @torch.no_grad()
 def solve_windows(step, s, rule, width, most=None):
     """Solve `width` tokens at once, then the next, each going on from the state before it.
