@@ -1,4 +1,4 @@
-"""The solvers' rules, one sequence and one token at a time: when each stops and how it damps.
+"""The paper's rule, one sequence at a time: when it stops and how it damps.
 
 Nothing here is shared with lm. rule: anything with the fields of lm.model.solver.Rule. An iterate
 is a list of tokens, tensors (d,).
@@ -64,54 +64,3 @@ def paper(f, sequences, rule):
         left = quantile(lowest, rule.quantile) >= rule.tol
         if not left or max(steps) < rule.min_stepsize or len(trace) >= rule.max_iters:
             return sequences, trace
-
-
-class Width:
-    """The width of `auto`: four times as wide when as many tokens as it spans were frozen within
-    max(6, half the width) iterations, a fourth when twice as many went by without or with that."""
-
-    def __init__(self, width, adapt):
-        self.now, self.adapt, self.iters, self.count = width, adapt, 0, 0
-
-    def see(self, newly):
-        if not self.adapt:
-            return
-        self.iters, self.count = self.iters + 1, self.count + newly
-        limit = max(6, self.now // 2)
-        spanned, slow = self.count >= self.now, self.iters >= 2 * limit
-        if slow:
-            self.now = max(1, self.now // 4)
-        elif spanned and self.iters <= limit:
-            self.now = min(4**10, 4 * self.now)
-        if spanned or slow:
-            self.iters = self.count = 0
-
-
-def causal(f, y, rule, width, adapt=False):
-    """One sequence, frozen token by token: each when its residual and those before it are below
-    tol, or when it has had all its iterations, or when its step has shrunk away.
-
-    Returns:
-        the iterate; and how many evaluations each token had.
-    """
-    length, frozen, iters = len(y), 0, [0] * len(y)
-    damping, window = Damping(rule), Width(width, adapt)
-    while frozen < length:
-        g, first, end = f(y), frozen, min(frozen + window.now, length)
-        residuals = {t: residual_of(y[t], g[t]) for t in range(first, end)}
-        for t in residuals:
-            iters[t] += 1
-        given_up = damping.step < rule.min_stepsize
-        while frozen < end and (
-            residuals[frozen] < rule.tol
-            or iters[frozen] >= rule.max_iters
-            or (given_up and frozen == first)
-        ):
-            frozen += 1
-        for t in range(frozen, end):
-            y[t] = torch.lerp(y[t], g[t], damping.step)
-        damping.see(residuals[first])
-        if frozen > first:  # the next token is damped afresh
-            damping.start()
-        window.see(frozen - first)
-    return y, iters

@@ -278,7 +278,8 @@ def everything(model, padded):
         mask[0, 7:] = 0
     with torch.no_grad():
         state = model(ids[:, :4], return_state=True).state
-    out = model(ids[:, 4:], attention_mask=mask[:, 4:], labels=ids[:, 4:], state=state)
+    ids, mask = ids[:, 4:], mask[:, 4:]
+    out = model(ids, attention_mask=mask, labels=ids, state=state, count_iterations=True)
     model.zero_grad()
     out.loss.backward()
     found = {f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}
