@@ -32,20 +32,20 @@ def normal(*shape, seed=1):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @torch.no_grad()
 def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
-    """A solve that says of two tokens, one of them padding, that it has found nothing."""
+    """A solve that says of one token, and of all padding, that it has found nothing."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     block, u = block_of(schedule=schedule), normal(2, 10, 8)
     solve = fixed_point.solve_low_rank
-    hopeless = block.prepare(u).x[0, [3, 9]]
+    hopeless = block.prepare(u).x[0, 3]
 
     def solve_some(token, low_rank):
         y, mixed, solved = solve(token, low_rank)
-        missed = (token.x.unsqueeze(-2) == hopeless).all(-1).any(-1)
+        missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
         return y, mixed, solved & ~missed
 
     monkeypatch.setattr(fixed_point, "solve_low_rank", solve_some)
     _, stats = block(u)
-    assert stats.failed.tolist() == [0.2, 0.0]
+    assert stats.failed.tolist() == [0.1, 0.0]
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 9] = False
     _, stats = block(u, Sequences(mask))
