@@ -245,6 +245,8 @@ def find_root(coefficients):
             found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
             done = done.index_copy(0, trying, good)
         s_all[going[done]], solved_all[going[done]] = found[done], True
+        lost = ~torch.isfinite(residual)  # of what is NaN or infinite there is no solution
+        s_all[going[lost]] = torch.nan
         improved = residual < lowest
         lowest = torch.minimum(lowest, residual)
         waited = torch.where(improved, 0, waited + 1)
@@ -253,7 +255,7 @@ def find_root(coefficients):
         waited = waited.masked_fill(stale, 0)
         s = s + step.unsqueeze(-1) * psi
         before = residual
-        left = (~done).nonzero().squeeze(1)
+        left = (~(done | lost)).nonzero().squeeze(1)
         if len(left) < len(going):
             if not len(left):
                 return s_all, solved_all

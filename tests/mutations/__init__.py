@@ -52,9 +52,10 @@ class MutationError(Exception):
 
 def all_mutations():
     """Every Mutation there is."""
-    from tests.mutations import of_kernels, of_model, of_solver
+    from tests.mutations import of_cell, of_cpu_cell, of_kernels, of_model, of_solver
 
-    return [*of_model.MUTATIONS, *of_solver.MUTATIONS, *of_kernels.MUTATIONS]
+    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels
+    return [mutation for part in parts for mutation in part.MUTATIONS]
 
 
 def sample(mutations, count):

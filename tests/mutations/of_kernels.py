@@ -17,13 +17,6 @@ def compiled(*cases):
     return iteration(*cases, backend="cpu")
 
 
-def compiled_gradient(case):
-    return (
-        "tests/lm/model/test_oracle.py::test_the_one_step_gradient_by_the_compiled_kernels"
-        f"[{case}]",
-    )
-
-
 def triton(file, *tests):
     return tuple(f"{TESTS}test_triton_{file}.py::{test}" for test in tests)
 
@@ -52,17 +45,17 @@ MUTATIONS = [
     Mutation(
         "compiled scan: C's gradient reads the state before the step",
         CPU_SCAN, "dC[k] += h[k] * gy_t;", "dC[k] += before[k] * gy_t;",
-        compiled_gradient("fp_mamba1-dplr2"),
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
     ),
     Mutation(
         "compiled scan: the cotangent does not decay",
         CPU_SCAN, "g[k] = g_k * a[k];", "g[k] = g_k;",
-        compiled_gradient("fp_mamba1-dplr2"),
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
     ),
     Mutation(
         "compiled scan: Δ's gradient without the input's part",
         CPU_SCAN, "d_dt + du * x_t, lanes", "d_dt, lanes",
-        compiled_gradient("fp_mamba1-dplr2"),
+        (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
     ),
     Mutation(
         "compiled scan: D missing from x's gradient",

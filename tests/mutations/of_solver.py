@@ -1,19 +1,18 @@
 """Mutations of the solve, of its gradients, and of the language model around the blocks."""
 
 from tests.mutations import Mutation
-from tests.mutations.of_model import ORACLE, SEGMENTS, output
+from tests.mutations.of_model import ORACLE, output
 
 SOLVER = "lm/model/solver.py"
 GRADIENT = "lm/model/gradient.py"
 BLOCK = "lm/model/fixed_point.py"
 MODEL = "lm/model/modeling_fprnn.py"
+INITIAL = "lm/model/initialisation.py"
 LOSS = "lm/model/loss.py"
 INPUTS = "lm/model/inputs.py"
 LAYERS = "lm/model/layers.py"
 TESTS = "tests/lm/model/"
-WRITTEN_OUT = (
-    f"{TESTS}test_schedules.py::test_every_token_is_frozen_when_the_rule_written_out_says",
-)
+CAUSAL = f"{TESTS}test_causal.py"
 
 
 def other_gradient(case, kind):
@@ -38,79 +37,48 @@ MUTATIONS = [
     ),
     Mutation(
         "the quantile from the wrong end",
-        SOLVER, "torch.quantile(lowest, rule.quantile)",
-        "torch.quantile(lowest, 1 - rule.quantile)",
+        SOLVER, "torch.quantile(damping.lowest, rule.quantile)",
+        "torch.quantile(damping.lowest, 1 - rule.quantile)",
         (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "the paper's patience counts the step that improved",
-        SOLVER, "waited = torch.where(improved, 0, waited + 1)",
-        "waited = torch.where(improved, 1, waited + 1)",
+        SOLVER, "torch.where(residual < self.lowest, 0, self.waited + 1)",
+        "torch.where(residual < self.lowest, 1, self.waited + 1)",
         (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "the paper's solver undamped",
-        SOLVER, "y = torch.lerp(y, g, step[:, None, None])", "y = g",
+        SOLVER, "y = torch.lerp(y, g, damping.step[:, None, None])", "y = g",
         (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "the paper's solver stops one iteration late",
-        SOLVER, "iters_then >= rule.max_iters:", "iters_then > rule.max_iters:",
+        SOLVER, "iterations >= rule.max_iters:", "iterations > rule.max_iters:",
         (f"{TESTS}test_solver.py",),
     ),
     Mutation(
         "a token is frozen before those ahead of it",
-        SOLVER, ".cumprod(1, dtype=torch.long).sum(1)", ".sum(1)",
-        WRITTEN_OUT,
+        SOLVER, "(frozen | (residual < rule.tol)).cumprod(1).bool()",
+        "frozen | (residual < rule.tol)",
+        (f"{CAUSAL}::test_the_residual_is_that_of_what_is_returned[fp_mamba1-parallel-0.1]",),
     ),
     Mutation(
         "tokens move once more after they were frozen",
-        SOLVER, "moves = live & (offset >= frozen[:, None])", "moves = live",
-        WRITTEN_OUT,
+        SOLVER, "torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))",
+        "torch.lerp(y, g, rule.stepsize)",
+        (f"{CAUSAL}::test_later_tokens_change_no_other_schedules_result",),
     ),
     Mutation(
-        "damping goes on with the step of the token before",
-        SOLVER, "step=torch.where(moved, rule.stepsize, step)", "step=step",
-        WRITTEN_OUT,
-    ),
-    Mutation(
-        "patience runs out although the residual falls",
-        SOLVER, "torch.where(moved | improved, 0, rows.waited + 1)",
-        "torch.where(moved, 0, rows.waited + 1)",
-        WRITTEN_OUT,
-    ),
-    Mutation(
-        "a token's lowest residual is that of the token before",
-        SOLVER, "lowest=torch.where(moved, torch.inf, torch.minimum(rows.lowest, watched))",
-        "lowest=torch.minimum(rows.lowest, watched)",
-        WRITTEN_OUT,
-    ),
-    Mutation(
-        "ℓmax of a token is one too many",
-        SOLVER, "(residual < rule.tol) | (iters >= rule.max_iters) | given_up",
-        "(residual < rule.tol) | (iters > rule.max_iters) | given_up",
-        WRITTEN_OUT,
-    ),
-    Mutation(
-        "`auto` narrows its window twice as soon",
-        SOLVER, "iters >= 2 * limit", "iters >= limit",
-        WRITTEN_OUT,
-    ),
-    Mutation(
-        "`auto` never widens its window",
-        SOLVER, "rows.width * AUTO_FACTOR, rows.width)", "rows.width, rows.width)",
-        WRITTEN_OUT,
+        "a window makes one iteration too many",
+        SOLVER, "iterations >= most or frozen.all()", "iterations > most or frozen.all()",
+        (f"{CAUSAL}::test_k_iterations_solve_the_first_k_tokens",),
     ),
     Mutation(
         "the next window reads the iterate of the wrong token",
-        SOLVER, "(rows.index * length + end - 1).clamp_min(0)",
-        "(rows.index * length + end - 2).clamp_min(0)",
-        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-sequential-none]",),
-    ),
-    Mutation(
-        "in decoding a finished sequence moves on while others iterate",
-        SOLVER, "(step * ~frozen)[:, None, None]", "step[:, None, None]",
-        (f"{TESTS}test_schedules.py::test_one_token_is_solved_as_a_window_of_one",),
+        SOLVER, "state = BlockState(y[:, -1], None, h, ())",
+        "state = BlockState(y[:, 0], None, h, ())",
+        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-window-none]",),
     ),
     Mutation(
         "the implicit gradient with the wrong sign",
@@ -119,7 +87,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the Lipschitz estimate twice too large",
-        SOLVER, "(f(y + h * v) - f(y - h * v)) / (2 * h)", "(f(y + h * v) - f(y - h * v)) / h",
+        "lm/model/contraction.py", "(f(y + h * v) - f(y - h * v)) / (2 * h)",
+        "(f(y + h * v) - f(y - h * v)) / h",
         (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
     ),
     # The block.
@@ -136,7 +105,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one gradient step too many",
-        BLOCK, "range(cfg.n_backwards - 1)", "range(cfg.n_backwards)",
+        BLOCK, "range(c.n_backwards - 1)", "range(c.n_backwards)",
         other_gradient("fp_mamba1-dplr2", "two_backwards"),
     ),
     Mutation(
@@ -156,10 +125,9 @@ MUTATIONS = [
         (f"{TESTS}test_blocks.py::test_training_rule_and_evaluation_rule_differ",),
     ),
     Mutation(
-        "the state left behind is one token too far",
-        BLOCK, "torch.arange(n, device=counts.device) < counts[:, None]",
-        "torch.arange(n, device=counts.device) <= counts[:, None]",
-        (f"{SEGMENTS}[fp_mamba1]",),
+        "the state left behind is of padding",
+        "lm/model/state.py", "at = seqs.mask.sum(1, keepdim=True) +", "at = x.shape[1] +",
+        (f"{TESTS}test_state.py::test_padding_changes_neither_state_nor_logits",),
     ),
     Mutation(
         "y* left behind where the output's iterate is meant",
@@ -168,14 +136,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the Jacobian penalty not divided by its step",
-        BLOCK, "((moved - first) / sigma).square()", "(moved - first).square()",
+        BLOCK, "((moved - self.step(s, y)) / sigma).square()", "(moved - self.step(s, y)).square()",
         (f"{TESTS}test_blocks.py -k jacobian",),
-    ),
-    Mutation(
-        "the agreement penalty is of sizes, not squares",
-        BLOCK, "distance = (self.step(s, other) - first).square()",
-        "distance = (self.step(s, other) - first).abs()",
-        (f"{TESTS}test_blocks.py -k agreement",),
     ),
     Mutation(
         "the mean ‖I − Q‖ of the tokens reported, not the largest",
@@ -232,17 +194,17 @@ MUTATIONS = [
     ),
     Mutation(
         "dt's bias starts as dt itself, not as softplus⁻¹ of it",
-        MODEL, "dt + torch.log(-torch.expm1(-dt))", "dt",
+        INITIAL, "dt + torch.log(-torch.expm1(-dt))", "dt",
         (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
     ),
     Mutation(
         "out_proj is not scaled by the number of layers",
-        MODEL, "/ math.sqrt(cfg.n_layer)", "/ 1.0",
+        INITIAL, "/ math.sqrt(cfg.n_layer)", "/ 1.0",
         (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
     ),
     Mutation(
         "every state of a channel starts with the same rate",
-        MODEL, "n.log().expand(cfg.d_inner, -1)", "(0 * n).expand(cfg.d_inner, -1)",
+        INITIAL, "n.log().expand(cfg.d_inner, -1)", "(0 * n).expand(cfg.d_inner, -1)",
         (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
     ),
 ]  # fmt: skip

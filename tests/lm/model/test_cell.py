@@ -191,6 +191,68 @@ def test_in_single_precision_every_token_is_solved():
         assert solved.all() and s.dtype == torch.float32
 
 
+# Newton and bisection.
+
+
+def newton_from(coefficients, start, reach):
+    s = torch.tensor([[start]], dtype=torch.float64)
+    residual = (coefficients.phi(s)[0] - s).abs().amax(-1)
+    root, good = cell._newton(coefficients, s, residual, torch.full_like(residual, reach))
+    return root.item(), good.item()
+
+
+def test_newton_takes_no_root_that_picard_runs_away_from():
+    coefficients = scalar(1e-3, 3.0)
+    low, middle, high = roots_by_bisection(coefficients).tolist()
+    assert newton_from(coefficients, 0.0, 1.0) == (pytest.approx(middle, abs=1e-12), False)
+    assert newton_from(coefficients, high + 0.1, 1.0) == (pytest.approx(high), True)
+    assert newton_from(coefficients, low - 0.1, 1.0) == (pytest.approx(low), True)
+
+
+def test_newton_goes_no_further_than_it_may():
+    coefficients = scalar(1e-3, 3.0)
+    high = roots_by_bisection(coefficients)[2].item()
+    assert newton_from(coefficients, high + 0.1, 0.11)[1]
+    assert not newton_from(coefficients, high + 0.1, 0.09)[1]
+
+
+def test_newton_stays_where_a_step_would_not_halve_the_residual():
+    """Where φ′ is nearly 1 its step is long."""
+    assert newton_from(scalar(1e-3, 3.0), 1.045, 1e9) == (1.045, False)
+
+
+@pytest.mark.parametrize(
+    "slope, attracts",
+    [
+        ([[0.9]], True),
+        ([[1.1]], False),
+        ([[-40.0]], True),
+        ([[3.0, 0.0], [0.0, 0.1]], False),
+        ([[-5.0, 0.0], [0.0, 0.5]], True),  # damping brings it in
+        ([[0.5, -9.0], [9.0, 0.5]], True),
+        ([[1.2, -9.0], [9.0, 1.2]], False),
+        ([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.5]], False),  # det (I − φ′) > 0
+        ([[float("nan"), 0.0], [0.0, 0.5]], False),
+    ],
+    ids=str,
+)
+def test_which_slopes_attract(slope, attracts):
+    slope = torch.tensor(slope, dtype=torch.float64).unsqueeze(0)
+    assert cell._attracts(slope).tolist() == [attracts]
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("scale", [0.1, 10.0, 1e4])
+def test_what_picard_does_not_find_bisection_does(r, scale, monkeypatch):
+    """Asked at once, without a step of Picard."""
+    coefficients = random_coefficients(200, r, scale, seed=40 + r)
+    s, solved = cell._last_resort(coefficients)
+    assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
+    monkeypatch.setattr(cell, "MOST_PICARD", 0)
+    found, solved = find_root(coefficients)
+    assert solved.all() and torch.equal(found, s)
+
+
 # A token.
 
 
@@ -277,6 +339,48 @@ def test_near_a_fold_the_gradient_is_limited():
     s = cell._Implicit.apply(value, torch.ones_like(value), rest, solved)
     (grad,) = torch.autograd.grad(s.sum(), value)
     torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0]).double())
+
+
+def test_a_token_that_failed_has_the_gradient_of_one_step():
+    value = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    rest = torch.full((2, 1, 1), 0.5, dtype=torch.float64)
+    s = cell._Implicit.apply(value, torch.ones_like(value), rest, torch.tensor([True, False]))
+    (grad,) = torch.autograd.grad(s.sum(), value)
+    assert grad.flatten().tolist() == [2.0, 1.0]
+
+
+def iterated(rates):
+    """y_t = history_t + rates_t y_t, iterated: history (1,l,d), y and solved."""
+    rates = torch.tensor(rates, dtype=torch.float64)[:, None]
+    history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
+    one = torch.ones(1, len(rates), D, dtype=torch.float64)
+    y, _, solved = solve_by_iterating(
+        Token(one, history, one, None, Norm("none")), lambda y: rates * y
+    )
+    torch.testing.assert_close(y[solved], (history / (1 - rates))[solved], rtol=1e-10, atol=0)
+    return history, y, solved
+
+
+def test_the_inner_adjoint_is_limited(monkeypatch):
+    monkeypatch.setattr(cell, "MOST_GAIN", 2.0)
+    history, y, solved = iterated([0.8, 0.3])
+    assert solved.all()
+    (grad,) = torch.autograd.grad(y.sum(), history)
+    expected = torch.tensor([2.0, 1 / 0.7], dtype=torch.float64)[:, None].expand_as(grad)
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=0)
+
+
+def test_a_token_that_iterates_depends_on_no_other():
+    _, alone, _ = iterated([0.3])
+    _, beside, solved = iterated([0.3, 0.9, -0.9])
+    assert solved.all() and torch.equal(beside[:, :1], alone)
+
+
+def test_the_inner_iteration_is_damped_where_it_gets_no_nearer():
+    *_, solved = iterated([-1.1, -1.6, 0.5])
+    assert solved.all()
+    *_, solved = iterated([1.1])
+    assert not solved.any()
 
 
 def test_tokens_whose_iteration_does_not_end_are_counted_and_their_gradient_is_one_steps():

@@ -1,0 +1,116 @@
+"""What blocks make of the exact token: what is counted, the sum of the adjoint, noise on sh(y)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lm.model import fixed_point
+from lm.model.blocks import build_block
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.gradient import adjoint_gradient
+from lm.model.initialisation import initialise
+from lm.model.projections import Projection, side_by_side
+from lm.model.state import Sequences
+
+SCHEDULES = ("sequential", "window:4", "parallel")
+
+
+def block_of(**kwargs):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=30, d_model=8, n_layer=1, d_state=4, headdim=4, tol=1e-9, eval_tol=1e-9)
+    block = build_block(FPRNNConfig(**{**sizes, "max_iters": 99, **kwargs}))
+    with torch.no_grad():
+        block.apply(lambda module: initialise(module, block.config))
+    return block.double().eval()
+
+
+def normal(*shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@torch.no_grad()
+def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
+    """A solve that says of one token, and of all padding, that it has found nothing."""
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    block, u = block_of(schedule=schedule), normal(2, 10, 8)
+    solve = fixed_point.solve_low_rank
+    hopeless = block.prepare(u).x[0, 3]
+
+    def solve_some(token, low_rank):
+        y, mixed, solved = solve(token, low_rank)
+        missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
+        return y, mixed, solved & ~missed
+
+    monkeypatch.setattr(fixed_point, "solve_low_rank", solve_some)
+    _, stats = block(u)
+    assert stats.failed.tolist() == [0.1, 0.0]
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[0, 9] = False
+    _, stats = block(u, Sequences(mask))
+    assert stats.failed.tolist() == [0.1, 0.0]
+
+
+def of_the_sum(rate, terms, clip, v):
+    """The gradient of c by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}, and what it told."""
+    c, told = torch.zeros_like(v, requires_grad=True), []
+    y = adjoint_gradient(
+        lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0)), torch.zeros_like(v), terms, clip,
+        told.append,
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(y, c, v)
+    return grad[0, :, 0].tolist(), told[0].item()
+
+
+def cotangent(length, size):
+    v = torch.zeros(1, length, 2, dtype=torch.float64)
+    v[0, -1, 0] = size
+    return v
+
+
+@pytest.mark.parametrize("terms", [0, 1, 3, None])
+def test_k_terms_of_the_adjoint_reach_k_tokens_back(terms):
+    reach = 5 if terms is None else terms
+    grad, told = of_the_sum(2.0, terms, None, cotangent(6, 10.0))
+    assert grad == [10.0 * 2**k if k <= reach else 0.0 for k in (5, 4, 3, 2, 1, 0)]
+    assert told == 2.0**reach
+
+
+def test_what_comes_back_is_clipped_relative_to_the_cotangent():
+    for size in (10.0, 0.1):
+        grad, told = of_the_sum(0.5, None, 0.3, cotangent(5, size))
+        assert grad == pytest.approx([size * s for s in (0.0375, 0.075, 0.15, 0.3, 1.0)])
+        assert told == 1.0
+
+
+def test_noise_is_added_to_what_is_read_of_y_and_nothing_else():
+    x, y, noise = normal(2, 5, 3), normal(2, 5, 4, seed=2), normal(2, 5, 4, seed=3)
+    made = side_by_side(
+        [
+            Projection("alone", x, None),
+            Projection("first", 2 * x, normal(3, 4, seed=4)),
+            Projection("second", 3 * x, normal(3, 4, seed=5)),
+        ],
+        y,
+    )
+    moved, expected = made.moved(noise).rows(y), made.rows(y + noise)
+    for name in ("alone", "first", "second"):
+        torch.testing.assert_close(moved[name], expected[name], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moved["alone"], x, rtol=0, atol=0)
+    assert made.moved(None) is made
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+@torch.no_grad()
+def test_noise_is_of_training_alone_and_the_same_under_every_schedule(kernels, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", kernels)
+    u, found = normal(2, 10, 8), {}
+    for schedule in SCHEDULES:
+        quiet, noisy = (block_of(schedule=schedule, state_noise=s) for s in (0.0, 0.3))
+        assert torch.equal(noisy(u)[0], quiet(u)[0])
+        torch.manual_seed(3)
+        found[schedule] = noisy.train()(u)[0]
+        assert (found[schedule] - quiet(u)[0]).abs().max() > 1e-3
+    for schedule in SCHEDULES:
+        torch.testing.assert_close(found[schedule], found["sequential"], rtol=1e-7, atol=1e-8)

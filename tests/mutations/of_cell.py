@@ -1,0 +1,391 @@
+"""Mutations of one token's equation, of the way through time and of the way back."""
+
+from tests.mutations import Mutation
+from tests.mutations.of_model import ORACLE
+
+CELL = "lm/model/cell.py"
+MIXERS = "lm/model/mixers.py"
+BLOCKS = "lm/model/blocks.py"
+BLOCK = "lm/model/fixed_point.py"
+SOLVER = "lm/model/solver.py"
+GRADIENT = "lm/model/gradient.py"
+PROJECTIONS = "lm/model/projections.py"
+TESTS = "tests/lm/model/"
+CAUSAL = f"{TESTS}test_causal.py"
+
+
+def of_cell(*tests):
+    return tuple(f"{TESTS}test_cell.py::test_{test}" for test in tests)
+
+
+def of_models(*tests):
+    return tuple(f"{CAUSAL}::test_{test}" for test in tests)
+
+
+def solved(*cases):
+    return tuple(f"{ORACLE}::test_the_solved_output[{case}-parallel]" for case in cases)
+
+
+def by_token(case):
+    """Token by token, by no kernel: the output, and the gradient through time."""
+    return (f"{ORACLE}::test_the_exact_gradient[{case}]",)
+
+
+EQUATION = of_cell("a_solved_token_satisfies_its_own_equation")
+ROOT = of_cell("every_root_solves_its_equation_and_is_the_one_picard_runs_into")
+OF_SOLUTION = of_cell("the_gradient_is_that_of_the_solution")
+FOLD = of_cell("near_a_fold_the_gradient_is_limited")
+COUNTED = (f"{TESTS}test_token.py::test_what_is_not_solved_is_counted_and_padding_never",)
+REACH = (f"{TESTS}test_token.py::test_k_terms_of_the_adjoint_reach_k_tokens_back",)
+CLIPPED = (f"{TESTS}test_token.py::test_what_comes_back_is_clipped_relative_to_the_cotangent",)
+NOISE = (f"{TESTS}test_token.py::test_noise_is_added_to_what_is_read_of_y_and_nothing_else",)
+
+MUTATIONS = [
+    # I − Q as Uᵀ T U.
+    Mutation(
+        "token: T of a product of reflections with the wrong sign below its diagonal",
+        MIXERS, "a.unsqueeze(-1) * below, T, upper=False",
+        "-a.unsqueeze(-1) * below, T, upper=False",
+        by_token("fp_mamba1-householder4"),
+    ),
+    Mutation(
+        "token: T of a product of reflections by the gate of the column",
+        MIXERS, "a.unsqueeze(-1) * below, T", "a.unsqueeze(-2) * below, T",
+        by_token("fp_mamba1-householder4"),
+    ),
+    Mutation(
+        "token: reflections of a product act side by side",
+        MIXERS, "if self.sequential and self.rank > 1:", "if False:",
+        by_token("fp_mamba1-householder4"),
+    ),
+    Mutation(
+        "token: T transposed in Uᵀ T s",
+        CELL, "((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U)",
+        "((self.T.mT @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U)",
+        EQUATION,
+    ),
+    Mutation(
+        "token: T transposed in the m_j",
+        CELL, "m = (T.transpose(-1, -2) @ U)", "m = (T @ U)",
+        EQUATION,
+    ),
+    # φ.
+    Mutation(
+        "token: x added to its reflection",
+        CELL, "reflected = token.x - low_rank", "reflected = token.x + low_rank",
+        EQUATION,
+    ),
+    Mutation(
+        "token: the m_j without the gain",
+        CELL, "(T.transpose(-1, -2) @ U) * token.gain.unsqueeze(-2)",
+        "(T.transpose(-1, -2) @ U)",
+        EQUATION,
+    ),
+    Mutation(
+        "token: the m_j without the gate",
+        CELL, "c, m = c * gate, m * gate.unsqueeze(-2)", "c, m = c * gate, m",
+        EQUATION,
+    ),
+    Mutation(
+        "token: δ left out",
+        CELL, "return top * inverse + self.delta,", "return top * inverse,",
+        EQUATION,
+    ),
+    Mutation(
+        "token: γ₁ counted once under the root",
+        CELL, "((self.gamma1 + half_slope) * s)", "(half_slope * s)",
+        EQUATION,
+    ),
+    Mutation(
+        "token: γ₀ without eps",
+        CELL, "c.square().mean((-2, -1)) + norm.eps", "c.square().mean((-2, -1))",
+        EQUATION,
+    ),
+    Mutation(
+        "token: Γ₂ a sum over channels, not a mean",
+        CELL, "m @ m.transpose(-1, -2) / d", "m @ m.transpose(-1, -2)",
+        EQUATION,
+    ),
+    Mutation(
+        "token: Β without the norm's weight",
+        CELL, "beta = (weighted @ c).squeeze(-1), weighted @ m",
+        "beta = (weighted @ c).squeeze(-1), U @ m",
+        EQUATION,
+    ),
+    Mutation(
+        "token: nothing centred where the norm is LayerNorm",
+        CELL, 'return v - v.mean(-1, keepdim=True) if self.kind == "layer" else v', "return v",
+        EQUATION,
+    ),
+    Mutation(
+        "token: x̃ without what the solution adds",
+        CELL, "reflected + low_rank.combine(s), solved", "reflected, solved",
+        EQUATION,
+    ),
+    Mutation(
+        "token: the wrong sign where φ is linear",
+        CELL, "dtype=c.dtype, device=c.device) - U @ m", "dtype=c.dtype, device=c.device) + U @ m",
+        EQUATION,
+    ),
+    # Its root.
+    Mutation(
+        "token: φ′ with the wrong sign of the root's slope",
+        CELL, "self.beta * inverse - top", "self.beta * inverse + top",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: φ′ by 1/v, not 1/v^(3/2)",
+        CELL, "half_slope.unsqueeze(-2) * inverse**3", "half_slope.unsqueeze(-2) * inverse**2",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: φ′ transposed",
+        CELL, "top.unsqueeze(-1) * half_slope.unsqueeze(-2)",
+        "top.unsqueeze(-2) * half_slope.unsqueeze(-1)",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: Newton may go to roots that Picard runs away from, of one reflection",
+        CELL, "return slope[:, 0, 0] < 1", "return slope[:, 0, 0] < 1e9",
+        of_cell("newton_takes_no_root_that_picard_runs_away_from"),
+    ),
+    Mutation(
+        "token: Newton may go to roots that Picard runs away from, of several",
+        CELL, "torch.linalg.eigvals(slope).real.amax(-1) < 1",
+        "torch.linalg.eigvals(slope).real.amin(-1) < 1",
+        of_cell("which_slopes_attract"),
+    ),
+    Mutation(
+        "token: eigenvalues of φ′ below −1 forbid a root",
+        CELL, "torch.linalg.eigvals(slope).real.amax(-1) < 1",
+        "torch.linalg.eigvals(slope).abs().amax(-1) < 1",
+        of_cell("which_slopes_attract"),
+    ),
+    Mutation(
+        "token: Newton goes as far as it likes",
+        CELL, "near = (s - start).abs().amax(-1) <= reach",
+        "near = (s - start).abs().amax(-1) < torch.inf",
+        of_cell("newton_goes_no_further_than_it_may"),
+    ),
+    Mutation(
+        "token: Newton is tried from anywhere",
+        CELL, "near = way <= NEAR * coefficients.size(s, parts)", "near = way < torch.inf",
+        ROOT,
+    ),
+    Mutation(
+        "token: a Newton step need not halve the residual",
+        CELL, "better = sound & (size <= 0.5 * best)", "better = sound & (size <= 1e9 * best)",
+        of_cell("newton_stays_where_a_step_would_not_halve_the_residual"),
+    ),
+    Mutation(
+        "token: Picard undamped however long it gets no nearer",
+        CELL, "STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15",
+        "STEP, STEP_DECAY, PATIENCE = 0.99, 1.0, 15",
+        ROOT,
+    ),
+    Mutation(
+        "token: the search starts elsewhere",
+        CELL, "    s = torch.zeros_like(alpha)\n", "    s = torch.full_like(alpha, -0.5)\n",
+        of_cell("of_three_roots_the_sign_of_the_start_decides"),
+    ),
+    Mutation(
+        "token: bisection goes the other way",
+        CELL, "low, high = torch.where(above, low, middle), torch.where(above, middle, high)",
+        "low, high = torch.where(above, middle, low), torch.where(above, high, middle)",
+        of_cell("what_picard_does_not_find_bisection_does"),
+    ),
+    Mutation(
+        "token: bisection without δ",
+        CELL, "right = g[:, None] * alpha + delta", "right = g[:, None] * alpha",
+        of_cell("what_picard_does_not_find_bisection_does"),
+    ),
+    # The gradient in the token.
+    Mutation(
+        "token: the gradient of s by (I − φ′)⁻¹, not its transpose",
+        CELL, "rest.transpose(-1, -2), grad", "rest, grad",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: the gradient of s without (I − φ′)⁻ᵀ",
+        CELL, "return torch.where(sound, limited, grad), None", "return grad, None",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: the gradient of s of any size",
+        CELL, "through * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)", "through",
+        FOLD,
+    ),
+    Mutation(
+        "token: the gradient of s lengthened to its limit",
+        CELL, "through * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)",
+        "through * (MOST_GAIN * own / size.clamp_min(1e-30))",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: the implicit gradient where there is no solution",
+        CELL, "sound = solved.unsqueeze(-1) & torch.isfinite(limited)",
+        "sound = torch.isfinite(limited)",
+        of_cell("a_token_that_failed_has_the_gradient_of_one_step"),
+    ),
+    # The inner iteration.
+    Mutation(
+        "token: the inner adjoint with the wrong sign",
+        CELL, "return v + torch.autograd.grad(f0, y0, g",
+        "return v - torch.autograd.grad(f0, y0, g",
+        OF_SOLUTION,
+    ),
+    Mutation(
+        "token: the inner adjoint of any size",
+        CELL, "limited = g * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)",
+        "limited = g",
+        of_cell("the_inner_adjoint_is_limited"),
+    ),
+    Mutation(
+        "token: the inner iteration goes on where it has converged",
+        CELL, "torch.lerp(y, g, (step * ~solved).unsqueeze(-1))",
+        "torch.lerp(y, g, step.unsqueeze(-1))",
+        of_cell("a_token_that_iterates_depends_on_no_other"),
+    ),
+    Mutation(
+        "token: the inner iteration undamped however long it gets no nearer",
+        CELL, "torch.where(residual < lowest, 0, waited + 1)", "torch.zeros_like(waited)",
+        of_cell("the_inner_iteration_is_damped_where_it_gets_no_nearer"),
+    ),
+    # The recurrence around it.
+    Mutation(
+        "token: the history keeps the token's own part",
+        BLOCK, "self.token(s, o - own * x, own)", "self.token(s, o, own)",
+        solved("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: FP-Mamba-1's own gain without Δ",
+        BLOCKS, "return parts.dt * (parts.B * parts.C).sum(-1, keepdim=True)",
+        "return (parts.B * parts.C).sum(-1, keepdim=True).expand_as(parts.dt)",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: FP-Mamba-2's heads assigned to groups in turn",
+        BLOCKS, "(B * C).sum(-1).repeat_interleave(self.heads // self.groups, -1)",
+        "(B * C).sum(-1).repeat(1, 1, self.heads // self.groups)",
+        by_token("fp_mamba2-householder1"),
+    ),
+    Mutation(
+        "token: D missing from the gain",
+        BLOCKS, "gain = own + self._D().to(own.dtype)", "gain = own",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: the gate outside the loop is inside the token's equation",
+        BLOCKS, "F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None",
+        "F.silu(s.z.to(s.x.dtype))",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: the state after a token is of the x that is not mixed",
+        BLOCK, "_, h = self.scan_time(s, parts, mixed)", "_, h = self.scan_time(s, parts, s.x)",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: its sh(y) is not the state's",
+        BLOCK, "shift(s.x, s.seqs))  # of", "shift(s.x, s.seqs._replace(state=None)))  # of",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "token: padding that is not solved is counted as failed",
+        BLOCK, "solved if s.seqs.mask is None else solved | ~s.seqs.mask", "solved",
+        COUNTED,
+    ),
+    Mutation(
+        "token: windows of the exact token are damped",
+        BLOCK, "rule = rule._replace(stepsize=1.0)", "rule = rule._replace(stepsize=0.9)",
+        of_models("k_iterations_solve_the_first_k_tokens"),
+    ),
+    Mutation(
+        "token: within the tolerance a token is solved, whatever is said of its equation",
+        SOLVER, "~(frozen & solved)", "~frozen",
+        COUNTED,
+    ),
+    Mutation(
+        "token: the state handed on is that before the token",
+        SOLVER, "state = BlockState(y[:, 0], None, h, ())",
+        "state = BlockState(y[:, 0], None, h if state is None else state.h, ())",
+        by_token("fp_mamba1-householder1"),
+    ),
+    # ℓ*.
+    Mutation(
+        "ℓ*: a token alone, whatever those before it do",
+        SOLVER, "of_tokens.cummax(1).values >= rule.tol", "of_tokens >= rule.tol",
+        (f"{TESTS}test_solver.py::test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay_within",),
+    ),
+    Mutation(
+        "ℓ*: a token's count is that of the last iterate outside",
+        SOLVER, "outside & unfinished[:, None], iterations + 1",
+        "outside & unfinished[:, None], iterations",
+        (f"{TESTS}test_solver.py::test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay_within",),
+    ),
+    Mutation(
+        "ℓ*: counted on after the sequence has converged",
+        SOLVER, "torch.where(outside & unfinished[:, None], ", "torch.where(outside, ",
+        (f"{TESTS}test_solver.py::test_the_count_of_a_sequence_ends_where_it_has_converged_whatever_others_need",),
+    ),
+    Mutation(
+        "ℓ*: measured by the damping of the model's own solver",
+        BLOCK, "s, damping = self.prepare(u, seqs), PAPER_RULES[self.config.block]",
+        's, damping = self.prepare(u, seqs), {"stepsize": 0.5}',
+        (f"{TESTS}test_solver_name.py::test_iterations_are_the_papers_whatever_solves_the_model",),
+    ),
+    Mutation(
+        "ℓ*: measured to the tolerance of evaluation",
+        BLOCK, 'PROBE = {"tol": 0.1,', 'PROBE = {"tol": 0.01,',
+        (f"{TESTS}test_solver_name.py::test_iterations_are_the_papers_whatever_solves_the_model",),
+    ),
+    # The way back through time.
+    Mutation(
+        "adjoint: a term is added with the wrong sign",
+        GRADIENT, "before, g = g, v + clipped(again, clip, longest)",
+        "before, g = g, v - clipped(again, clip, longest)",
+        of_models("every_schedule_has_one_gradient[fp_mamba1-parallel]"),
+    ),
+    Mutation(
+        "adjoint: the cotangent itself is left out of the sum",
+        GRADIENT, "before, g = g, v + clipped(again, clip, longest)",
+        "before, g = g, clipped(again, clip, longest)",
+        of_models("every_schedule_has_one_gradient[fp_mamba1-parallel]"),
+    ),
+    Mutation(
+        "adjoint: K + 1 terms for K",
+        GRADIENT, "most = v.shape[1] if terms is None else terms",
+        "most = v.shape[1] if terms is None else terms + 1",
+        REACH,
+    ),
+    Mutation(
+        "adjoint: clipped to the length itself, not so many times as long as the cotangent",
+        GRADIENT, "share = (clip * longest / size", "share = (clip / size",
+        CLIPPED,
+    ),
+    Mutation(
+        "adjoint: short ones are lengthened to the limit",
+        GRADIENT, "(clip * longest / size.clamp_min(1e-30)).clamp_max(1.0)",
+        "(clip * longest / size.clamp_min(1e-30))",
+        CLIPPED,
+    ),
+    Mutation(
+        "adjoint: its norm is that of the last token gone through",
+        BLOCK, "self.adjoint_norm = torch.maximum(self.adjoint_norm, norms)",
+        "self.adjoint_norm = norms",
+        of_models("compiled_and_plain_give_the_same_gradients[fp_mamba1-torch.float64-1e-08]"),
+    ),
+    # The projections.
+    Mutation(
+        "projections: what reads sh(y) does not come first",
+        PROJECTIONS, "key=lambda projection: projection.of_y is None",
+        "key=lambda projection: projection.of_y is not None",
+        by_token("fp_mamba1-b_alone"),
+    ),
+    Mutation(
+        "projections: noise also where sh(y) is not read",
+        PROJECTIONS, "F.pad(read, (0, self.raw.shape[-1] - k))",
+        "F.pad(read, (self.raw.shape[-1] - k, 0))",
+        NOISE,
+    ),
+]  # fmt: skip
