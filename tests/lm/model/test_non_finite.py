@@ -33,10 +33,12 @@ def tokens(length=32, batch=3):
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("schedule", ["auto", "window:4"])
 def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
-    for seed in range(3):
+    slow = mixer in ("mixture", "selective_dense")  # their tokens are solved by iterating
+    ids = tokens(40 if slow else 200)
+    for seed in range(1 if slow else 3):
         fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXERS[mixer], schedule=schedule)
         model = model_of(seed=seed, **fields)
-        output = model(tokens(200), labels=tokens(200))
+        output = model(ids, labels=ids)
         output.loss.backward()
         assert (output.fixed_point.failed == 0).all()
         assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -69,7 +71,7 @@ NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*cont
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
-    model, ids = wild("nonselective", solver), tokens(300)
+    model, ids = wild("nonselective", solver), tokens(80)
     for call in (
         lambda: model(ids),
         lambda: model(ids, labels=ids),
@@ -86,7 +88,7 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("mixer", ["kronecker", "monarch", "mixture", "householder"])
 def test_what_is_returned_is_finite_or_refused(mixer, solver):
-    model, ids = wild(mixer, solver, max_iters=60), tokens(100)
+    model, ids = wild(mixer, solver, max_iters=60), tokens(50)
     try:
         output = model(ids, labels=ids)
     except NonFiniteError as error:
