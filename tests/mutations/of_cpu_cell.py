@@ -16,7 +16,6 @@ HEADS = (f"{TESTS}mamba2",)
 VECTOR = (f"{TESTS}rnn",)
 PICARD = (f"{TESTS}it_is_the_root_that_picard_runs_into",)
 FOLD = (f"{TESTS}near_a_fold_the_gradient_is_limited",)
-REPELS = (f"{TESTS}a_root_that_repels_picard_is_found_and_has_its_gradient",)
 ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
 PIECES = (f"{TESTS}token_by_token_is_the_whole_bit_for_bit",)
 
@@ -110,7 +109,7 @@ MUTATIONS = [
         "compiled cell: bisection goes the other way",
         ROOT, "(above<R>(e, r, middle, at) ? high : low) = middle;",
         "(above<R>(e, r, middle, at) ? low : high) = middle;",
-        REPELS,
+        (f"{TESTS}what_picard_does_not_find_bisection_does",),
     ),
     Mutation(
         "compiled cell: rows of Newton's system exchanged, its right-hand side not",

@@ -207,7 +207,7 @@ def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
     tensors["D"] *= D
     y, _, failed = cpu_cell.cell(*given[:2], **tensors, adjoint=None)
     expected, _, slow = oracle_cell.cell(layout, options, **tensors)
-    assert not (failed & ~slow).any() and failed.sum() <= 5
+    assert not failed.any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~slow].max() < 1e-8
     single = cast(tensors, torch.float32)
@@ -226,6 +226,17 @@ def test_near_a_fold_the_gradient_is_limited(monkeypatch):
     monkeypatch.setattr(oracle_cell, "STRETCH", math.inf)
     beyond = results(oracle_cell.cell, given)["grad x"] - expected["grad x"]
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_what_picard_does_not_find_bisection_does(norm):
+    without = ("keep", "y0", "h0", "norm_bias")
+    layout, options, tensors = problem(
+        b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
+    )
+    _, _, slow = oracle_cell.cell(layout, options, **tensors)
+    _, _, failed = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    assert slow.any() and not failed.any()
 
 
 def or_by_newton(picard):
