@@ -70,9 +70,9 @@ def _check_finite(residual, iteration):
         )
 
 
-class _Damping:
-    """The step size s of every sequence: s ← s·decay after `patience` iterations without a residual
-    that is lower than all before."""
+class Damping:
+    """The step size s of every sequence or token: s ← s·decay after `patience` iterations without a
+    residual that is lower than all before (App. B.4)."""
 
     def __init__(self, rule, like):
         self.rule = rule
@@ -87,6 +87,12 @@ class _Damping:
         stale = waited >= self.rule.patience
         self.step = torch.where(stale, self.step * self.rule.stepsize_decay, self.step)
         self.waited = waited.masked_fill(stale, 0)
+
+    def take(self, which):
+        """Go on with these alone."""
+        self.step, self.lowest, self.waited = (
+            t[which] for t in (self.step, self.lowest, self.waited)
+        )
 
 
 @torch.no_grad()
@@ -104,7 +110,7 @@ def solve_paper(f, y, rule, trace=None):
     Raises:
         NonFiniteError: a residual is NaN or infinite.
     """
-    damping, iterations = _Damping(rule, y[:, 0, 0]), 0
+    damping, iterations = Damping(rule, y[:, 0, 0]), 0
     num_iters = torch.zeros(len(y), dtype=torch.long, device=y.device)
     token_iters = torch.ones(y.shape[:2], dtype=torch.long, device=y.device)
     while True:
