@@ -16,7 +16,7 @@ HEADS = (f"{TESTS}mamba2",)
 VECTOR = (f"{TESTS}rnn",)
 PICARD = (f"{TESTS}it_is_the_root_that_picard_runs_into",)
 FOLD = (f"{TESTS}near_a_fold_the_gradient_is_limited",)
-FAILS = (f"{TESTS}the_gradient_of_a_token_that_fails",)
+REPELS = (f"{TESTS}a_root_that_repels_picard_is_found_and_has_its_gradient",)
 ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
 PIECES = (f"{TESTS}token_by_token_is_the_whole_bit_for_bit",)
 
@@ -110,7 +110,7 @@ MUTATIONS = [
         "compiled cell: bisection goes the other way",
         ROOT, "(above<R>(e, r, middle, at) ? high : low) = middle;",
         "(above<R>(e, r, middle, at) ? low : high) = middle;",
-        PICARD,
+        REPELS,
     ),
     Mutation(
         "compiled cell: rows of Newton's system exchanged, its right-hand side not",
@@ -133,11 +133,6 @@ MUTATIONS = [
         GRADIENT, "if (finite && after <= MOST_STRETCH * MOST_STRETCH * before) return;",
         "if (finite) return;",
         FOLD,
-    ),
-    Mutation(
-        "compiled cell: the implicit gradient where no root was found",
-        GRADIENT, "if (failed) return;", "",
-        FAILS,
     ),
     Mutation(
         "compiled cell: the norm's gradient keeps what is along v",

@@ -291,7 +291,7 @@ MUTATIONS = [
     Mutation(
         "padding enters FP-RNN's state",
         BLOCKS, "fresh = seqs.masked(fresh)", "fresh = 1 * fresh",
-        ("tests/lm/model/test_bias_and_norm.py::test_padding_changes_nothing[left-plain-fp_rnn]",),
+        ("tests/lm/model/test_state.py::test_padding_changes_neither_state_nor_logits",),
     ),
     Mutation(
         "FP-RNN's b without silu",
@@ -317,12 +317,12 @@ MUTATIONS = [
     Mutation(
         "the scan's gradient by the decay reads the state after the step",
         SCAN, "d_log = g * (hs[j - 1] if j else states)", "d_log = g * hs[j]",
-        gradient("fp_mamba1-dplr2"),
+        (f"{ORACLE}::test_in_single_precision[fp_mamba1-dplr2-plain]",),
     ),
     Mutation(
         "Δ's gradient through the scan's input without x",
         SCAN, "ddt += du * x_c", "ddt += du",
-        gradient("fp_mamba1-dplr2"),
+        (f"{ORACLE}::test_in_single_precision[fp_mamba1-dplr2-plain]",),
     ),
     Mutation(
         "the gradient of a decay reads the state after the step",
@@ -379,7 +379,7 @@ MUTATIONS = [
     Mutation(
         "the gate of the next segment reads y* where it read f(y*)",
         STATE, "seqs.before(name).to(y.dtype)", 'seqs.before("y").to(y.dtype)',
-        ("tests/lm/model/test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance[fp_mamba1]",),
+        ("tests/lm/model/test_token.py::test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance",),
     ),
     Mutation(
         "a segment's last inputs reach into the document before",

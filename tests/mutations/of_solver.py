@@ -67,7 +67,7 @@ MUTATIONS = [
         "tokens move once more after they were frozen",
         SOLVER, "torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))",
         "torch.lerp(y, g, rule.stepsize)",
-        (f"{CAUSAL}::test_later_tokens_change_no_other_schedules_result",),
+        (f"{TESTS}test_token.py::test_where_a_token_stops_later_ones_do_not_say",),
     ),
     Mutation(
         "a window makes one iteration too many",
@@ -132,7 +132,7 @@ MUTATIONS = [
     Mutation(
         "y* left behind where the output's iterate is meant",
         BLOCK, 'f_y = at_the_end(y, "f_y")', 'f_y = at_the_end(y_star, "f_y")',
-        (f"{TESTS}test_cache.py::test_sequential_decoding_is_the_same_computation_at_any_tolerance[fp_mamba1]",),
+        (f"{TESTS}test_token.py::test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance",),
     ),
     Mutation(
         "the Jacobian penalty not divided by its step",

@@ -228,12 +228,35 @@ def test_near_a_fold_the_gradient_is_limited(monkeypatch):
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
 
 
-def test_the_gradient_of_a_token_that_fails():
-    """Its only root repels Picard from all around, so the best that was met is used."""
+def or_by_newton(picard):
+    """oracle_cell's `picard`, and where it fails a root by Newton from many places."""
+
+    def root_of(phi, start, tol, linear):
+        root, failed = picard(phi, start, tol, linear)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(100 if failed.any() else 0):
+            s = torch.randn(start.shape, generator=generator, dtype=start.dtype)
+            for _ in range(20):
+                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.slope_of(phi, s)
+                s = s + torch.linalg.solve_ex(rest, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
+            found = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
+            root, failed = torch.where(found.unsqueeze(-1), s, root), failed & ~found
+            if not failed.any():
+                break
+        return root, failed
+
+    return root_of
+
+
+def test_a_root_that_repels_picard_is_found_and_has_its_gradient(monkeypatch):
+    """One token's only root repels Picard from all around: bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     given = problem(reading=0, without=without, rank=2)
-    expected = results(oracle_cell.cell, given, fails=True)
-    assert_close(results(cpu_cell.cell, given, fails=True, adjoint=None), expected, 1e-9)
+    results(oracle_cell.cell, given, fails=True)
+    monkeypatch.setattr(oracle_cell, "picard", or_by_newton(oracle_cell.picard))
+    assert_close(
+        results(cpu_cell.cell, given, adjoint=None), results(oracle_cell.cell, given), 1e-8
+    )
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])

@@ -114,3 +114,29 @@ def test_noise_is_of_training_alone_and_the_same_under_every_schedule(kernels, m
         assert (found[schedule] - quiet(u)[0]).abs().max() > 1e-3
     for schedule in SCHEDULES:
         torch.testing.assert_close(found[schedule], found["sequential"], rtol=1e-7, atol=1e-8)
+
+
+LOOSE = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
+
+
+@pytest.mark.parametrize("schedule", ["window:5", "parallel"])
+@torch.no_grad()
+def test_where_a_token_stops_later_ones_do_not_say(schedule):
+    """At a loose tolerance: a token that has converged stays as it is then."""
+    block, u = block_of(schedule=schedule, **LOOSE), normal(3, 12, 8)
+    other = torch.cat([u[:, :-4], 9 * normal(3, 4, 8, seed=6)], 1)
+    ours, theirs = block(u)[0], block(other)[0]
+    torch.testing.assert_close(ours[:, :-4], theirs[:, :-4], rtol=1e-11, atol=1e-12)
+
+
+@torch.no_grad()
+def test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance():
+    """What is read of the token before a segment: the iterate, and the map at it."""
+    block, u = block_of(schedule="window:4", **LOOSE), normal(2, 12, 8)
+    whole, stats = block(u)
+    assert (stats.residual > 1e-4).all()  # the iterate is not the map at it
+    state, found = None, []
+    for segment in u.split(4, 1):
+        out, _, state = block(segment, Sequences(state=state, return_state=True))
+        found.append(out)
+    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-12)
