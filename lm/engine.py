@@ -342,11 +342,14 @@ class Engine:
     def stop_on_signals(self) -> None:
         """From now on SIGTERM and SIGUSR1 ask for a stop after the current update (launchers send
         them before a kill, and may repeat them)."""
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
 
         def ask(*_):
             self.stop_asked = True
+            for number in numbers:  # else a repeated one kills while Python takes itself down
+                signal.signal(number, signal.SIG_IGN)
 
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in numbers:
             signal.signal(number, ask)
 
     @property

@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-# The search for s.
-STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15  # the paper's damping (App. B.4)
+from .solver import Damping, Rule, token_residual
+
+# The search for s, by the paper's damping.
 MOST_PICARD, MOST_NEWTON = 300, 10
 LEAST_INVERSE, BISECTIONS = 1e-18, 60  # of the norm, where Picard has found nothing
 ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
@@ -226,9 +227,7 @@ def find_root(coefficients):
     s_all, solved_all = torch.zeros_like(alpha), alpha.new_zeros(len(alpha), dtype=torch.bool)
     going = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
     s = torch.zeros_like(alpha)
-    step = torch.full_like(alpha[:, 0], STEP)
-    lowest, before = (torch.full_like(step, torch.inf) for _ in range(2))
-    waited = torch.zeros_like(going)
+    damping, before = Damping(Rule(), alpha[:, 0]), torch.full_like(alpha[:, 0], torch.inf)
     for _ in range(MOST_PICARD):
         value, parts = coefficients.phi(s)
         psi = value - s
@@ -247,20 +246,16 @@ def find_root(coefficients):
         s_all[going[done]], solved_all[going[done]] = found[done], True
         lost = ~torch.isfinite(residual)  # of what is NaN or infinite there is no solution
         s_all[going[lost]] = torch.nan
-        improved = residual < lowest
-        lowest = torch.minimum(lowest, residual)
-        waited = torch.where(improved, 0, waited + 1)
-        stale = waited >= PATIENCE
-        step = torch.where(stale, step * STEP_DECAY, step)
-        waited = waited.masked_fill(stale, 0)
-        s = s + step.unsqueeze(-1) * psi
+        damping.update(residual)
+        s = s + damping.step.unsqueeze(-1) * psi
         before = residual
         left = (~(done | lost)).nonzero().squeeze(1)
         if len(left) < len(going):
             if not len(left):
                 return s_all, solved_all
             coefficients, going = coefficients.take(left), going[left]
-            s, step, lowest, before, waited = (t[left] for t in (s, step, lowest, before, waited))
+            s, before = s[left], before[left]
+            damping.take(left)
     s_all[going], solved_all[going] = _last_resort(coefficients)
     return s_all, solved_all
 
@@ -383,22 +378,17 @@ def _with_gradient(f, y, solved):
 def _iterated(f, y):
     """y = f(y) by the paper's damping, each token by itself. → y (b,l,d), solved (b,l)"""
     tol = INNER_TOL[y.dtype]
-    step = y.new_full(y.shape[:-1], STEP)
-    lowest, waited = torch.full_like(step, torch.inf), torch.zeros_like(step, dtype=torch.long)
-    solved = torch.zeros_like(step, dtype=torch.bool)
+    damping = Damping(Rule(), y[..., 0])
+    solved = torch.zeros_like(y[..., 0], dtype=torch.bool)
     for _ in range(MOST_INNER):
         g = f(y)
-        residual = (g - y).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
+        residual = token_residual(y, g)
         converged = residual < tol
         # One that has converged stays as it is then: it may not depend on its neighbours.
         y = torch.where((converged & ~solved).unsqueeze(-1), g, y)
         solved = solved | converged
         if solved.all():
             break
-        waited = torch.where(residual < lowest, 0, waited + 1)
-        lowest = torch.minimum(lowest, residual)
-        stale = waited >= PATIENCE
-        step = torch.where(stale, step * STEP_DECAY, step)
-        waited = waited.masked_fill(stale, 0)
-        y = torch.lerp(y, g, (step * ~solved).unsqueeze(-1))
+        damping.update(residual)
+        y = torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))
     return y, solved

@@ -321,8 +321,10 @@ class FixedPointBlock(nn.Module):
         longest = []
 
         def remember(v):
+            v = s.seqs.masked(v)
             longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
             self.adjoint_norm = torch.zeros_like(longest[-1][:, 0])
+            return v
 
         def watch(g):
             norms = torch.linalg.vector_norm(g[:, 0], dim=-1) / longest[-1][:, 0].clamp_min(1e-30)
@@ -346,8 +348,6 @@ class FixedPointBlock(nn.Module):
             y.register_hook(remember)
             solution = solution._replace(y=y, f_y=y)
         return solution
-
-    # What follows the solve.
 
     def _attach(self, s, solution):
         """From the detached solution to y (b,l,d) with the gradient that `gradient` names, the

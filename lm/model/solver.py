@@ -60,19 +60,25 @@ def relative_residual(y, g):
     return token_residual(y, g).amax(-1)
 
 
-def _check_finite(residual, iteration):
-    """residual: (b,)"""
+def _read(residual, iteration, *flags):
+    """The flags of an iteration, (,) bool each, as a list: the device is waited for once.
+
+    Raises:
+        NonFiniteError: a residual (b,) is NaN or infinite.
+    """
     finite = torch.isfinite(residual)
-    if not finite.all():
+    all_finite, *flags = torch.stack([finite.all(), *flags]).tolist()
+    if not all_finite:
         raise NonFiniteError(
             f"the fixed-point iterate became NaN or infinite at iteration {iteration} in"
             f" sequence(s) {(~finite).nonzero().flatten().tolist()} of the batch"
         )
+    return flags
 
 
-class _Damping:
-    """The step size s of every sequence: s ← s·decay after `patience` iterations without a residual
-    that is lower than all before."""
+class Damping:
+    """The step size s of every sequence or token: s ← s·decay after `patience` iterations without a
+    residual that is lower than all before (App. B.4)."""
 
     def __init__(self, rule, like):
         self.rule = rule
@@ -87,6 +93,12 @@ class _Damping:
         stale = waited >= self.rule.patience
         self.step = torch.where(stale, self.step * self.rule.stepsize_decay, self.step)
         self.waited = waited.masked_fill(stale, 0)
+
+    def take(self, which):
+        """Go on with these alone."""
+        self.step, self.lowest, self.waited = (
+            t[which] for t in (self.step, self.lowest, self.waited)
+        )
 
 
 @torch.no_grad()
@@ -104,7 +116,7 @@ def solve_paper(f, y, rule, trace=None):
     Raises:
         NonFiniteError: a residual is NaN or infinite.
     """
-    damping, iterations = _Damping(rule, y[:, 0, 0]), 0
+    damping, iterations = Damping(rule, y[:, 0, 0]), 0
     num_iters = torch.zeros(len(y), dtype=torch.long, device=y.device)
     token_iters = torch.ones(y.shape[:2], dtype=torch.long, device=y.device)
     while True:
@@ -112,7 +124,6 @@ def solve_paper(f, y, rule, trace=None):
         g, of_tokens = g if isinstance(g, tuple) else (g, token_residual(y, g))
         residual = of_tokens.amax(1)
         iterations += 1
-        _check_finite(residual, iterations)
         unfinished = damping.lowest >= rule.tol
         num_iters = num_iters + unfinished
         outside = of_tokens.cummax(1).values >= rule.tol
@@ -122,7 +133,9 @@ def solve_paper(f, y, rule, trace=None):
         if trace is not None:
             trace.append((residual, damping.lowest, damping.step, damping.waited))
         left = torch.quantile(damping.lowest, rule.quantile) >= rule.tol
-        if not left or damping.step.max() < rule.min_stepsize or iterations >= rule.max_iters:
+        moving = damping.step.max() >= rule.min_stepsize
+        left, moving = _read(residual, iterations, left, moving)
+        if not left or not moving or iterations >= rule.max_iters:
             break
     converged = damping.lowest < rule.tol
     token_iters = torch.minimum(token_iters, num_iters[:, None])
@@ -182,9 +195,9 @@ def _solve_window(step, window, rule, most):
         g, h, solved = step(window, y)
         residual = token_residual(y, g)
         iterations += 1
-        _check_finite(residual.amax(1), iterations)
         frozen = (frozen | (residual < rule.tol)).cumprod(1).bool()
-        if iterations >= most or frozen.all():
+        (done,) = _read(residual.amax(1), iterations, frozen.all())
+        if iterations >= most or done:
             return y, g, residual, ~(frozen & solved), h, iterations
         y = torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))
 

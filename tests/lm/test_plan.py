@@ -114,7 +114,7 @@ def test_the_models_formula_against_one_training_step(glu_in_loop):
 
     def train():
         output = model(input_ids=ids, labels=ids)
-        assert (output.fixed_point.num_iters == 3).all()
+        assert (output.fixed_point.evaluations == 3).all()
         output.loss.backward()
 
     assert model.flops_per_token(3) == pytest.approx(products(train) / ids.numel(), rel=0.25)

@@ -179,8 +179,7 @@ MUTATIONS = [
     ),
     Mutation(
         "token: Picard undamped however long it gets no nearer",
-        CELL, "STEP, STEP_DECAY, PATIENCE = 0.99, 0.9, 15",
-        "STEP, STEP_DECAY, PATIENCE = 0.99, 1.0, 15",
+        CELL, "        damping.update(residual)\n        s = s", "        s = s",
         ROOT,
     ),
     Mutation(
@@ -242,13 +241,13 @@ MUTATIONS = [
     ),
     Mutation(
         "token: the inner iteration goes on where it has converged",
-        CELL, "torch.lerp(y, g, (step * ~solved).unsqueeze(-1))",
-        "torch.lerp(y, g, step.unsqueeze(-1))",
+        CELL, "torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))",
+        "torch.lerp(y, g, damping.step.unsqueeze(-1))",
         of_cell("a_token_that_iterates_depends_on_no_other"),
     ),
     Mutation(
         "token: the inner iteration undamped however long it gets no nearer",
-        CELL, "torch.where(residual < lowest, 0, waited + 1)", "torch.zeros_like(waited)",
+        CELL, "        damping.update(residual)\n        y = torch", "        y = torch",
         of_cell("the_inner_iteration_is_damped_where_it_gets_no_nearer"),
     ),
     # The recurrence around it.
