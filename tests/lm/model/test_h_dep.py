@@ -1,5 +1,6 @@
 """Which of Q, B, C and Δ read sh(y) (the paper's Table 1): one iteration written out, solves."""
 
+import copy
 import itertools
 
 import pytest
@@ -375,7 +376,8 @@ def test_a_saved_model_comes_back(name, tmp_path):
     for field in FIELDS:
         assert getattr(loaded.config, field) == getattr(model.config, field)
     assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(loaded(ids()).logits, model(ids()).logits)
+    aligned = copy.deepcopy(loaded)  # a file's tensors lie anywhere, and BLAS rounds accordingly
+    assert torch.equal(aligned(ids()).logits, model(ids()).logits)
 
 
 @pytest.mark.parametrize("name", MAMBAS)
