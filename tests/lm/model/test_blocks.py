@@ -324,9 +324,11 @@ def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient
     assert (model.eval()(u)[1].penalty == 0).all()
 
 
+BOUNDED = {"contractive": 0.5}  # unbounded, a mixer of full rank may fail before it is trained
 MIXER_SETTINGS = {
-    "householder": {}, "dplr": {"mixer_rank": 2}, "kronecker": {}, "monarch": {"mixer_rank": 4},
-    "nonselective": {}, "mixture": {"mixer_rank": 2}, "selective_dense": {},
+    "householder": {}, "dplr": {"mixer_rank": 2},
+    "kronecker": BOUNDED, "monarch": {"mixer_rank": 4, **BOUNDED}, "nonselective": BOUNDED,
+    "mixture": {"mixer_rank": 2, **BOUNDED}, "selective_dense": BOUNDED,
 }  # fmt: skip
 
 
@@ -340,10 +342,10 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         max_iters=20, **MIXER_SETTINGS[mixer],
     )  # fmt: skip
     model = FPRNNForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = torch.randint(16, (2, 12))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    ids = torch.randint(16, (2, 6))
     losses = []
-    for _ in range(20):
+    for _ in range(8):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             output = model(ids, labels=ids)
         optimizer.zero_grad()
@@ -352,10 +354,7 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         optimizer.step()
         losses.append(output.loss.item())
         stats = output.fixed_point
-        # Of a mixer of full rank the first tokens' iteration need not end: it says so.
-        low_rank = mixer in ("householder", "dplr")
-        if low_rank or name == "fp_rnn":  # others need not converge before they are trained
-            assert not stats.failed.any()
+        assert not stats.failed.any()
         assert (stats.evaluations >= 1).all()
     assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]
 
