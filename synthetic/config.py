@@ -72,6 +72,9 @@ class Train(Section):
     max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED] = "config"
     # of ⌈Γ(shape, 1)⌉, drawn anew each update (Fig. 6)
     gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
+    # κ of lm.model.noise.Adversary, a second pass of every update; 0: none. With a curriculum from
+    # its longest length on.
+    adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
     precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
     threads: int | None = Field(None, gt=0)
@@ -158,6 +161,15 @@ class Config(base.Run):
     @model_validator(mode="after")
     def _warmup_within_training(self):
         base.check_warmup(self)
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_of_what_solves(self):
+        if self.train.adversary and self.model.name != "fprnn":
+            raise ValueError(
+                f"`train.adversary` is {self.train.adversary}: it works on the state of fixed-point"
+                f" blocks, which {self.model.name} has not: set it to 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from lm.engine import TrainingError, lr_factor, parameter_groups
 from lm.errors import require
 from lm.kernels import available
 from lm.metrics import FailureWatch, Writer, adjoint_metrics, fixed_point_metrics, is_due
+from lm.model.noise import Adversary
 from synthetic import tasks
 from synthetic.build import build, read_checkpoint
 from synthetic.config import Config
@@ -84,6 +85,38 @@ class MaxIters:
             rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), step])
             return int(np.ceil(rng.gamma(t.gamma_shape)))
         return t.max_iters
+
+
+def loss_of(model, ids, mask, labels, state, carries, autocast):
+    """The mean loss over the labels that count, and what `answer` returns."""
+    with autocast():
+        logits, solved, state = answer(model, ids, mask, state, carries, False)
+    count = (labels != tasks.IGNORE).sum()
+    loss = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=tasks.IGNORE, reduction="sum"
+    ) / count.clamp_min(1)  # a segment of a stream may hold no answer
+    if solved[0] is not None:
+        loss = loss + solved[0].penalty.mean()
+    return loss, logits, solved, state
+
+
+def backward(one_pass, adversary: Adversary | None):
+    """The gradient of one pass over a batch, or of the mean of it and one against an adversary.
+
+    Args: one_pass: () → what `loss_of` returns.
+    Returns: what the first pass returned, and the second's loss or None.
+    """
+    if adversary is None:
+        passed = one_pass()
+        passed[0].backward()
+        return passed, None
+    with adversary.first_pass():
+        passed = one_pass()
+    (passed[0] / 2).backward()
+    with adversary.second_pass():
+        worse = one_pass()[0]
+    (worse / 2).backward()
+    return passed, worse
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -155,6 +188,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     if done < cfg.train.steps and solved_at is None:  # what is there is of fewer updates
         (run_dir / "result.json").unlink(missing_ok=True)
     writer = Writer(cfg, run_dir, resumed_at=done)
+    kappa = cfg.train.adversary
+    adversary = Adversary(model.fixed_point_blocks(), kappa) if kappa else None
 
     def save():
         saved = {
@@ -199,17 +234,16 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                 limit = None if cfg.train.max_iters == "config" else max_iters.at(step)
                 model.train()
                 optimizer.zero_grad(set_to_none=True)
+                before = state if batch.carry else None
+                tensors = ids, mask, labels, before
                 with solving(model, max_iters=limit):
-                    with autocast():
-                        state = state if batch.carry else None
-                        logits, solved, state = answer(model, ids, mask, state, carries, False)
-                    loss = F.cross_entropy(
-                        logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
-                    ) / count.clamp_min(1)  # a segment of a stream may hold no answer
-                    if solved[0] is not None:
-                        stats += solved
-                        loss = loss + solved[0].penalty.mean()
-                    loss.backward()
+                    passed, worse = backward(
+                        lambda: loss_of(model, *tensors, carries, autocast),  # noqa: B023
+                        adversary if longest == hi else None,
+                    )
+                loss, logits, solved, state = passed
+                if solved[0] is not None:
+                    stats += solved
                 clip = o.grad_clip or float("inf")
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
                 if not torch.isfinite(norm + loss.detach()):
@@ -226,6 +260,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
                     record = {
                         "step": step, "loss": loss.item(), "accuracy": float(right / max(1, due)),
                         "lr": lr, "grad_norm": norm.item(), "longest": longest,
+                        **({} if worse is None else {"adversarial_loss": worse.item()}),
                         "tokens_per_s": round(tokens / (now - since), 1),
                         "seconds": round(seconds + now - began, 1), **fixed_point_metrics(stats),
                         **adjoint_metrics(model),

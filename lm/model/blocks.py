@@ -109,6 +109,9 @@ class FPMamba(FixedPointBlock):
             B, C = (normalise(v, None, self.groups, cfg.eps) for v in (B, C))
         return MambaParts(self._dt(rows["delta"], s.seqs) if dt is None else dt, B, C)
 
+    def in_units_of_y(self, noise):
+        return None if noise is None else noise * self.out_norm().weight
+
     def _gate(self, s):
         """silu(z), where the gate is in the loop."""
         return F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None

@@ -1,4 +1,4 @@
-"""How contractive an iteration is: ‖∂f/∂y‖₂ by power iteration."""
+"""How contractive an iteration is, ‖∂f/∂y‖₂, and what mixes, ‖I − Q_t‖₂, by power iteration."""
 
 import torch
 
@@ -33,3 +33,13 @@ def spectral_norm(f, y, iterations, per_token=False, linear=False):
         sigma = norm(Jv)
         v = torch.autograd.grad(value, at, Jv, retain_graph=True)[0]
     return sigma.squeeze(over)
+
+
+def mixing_norm(mixer, raw, weights, y, iterations):
+    """‖I − Q_t‖₂ of every token, (b,l). raw, weights: as the mixer takes them. y: (b,l,d), of which
+    the shape and dtype are used."""
+
+    def off_identity(v):
+        return v - mixer(raw, v, weights)
+
+    return spectral_norm(off_identity, torch.zeros_like(y), iterations, per_token=True, linear=True)

@@ -11,10 +11,11 @@ from torch import nn
 
 from .cell import solve_by_iterating, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, PAPER_RULES, parse_gradient, parse_schedule
-from .contraction import spectral_norm
+from .contraction import mixing_norm, spectral_norm
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
 from .layers import affine_map, parameters_of, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
+from .noise import gaussian
 from .projections import Projection, Projections, side_by_side
 from .solver import (
     FixedPointStats,
@@ -65,6 +66,7 @@ class FixedPointBlock(nn.Module):
         super().__init__()
         self.config = config
         self.solving = None  # a config whose solver fields hold instead (`model.solving`)
+        self.draw_noise = gaussian  # an Adversary has its own
         self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
@@ -72,8 +74,8 @@ class FixedPointBlock(nn.Module):
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
     def __getstate__(self):
-        """A copy made inside `model.solving` would never leave it."""
-        return {**vars(self), "solving": None}
+        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it."""
+        return {**vars(self), "solving": None, "draw_noise": gaussian}
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
@@ -90,6 +92,10 @@ class FixedPointBlock(nn.Module):
     def own_gain(self, s, parts):
         """What o has of the token's own x̃: the factor (b,l,d)."""
         raise NotImplementedError
+
+    def in_units_of_y(self, noise):
+        """Noise on what the block's norm makes, as noise on y: its weight is that of y."""
+        return noise
 
     def norm_time(self, s, o, x, y=None):
         """From o and x̃ to the iterate (b,l,d); given y as well, its `token_residual` (b,l) too."""
@@ -168,7 +174,7 @@ class FixedPointBlock(nn.Module):
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
         projections = side_by_side([mixer, *others], like, seqs.kept)
-        return projections.moved(seqs.noise), weights
+        return projections.moved(self.in_units_of_y(seqs.noise)), weights
 
     # One evaluation.
 
@@ -401,9 +407,8 @@ class FixedPointBlock(nn.Module):
     def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
         if checkpoint is not None:
             checkpoint = with_settings_of_now(self, checkpoint)
-        if self.training and self.settings.state_noise:
-            noise = torch.randn(*u.shape[:2], self.config.d_inner, device=u.device)
-            seqs = seqs._replace(noise=self.settings.state_noise * noise)
+        if self.training:
+            seqs = seqs._replace(noise=self.draw_noise(self, u))
         if seqs.kept is not None:
             seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
         if self._through_time(u):
@@ -472,15 +477,8 @@ class FixedPointBlock(nn.Module):
             s = self.prepare(u, seqs)
             y = self._solve(s).y
             raw = s.projections.rows(shift(y, s.seqs))["mixer"]
-
-        def off_identity(v):
-            return v - self.mixer(raw, v, s.mixer)
-
         with torch.autocast(y.device.type, enabled=False):
-            zero = torch.zeros_like(y)
-            mixing = spectral_norm(
-                off_identity, zero, power_iterations, per_token=True, linear=True
-            )
+            mixing = mixing_norm(self.mixer, raw, s.mixer, y, power_iterations)
             lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
         return mixing.amax(-1), lipschitz
 

@@ -110,6 +110,9 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         names = {**OLD_NAMES, **(key_mapping or {})}
         return super().from_pretrained(*args, key_mapping=names, **kwargs)
 
+    def fixed_point_blocks(self):
+        return [module for module in self.modules() if isinstance(module, FixedPointBlock)]
+
     @contextlib.contextmanager
     def solving(self, **fields):
         """Inside, the layers solve with these solver fields (FPRNNConfig) instead of the config's;
@@ -121,7 +124,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         for name in fields:
             if name not in SOLVER_FIELDS:
                 raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER_FIELDS)}")
-        blocks = [module for module in self.modules() if isinstance(module, FixedPointBlock)]
+        blocks = self.fixed_point_blocks()
         before = [block.solving for block in blocks]
         settings = copy.copy(blocks[0].settings)
         if fields.get("token", settings.token) != settings.token:
@@ -140,8 +143,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def adjoint_norms(self):
         """Of every layer, max over tokens of ‖adjoint‖ by that of what came from above, (b,), in
         the last backward through time; None where there was none."""
-        modules = self.modules()
-        return [module.adjoint_norm for module in modules if isinstance(module, FixedPointBlock)]
+        return [block.adjoint_norm for block in self.fixed_point_blocks()]
 
     @torch.no_grad()
     def _init_weights(self, module):
