@@ -199,8 +199,8 @@ class FPRNNConfig(PretrainedConfig):
         adjoint_clip: what reaches a token's output from later tokens, in the exact gradient, is at
         most so many times the largest that reaches one of the sequence from above; None: no limit.
         jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
-        state_noise: σ of Gaussian noise on sh(y) wherever the iteration reads it, in training; 0:
-        off. States that survive it have margin: length generalisation (docs/fixed-point.md).
+        state_noise: σ of Gaussian noise on sh(y) wherever the iteration reads it, in training, see
+        noise.py; 0: off. States that survive it have margin (docs/fixed-point.md).
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
         to this length.
         use_cache: a forward pass outside training returns what the next one can go on from.

@@ -10,12 +10,17 @@ BLOCK = "lm/model/fixed_point.py"
 SOLVER = "lm/model/solver.py"
 GRADIENT = "lm/model/gradient.py"
 PROJECTIONS = "lm/model/projections.py"
+STATE_NOISE = "lm/model/noise.py"
 TESTS = "tests/lm/model/"
 CAUSAL = f"{TESTS}test_causal.py"
 
 
 def of_cell(*tests):
     return tuple(f"{TESTS}test_cell.py::test_{test}" for test in tests)
+
+
+def of_noise(test):
+    return (f"{TESTS}test_state_noise.py::test_{test}",)
 
 
 def of_models(*tests):
@@ -31,6 +36,7 @@ def by_token(case):
     return (f"{ORACLE}::test_the_exact_gradient[{case}]",)
 
 
+AGAINST = of_noise("the_second_pass_goes_along_the_gradient_of_the_first[fp_mamba1-parallel-0.3]")
 EQUATION = of_cell("a_solved_token_satisfies_its_own_equation")
 ROOT = of_cell("every_root_solves_its_equation_and_is_the_one_picard_runs_into")
 OF_SOLUTION = of_cell("the_gradient_is_that_of_the_solution")
@@ -386,5 +392,31 @@ MUTATIONS = [
         PROJECTIONS, "F.pad(read, (0, self.raw.shape[-1] - k))",
         "F.pad(read, (self.raw.shape[-1] - k, 0))",
         NOISE,
+    ),
+    # Noise on sh(y).
+    Mutation(
+        "noise: of one size in all sequences",
+        STATE_NOISE, "sigma * torch.rand(len(u), 1, 1, device=u.device) * noise", "sigma * noise",
+        of_noise("it_is_noise_added_to_what_is_read_of_the_token_before[fp_mamba1-parallel-plain]"),
+    ),
+    Mutation(
+        "noise: not in units of what the norm makes",
+        BLOCKS, "None if noise is None else noise * self.out_norm().weight", "noise",
+        of_noise("it_is_noise_added_to_what_is_read_of_the_token_before[fp_mamba1-parallel-plain]"),
+    ),
+    Mutation(
+        "noise: the adversary lowers the loss",
+        STATE_NOISE, "return noise.detach() + size * worst", "return noise.detach() - size * worst",
+        AGAINST,
+    ),
+    Mutation(
+        "noise: the adversary without the first pass's noise",
+        STATE_NOISE, "return noise.detach() + size * worst", "return size * worst",
+        AGAINST,
+    ),
+    Mutation(
+        "noise: the adversary's vector as long as κ, whatever d is",
+        STATE_NOISE, "self.size * math.sqrt(noise.shape[-1]) *", "self.size *",
+        AGAINST,
     ),
 ]  # fmt: skip

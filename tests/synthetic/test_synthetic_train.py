@@ -106,11 +106,21 @@ def babi(tmp_path):
             "train.batch_size=4", "eval.batch_size=4")  # fmt: skip
 
 
-@pytest.mark.parametrize("task, model", [("words", "fprnn"), ("stream", "fprnn"),
-                                         ("stream", "lstm"), ("stream", "mamba")])  # fmt: skip
-def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, model):
+@pytest.mark.parametrize(
+    "task, overrides",
+    [
+        ("words", ("model.name=fprnn",)),
+        ("words", ("train.adversary=0.05", "solver.state_noise=0.2")),
+        ("stream", ("model.name=fprnn",)),
+        ("stream", ("train.adversary=0.05",)),
+        ("stream", ("model.name=lstm",)),
+        ("stream", ("model.name=mamba",)),
+    ],
+    ids=str,
+)
+def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, overrides):
     """Also one that carries its state from segment to segment (mamba, which cannot, restarts)."""
-    overrides = (f"model.name={model}", *(babi if task == "stream" else ()))
+    overrides = (*overrides, *(babi if task == "stream" else ()))
     whole = train(cfg("name=whole", *overrides))
     kind = type(tasks.build(cfg(*overrides).task))
     batch, seen = kind.batch, []
@@ -159,6 +169,24 @@ def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
     assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
     again = train(c)
     assert again["solved_at"] == again["updates"] == 6
+
+
+def test_an_adversary_works_once_the_curriculum_is_at_its_longest(cfg):
+    easy = ("train.steps=12", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
+    easy += ("task.group=Z1", "train.curriculum={start: 1, grow: 1}")
+    c = cfg("train.adversary=0.1", *easy)
+    train(c)
+    of_training = [r for r in read_metrics(c.run_dir) if "loss" in r]
+    assert [r["longest"] for r in of_training] == [1, 1, 2, 2] + [3] * 8
+    assert ["adversarial_loss" in r for r in of_training] == [False] * 4 + [True] * 8
+
+
+def test_the_adversary_raises_the_loss(cfg):
+    c = cfg("train.adversary=0.1", "train.steps=30", "log.every=1")
+    train(c)
+    records = [r for r in read_metrics(c.run_dir) if "loss" in r]
+    rises = [r["adversarial_loss"] > r["loss"] for r in records]
+    assert sum(rises) >= 27, rises
 
 
 def test_lmax_is_fixed_unlimited_or_drawn(cfg):
@@ -215,6 +243,8 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["task.name=parety"], ConfigError, "did you mean `parity`"),
         (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
         (["train.length=[5, 3]"], ConfigError, "shortest first"),
+        (["train.adversary=-1"], ConfigError, "train.adversary"),
+        (["train.adversary=0.1", "model.name=lstm"], ConfigError, "lstm has not: set it to 0"),
         (["eval.lengths=a"], ConfigError, "must be a length"),
         (["model.vocab_size=2"], TaskError, "has 3 ids"),
         (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),

@@ -1,4 +1,8 @@
-"""`state_noise`: noise on sh(y) wherever the solve reads it, in training alone."""
+"""`state_noise` and the Adversary: noise on sh(y) where the solve reads it, in training alone."""
+
+import contextlib
+import copy
+import math
 
 import pytest
 import torch
@@ -6,6 +10,7 @@ import torch
 from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.noise import Adversary, gaussian
 
 SIGMA, LENGTH = 0.3, 9
 MODELS = {
@@ -25,7 +30,10 @@ def model_of(name="fp_mamba1", n_layer=1, **fields):
     torch.manual_seed(0)
     sizes = dict(vocab_size=13, d_model=8, n_layer=n_layer, d_state=4, headdim=8, eos_token_id=0)
     config = FPRNNConfig(**{**sizes, **PRECISE, **MODELS[name], **fields})
-    return FPRNNForCausalLM(config).double().train()
+    model = FPRNNForCausalLM(config).double().train()
+    for block in model.fixed_point_blocks():
+        torch.nn.init.uniform_(block.out_norm.weight, 0.5, 1.5)
+    return model
 
 
 def tokens():
@@ -59,16 +67,29 @@ def test_it_is_noise_added_to_what_is_read_of_the_token_before(
     """Against a shift that adds the noise itself, on all tokens at once."""
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     ours = results(model_of(name, state_noise=SIGMA, schedule=schedule))
-    model, shift = model_of(name, schedule="parallel"), fixed_point.shift
+    model = model_of(name, schedule="parallel")
     torch.manual_seed(2)
-    noise = SIGMA * torch.randn(2, LENGTH, model.config.d_inner)
+    noise = torch.randn(2, LENGTH, model.config.d_inner)
+    with added_by_the_shift(model, SIGMA * torch.rand(2, 1, 1) * noise, monkeypatch):
+        assert_same(ours, results(model))
+
+
+@contextlib.contextmanager
+def added_by_the_shift(model, noise, monkeypatch):
+    """noise: (b,l,d), of the only layer, in units of what its norm makes."""
+    shift, block = fixed_point.shift, model.backbone.layers[0].block
 
     def noisy(y, seqs, name="y"):
         shifted = shift(y, seqs, name)
-        return shifted + noise if name == "y" else shifted  # the output gate reads no noise
+        if name != "y":  # the output gate reads no noise
+            return shifted
+        return shifted + (
+            noise if model.config.block == "fp_rnn" else noise * block.out_norm.weight
+        )
 
-    monkeypatch.setattr(fixed_point, "shift", noisy)
-    assert_same(ours, results(model))
+    with monkeypatch.context() as patched:
+        patched.setattr(fixed_point, "shift", noisy)
+        yield
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -92,3 +113,76 @@ def test_a_checkpoint_computes_again_with_the_same_noise(schedule, reentrant):
     expected = results(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_same(results(model), expected, 1e-10)
+
+
+# The adversary.
+
+KAPPA = 0.05
+
+
+def two_passes(model, seed=2):
+    """Logits of both passes, every gradient of half their losses' sum, the adversary."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    adversary, logits = Adversary(model.fixed_point_blocks(), KAPPA), []
+    for enter in (adversary.first_pass, adversary.second_pass):
+        with enter():
+            out = model(tokens(), labels=tokens())
+        (out.loss / 2).backward()
+        logits.append(out.logits.detach())
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, "first": logits[0], "second": logits[1]}, adversary
+
+
+@pytest.mark.parametrize("sigma", [0.0, SIGMA])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_second_pass_goes_along_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
+    """The gradient by finite differences of noise that the shift adds."""
+    ours, adversary = two_passes(model_of(name, schedule=schedule, state_noise=sigma))
+    (noise,) = adversary.noise.values()
+    first = noise.detach().double()
+    plain = model_of(name, schedule="parallel")
+
+    def pass_with(noise):
+        with added_by_the_shift(plain, noise, monkeypatch), torch.no_grad():
+            return plain(tokens(), labels=tokens())
+
+    towards = torch.randn(first.shape, generator=torch.Generator().manual_seed(5)).double()
+    above, below = (pass_with(first + step * towards).loss.item() for step in (1e-6, -1e-6))
+    numeric = (above - below) / 2e-6
+    assert 2 * (noise.grad * towards).sum().item() == pytest.approx(numeric, rel=1e-4, abs=1e-7)
+
+    torch.manual_seed(2)
+    if sigma:
+        torch.randn(first.shape), torch.rand(2, 1, 1)  # the first pass's
+    length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
+    size = KAPPA * math.sqrt(first.shape[-1]) * torch.rand(2, 1, 1)
+    against = (size * noise.grad / length.clamp_min(1e-30)).double()
+    expected = pass_with(first + against).logits
+    torch.testing.assert_close(ours["second"], expected, rtol=1e-6, atol=1e-6)
+    assert pass_with(first + 1e-3 * against).loss > pass_with(first).loss
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_adversary_with_checkpoints_and_gaussian_noise(reentrant):
+    model = model_of(n_layer=2, state_noise=SIGMA)
+    expected, adversary = two_passes(model)
+    assert all(noise.detach().abs().max() > 0 for noise in adversary.noise.values())
+    assert len(adversary.noise) == 2
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(two_passes(model)[0], expected, 1e-10)
+
+
+def test_an_adversary_leaves_nothing_behind():
+    model = model_of()
+    adversary = Adversary(model.fixed_point_blocks(), KAPPA)
+    with pytest.raises(KeyError), adversary.first_pass():
+        inside = copy.deepcopy(model)
+        raise KeyError
+    for block in (*model.fixed_point_blocks(), *inside.fixed_point_blocks()):
+        assert block.draw_noise is gaussian
+    with adversary.first_pass():
+        model(tokens(), labels=tokens())
+    with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():
+        model(tokens())
