@@ -141,7 +141,10 @@ def test_lengths():
         (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
-        (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide"),
+        (
+            ["model=transformer", "model.headdim=6", "train.adversary=0"],
+            "model.headdim is 6: it must divide",
+        ),
         (["model.vocab_size=2"], "model.vocab_size is 2, task `word_problem` has"),
     ],
 )
