@@ -1,6 +1,6 @@
 """The gradients at the fixed point: cosine to finite differences of the whole solve, time, memory.
 
-python benchmarks/gradients.py            (about a minute; prints the table of docs/model.md)
+python benchmarks/gradients.py            (about a minute; prints the table of benchmarks/README.md)
 """
 
 import sys
