@@ -66,8 +66,11 @@ def plan(
         for ability, recipe in QUICK.items():
             tree = base.load_tree(RECIPES / f"{recipe}.yaml")
             optim = {**tree.get("optim", {}), **(top.get("optim") or {})}
-            # The recipe's own model and solver give way wholly; of its optimizer what is set.
-            tree.update(model=top["model"], solver=top.get("solver") or {}, optim=optim)
+            # The recipe's own model and solver give way wholly, and an adversary, which only some
+            # models can have; of its optimizer what is set.
+            train = {**tree["train"], "adversary": 0.0}
+            tree.update(model=top["model"], solver=top.get("solver") or {})
+            tree.update(optim=optim, train=train)
             tree.update(name=f"{name}/{recipe}", out_dir=out_dir)
             runs[ability, name] = base.build(tree, str(path), config.Config)
     return runs

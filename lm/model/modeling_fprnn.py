@@ -32,6 +32,7 @@ from .loss import (
 )
 from .mixers import added
 from .names import let_be_known
+from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .projections import Projections
@@ -43,7 +44,7 @@ from .step import finish
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
     implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
-    Projections,
+    Projections, gaussian,
 )  # fmt: skip
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the

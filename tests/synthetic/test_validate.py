@@ -67,6 +67,7 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
     for cfg in runs.values():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
         assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
+        assert cfg.train.adversary == 0  # which an LSTM cannot have
         assert cfg.optim.warmup == 0.05  # the recipe's, which the config does not set
 
 
