@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import lm
 from lm.errors import UserError
-from lm.evaluate import write_json
 from lm.generate import PAPER, GenerationError, load_exported
-from lm.outputs import check_file
+from lm.outputs import check_file, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table

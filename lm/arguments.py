@@ -1,10 +1,13 @@
-"""What the options of both command lines take: numbers within bounds, and lists."""
+"""What both command lines share: the kinds of their options, and how a command ends."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
+
+from lm.errors import exit_status, sentence
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,20 @@ def names(text: str) -> list[str]:
 def counts(text: str) -> list[int]:
     """A comma-separated list of whole numbers from 1 on that is not empty."""
     return [Whole(1)(name) for name in names(text)]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments. An error that is the user's to mend is printed as a
+    sentence, and ends with its own exit status (`lm.errors`); any other is a bug, with its
+    traceback."""
+    try:
+        return args.run_command(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as e:
+        text = sentence(e)
+        if text is None:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        return exit_status(e)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from lm import agree
 from lm.agree import TOL, AgreementError, Report, compare, text_blocks, way
 from lm.errors import require
-from lm.evaluate import write_json
 from lm.generate import PAPER
-from lm.outputs import check_folder, writing
+from lm.outputs import check_folder, write_json, writing
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,44 +1,294 @@
-"""Save, verify, find the newest good one, resume.
+"""Save in the background, verify, find the newest good one, keep some and drop the others.
 
-A checkpoint is a folder `RUN/checkpoints/step-NNNNNN` that DeepSpeed and each rank's loader have
-written into; `manifest.json` lists every file with size and SHA-256 and is written last, so a
-folder without it, or whose files differ from it, is incomplete and never loaded.
+A checkpoint is a folder `RUN/checkpoints/step-NNNNNN`. It is written as `step-NNNNNN.partial`:
+files, each synced to the disk; `manifest.json`, which lists every file with its size and SHA-256;
+and only then renamed. So a folder of that name is whole, or was damaged afterwards: its files
+differ from the manifest, and it is never loaded. Older ones are deleted after that.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import json
-import os
+import re
 import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from lm.config import Run, build, load_tree
-from lm.engine import Engine, consolidate_zero
+from lm.config import Checkpoint
 from lm.errors import UserError
-from lm.outputs import check_folder, writing
-from lm.resuming import Resume, resume_rule
+from lm.outputs import DamagedError, read_json, sync, write_json, writing
+from lm.ranks import Ranks
 
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+NAME = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be used; the message says which file and why."""
+    """A checkpoint that cannot be written or used; the message says which file and why."""
 
 
-def write_json(path: Path, value) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of it."""
-    tmp = path.with_name(path.name + ".tmp")
-    with writing(path):
-        tmp.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(tmp, path)
+@dataclass(frozen=True)
+class Saved:
+    """What a save cost.
+
+    Args:
+        blocked_s: seconds that training waited. seconds: from the beginning to the publication.
+        bytes: of all files.
+    """
+
+    step: int
+    blocked_s: float
+    seconds: float
+    bytes: int
+
+    def record(self) -> dict:
+        return {
+            "step": self.step,
+            "blocked_s": round(self.blocked_s, 3),
+            "seconds": round(self.seconds, 3),
+            "bytes": self.bytes,
+        }
+
+
+@dataclass
+class _Job:
+    """One save under way on this rank."""
+
+    step: int
+    partial: Path
+    files: dict[str, object]
+    began: float
+    blocked_s: float = 0.0
+    error: Exception | None = None
+    written: threading.Event = field(default_factory=threading.Event)  # or failed
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    saved: Saved | None = None
+
+
+class Checkpoints:
+    """The checkpoints of a run that trains. All ranks make one and call it alike.
+
+    Args:
+        folder: of all checkpoints.
+        settings: how many to keep.
+        about: what each manifest says besides its files: {"zero_stage": …}.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, settings: Checkpoint, about: dict | None = None):
+        self.folder, self.ranks, self.settings = Path(folder), ranks, settings
+        self.about = {"world_size": ranks.world_size, **(about or {})}
+        self.published: int | None = None  # the step of the newest that this process has written
+        self._intact: dict[Path, tuple] = {}  # folder → what its files looked like when whole
+        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._news: list[Saved] = []
+
+    def save(self, step: int, collect: Callable[[], dict[str, object]]) -> None:
+        """Take a copy of the state, and write it from a thread while training goes on.
+
+        Args:
+            collect: () → {file name: what `torch.save` takes} of this rank; names differ between
+                ranks.
+        Raises:
+            CheckpointError: this save cannot begin, or the one before could not be written.
+        """
+        began = time.monotonic()
+        self.finish()
+        partial = self.folder / (_name(step) + PARTIAL)
+        self.ranks.first(self._begin, partial)
+        self._job = _Job(step, partial, snapshot(collect()), began)
+        self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint")
+        self._job.blocked_s = time.monotonic() - began
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the save under way is published.
+
+        Raises:
+            CheckpointError: on every rank, where one could not write its files.
+        """
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job.written.wait()
+        try:
+            self.ranks.raise_any(job.error)
+            self._thread.join()
+            self.ranks.raise_any(job.error)  # of rank 0's publication
+        except Exception:
+            job.cancelled.set()
+            self._thread.join()
+            self.ranks.barrier()
+            if self.ranks.is_main:
+                shutil.rmtree(job.partial, ignore_errors=True)
+            raise
+        self.published = job.step
+
+    def news(self) -> list[Saved]:
+        """What was published since the last call (on rank 0)."""
+        job = self._job
+        if job is not None and job.saved is not None and not self._thread.is_alive():
+            self._news.append(job.saved)
+            job.saved = None
+        news, self._news = self._news, []
+        return news
+
+    def _begin(self, partial: Path) -> None:
+        drop_partial(self.folder)
+        with writing(partial):
+            partial.mkdir(parents=True)
+
+    def _write(self, job: _Job) -> None:
+        try:
+            own = {
+                name: _write_file(job.partial / name, state) for name, state in job.files.items()
+            }
+            job.files = {}  # the copy's memory
+            write_json(_part(job.partial, self.ranks.rank), {"files": own})
+            job.written.set()
+            if self.ranks.is_main:
+                self._publish(job)
+        except Exception as e:
+            job.error = e
+        finally:
+            job.written.set()
+
+    def _publish(self, job: _Job) -> None:
+        """Wait for the files of the other ranks, then list them all, rename, drop old ones."""
+        parts = [_part(job.partial, rank) for rank in range(self.ranks.world_size)]
+        while not all(part.exists() for part in parts):
+            if job.cancelled.wait(0.05):
+                return
+        files = {}
+        for part in parts:
+            files |= read_json(part, ("files",))["files"]
+            part.unlink()
+        total = sum(size for size, _ in files.values())
+        manifest = {"step": job.step, **self.about, "files": files}
+        write_json(job.partial / MANIFEST, manifest)
+        path = job.partial.with_name(_name(job.step))
+        with writing(path):
+            if path.exists():  # damaged, or of a branch that was left
+                _set_aside(path)
+            job.partial.rename(path)
+            sync(self.folder)
+        self._intact[path] = _looks(path, manifest)
+        self._prune()
+        job.saved = Saved(job.step, job.blocked_s, time.monotonic() - job.began, total)
+
+    def _prune(self) -> None:
+        """Delete whole checkpoints beyond the newest `keep`; those of `keep_every` stay, and
+        damaged ones, which are nobody's to count on, and perhaps somebody's to rescue."""
+        whole = [path for path in listed(self.folder) if self._is_intact(path)]
+        for path in whole[: -self.settings.keep]:
+            every = self.settings.keep_every
+            if not every or step_of(path) % every:
+                _set_aside(path)
+        drop_partial(self.folder)
+
+    def _is_intact(self, path: Path) -> bool:
+        """`verify`, but only once while the files look as they did."""
+        try:
+            manifest = read_json(path / MANIFEST, ("files",))
+            if self._intact.get(path) != _looks(path, manifest):
+                self._intact[path] = _looks(path, verify(path))
+        except (UserError, OSError):
+            return False
+        return True
+
+
+def snapshot(value):
+    """A copy in host memory of tensors in nested containers; one that occurs twice (tied weights)
+    is copied once. What is neither is not copied: it must not change."""
+    copies: dict[tuple, torch.Tensor] = {}
+
+    def copied(value):
+        if isinstance(value, torch.Tensor):
+            key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if key not in copies or not value.numel():
+                copies[key] = value.detach().to("cpu", copy=True)
+            return copies[key]
+        if isinstance(value, dict):
+            new = copy.copy(value)  # also of an OrderedDict, a defaultdict
+            new.update({k: copied(v) for k, v in value.items()})
+            return new
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(copied, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(copied, value))
+        return value
+
+    return copied(value)
+
+
+def _write_file(path: Path, state) -> list:
+    """[bytes, SHA-256] of the file, which is on the disk."""
+    try:
+        torch.save(state, path)
+        sync(path)
+    except (OSError, RuntimeError) as e:  # RuntimeError: how torch's writer says it
+        free = shutil.disk_usage(path.parent).free
+        raise CheckpointError(
+            f"checkpoint {path.parent.name.removesuffix(PARTIAL)} cannot be written to"
+            f" {path.parent.parent} ({_first_line(e)}; {free / 2**20:,.0f} MiB are free there): the"
+            " one before stands"
+        ) from None
+    return [path.stat().st_size, _digest(path)]
+
+
+def _first_line(error: BaseException) -> str:
+    return (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
 
 
 def _digest(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _part(partial: Path, rank: int) -> Path:
+    return partial / f"files-rank{rank:04d}.json"
+
+
+def _looks(path: Path, manifest: dict) -> tuple:
+    stats = [(name, (path / name).stat()) for name in sorted(manifest["files"])]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _set_aside(path: Path) -> None:
+    """Take a checkpoint's name from it at once; `drop_partial` deletes the files."""
+    path.rename(path.with_name(f"{path.name}-{time.time_ns()}{PARTIAL}"))
+
+
+def drop_partial(folder: Path) -> None:
+    """Delete what a save or a deletion that was cut short has left."""
+    for path in Path(folder).glob(f"step-*{PARTIAL}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    """The update that a checkpoint's name says."""
+    return int(NAME.fullmatch(path.name)[1])
+
+
+def listed(folder: Path) -> list[Path]:
+    """The folders named as checkpoints are, whole or damaged, by update; others are not looked at
+    (`step-best`, a copy by hand)."""
+    paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)
 
 
 def verify(path: Path) -> dict:
@@ -55,209 +305,61 @@ def verify(path: Path) -> dict:
             f"checkpoint {path} is incomplete: it has no {MANIFEST} (was the run killed while"
             " saving?); resume=auto picks the newest complete one"
         )
-    manifest = read_json(path / MANIFEST, ("step", "world_size", "zero_stage", "files"))
-    for name, (size, digest) in manifest["files"].items():
-        file = path / name
+    try:
+        manifest = read_json(path / MANIFEST, ("step", "world_size", "files"))
+        files = [(path / name, *entry) for name, entry in manifest["files"].items()]
+    except (DamagedError, AttributeError, TypeError) as e:
+        raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e})") from None
+    for file, size, digest in files:
         if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing")
+            raise CheckpointError(f"checkpoint {path} is incomplete: {file.name} is missing")
         if file.stat().st_size != size:
             raise CheckpointError(
-                f"checkpoint {path}: {name} has {file.stat().st_size} bytes, not {size}"
+                f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
         if _digest(file) != digest:
-            raise CheckpointError(f"checkpoint {path}: {name} is damaged (its SHA-256 differs)")
+            raise CheckpointError(
+                f"checkpoint {path}: {file.name} is damaged (its SHA-256 differs)"
+            )
     return manifest
 
 
-def read_json(path: Path, keys: tuple[str, ...]) -> dict:
-    """What `write_json` has written: a mapping with (at least) these keys.
+def newest(folder: Path, say=print) -> Path | None:
+    """The newest complete checkpoint in a folder of them; says which ones it passed over. None
+    where nothing was ever saved.
 
     Raises:
-        CheckpointError: it is something else now.
+        CheckpointError: something was, and none of it is complete.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
-        raise CheckpointError(f"{path} is damaged: it is not JSON ({e})") from None
-    if not isinstance(value, dict) or not set(keys) <= value.keys():
-        raise CheckpointError(f"{path} is damaged: it must hold {', '.join(keys)}")
-    return value
-
-
-def newest(run_dir: Path, warn=print) -> Path | None:
-    """The newest complete checkpoint of a run, or None; says which ones it passed over."""
-    for path in sorted((Path(run_dir) / "checkpoints").glob("step-*"), reverse=True):
+    found = listed(folder)
+    for path in reversed(found):
         try:
             verify(path)
             return path
         except CheckpointError as e:
-            warn(f"passed over: {e}")
+            say(f"passed over: {e}")
+    if found:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoint{'s' * (len(found) > 1)} in {folder} is whole:"
+            " bring a good one back, or train anew with --overwrite"
+        )
     return None
 
 
-def save(engine: Engine, run_dir: Path, step: int, loader_state: dict, keep: int) -> Path:
-    """Write checkpoint `step`, then drop all but the newest `keep` (called on every rank)."""
-    ranks, folder = engine.ranks, Path(run_dir) / "checkpoints"
-    path = folder / f"step-{step:06d}"
-    if ranks.is_main and path.exists():
-        shutil.rmtree(path)
-    ranks.barrier()
-    engine.deepspeed.save_checkpoint(str(folder), tag=path.name, client_state={"step": step})
-    state = {**loader_state, "rng": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda_rng"] = torch.cuda.get_rng_state()
-    torch.save(state, path / f"loader-rank{ranks.rank:04d}.pt")
-    ranks.barrier()
-
-    def finish():
-        files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
-        write_json(
-            path / MANIFEST,
-            {
-                "step": step,
-                "world_size": ranks.world_size,
-                "zero_stage": engine.zero_stage,
-                "files": {str(f.relative_to(path)): [f.stat().st_size, _digest(f)] for f in files},
-            },
-        )
-        complete = [p for p in sorted(folder.glob("step-*")) if (p / MANIFEST).is_file()]
-        for old in complete[:-keep]:
-            shutil.rmtree(old)
-
-    ranks.first(finish)
-    return path
-
-
-def load(engine: Engine, path: Path, verified: dict) -> tuple[int, dict]:
-    """Put weights, optimizer and schedule of a verified checkpoint into the engine.
-
-    Returns:
-        the step it was written at and this rank's loader state.
-    Raises:
-        CheckpointError: it was written by another number of ranks or another ZeRO stage.
-    """
-    path, ranks = Path(path), engine.ranks
-    for what, now in [("world_size", ranks.world_size), ("zero_stage", engine.zero_stage)]:
-        if verified[what] != now:
-            raise CheckpointError(
-                f"checkpoint {path} was written with {what} {verified[what]}, this run has {now}:"
-                f" resume it with {what} {verified[what]}"
-            )
-    loaded, _ = engine.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
-    if loaded is None:
-        raise CheckpointError(f"DeepSpeed could not load {path}")
-    state = torch.load(path / f"loader-rank{ranks.rank:04d}.pt", weights_only=False)
-    torch.set_rng_state(state["rng"])
-    if "cuda_rng" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda_rng"])
-    return verified["step"], state
-
-
-def consolidated(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete.
-    """
-    manifest = verify(path)
-    path = Path(path)
-    if manifest["zero_stage"] == 0:
-        file = path / "mp_rank_00_model_states.pt"
-        return torch.load(file, map_location="cpu", weights_only=False)["module"]
-    return consolidate_zero(path.parent, path.name)
-
-
-def comparable(cfg: Run) -> dict:
-    """A configuration by dotted keys, its model and solver sections `settled`."""
-    tree = cfg.model_dump(mode="json")
-    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
-
-
-def settled(model: dict) -> dict:
-    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
-    model are equal, whether they were written before there was an `auto` or after."""
-    from lm.model.configuration_fprnn import mixer_bounds
-
-    fields = {"block": "fp_mamba1", "mixer": "householder"}
-    fields |= {"kronecker_norm": "auto", "contractive": "auto"}
-    norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
-    return {**model, "kronecker_norm": norm, "contractive": kappa}
-
-
-def _flat(tree: dict, prefix: str = "") -> dict:
-    flat = {}
-    for key, value in tree.items():
-        nested = isinstance(value, dict)
-        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
-    return flat
-
-
-def _started(run_dir: Path) -> bool:
-    """Whether anything was trained there: a checkpoint, or a logged step."""
-    metrics = run_dir / "metrics.jsonl"
-    logged = metrics.exists() and metrics.stat().st_size > 0
-    return logged or any((run_dir / "checkpoints").glob("step-*"))
-
-
-def claim(cfg: Run, overwrite: bool, say=print) -> None:
-    """Make the run directory ours, new or the same run continued, and write its config.yaml. What a
-    continued run may change is said by the fields of the schema (`lm.resuming`).
-
-    A directory whose run never got to its first step (a start that failed) is made anew.
-
-    Raises:
-        CheckpointError: it already holds a run and neither resume nor --overwrite was asked for;
-            it holds something else; the run to be continued is another one.
-        OutputError: it cannot be written.
-    """
-    run_dir = cfg.run_dir
-    check_folder(run_dir)
-    saved = run_dir / "config.yaml"
-    if not saved.exists() and run_dir.exists() and any(run_dir.iterdir()):
-        raise CheckpointError(f"{run_dir} is not empty and holds no run: choose another `name`")
-    if saved.exists() and not overwrite and _started(run_dir):
-        if cfg.resume == "never":
-            raise CheckpointError(
-                f"{run_dir} already holds a run: continue it with resume=auto, choose another"
-                " `name`, or delete it with --overwrite"
-            )
-        _continued(cfg, saved, say)
-    elif saved.exists():
-        shutil.rmtree(run_dir)
-    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    tmp = saved.with_name("config.yaml.tmp")
-    tmp.write_text(cfg.to_yaml(), encoding="utf-8")
-    os.replace(tmp, saved)
-
-
-def _continued(cfg: Run, saved: Path, say) -> None:
-    """Refuse what a continued run may not change, and say what changes its training.
+def to_resume(resume: str, folder: Path, say=print) -> tuple[Path, dict] | None:
+    """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
 
     Args:
-        saved: the config.yaml that it was trained with so far.
+        resume: never, auto (the newest complete one in `folder`), or the folder of one.
     Raises:
-        CheckpointError: it is a run of another config.
+        CheckpointError: it is not complete; under auto, none of them is.
     """
-    # Through the schema: a key that is newer than the run has its default there.
-    was = build(load_tree(saved), str(saved), type(cfg))
-    old, new = (comparable(c) for c in (was, cfg))
-    changed = {k: (old.get(k), new.get(k)) for k in sorted(old.keys() | new.keys())
-               if old.get(k) != new.get(k)}  # fmt: skip
-    said = {Resume.FIXED: [], Resume.NOTED: [], Resume.FREE: []}
-    for key, (before, now) in changed.items():
-        if key.startswith("solver.") and cfg.model.name != "fprnn":
-            continue  # a baseline has none
-        said[resume_rule(type(cfg), key)].append(f"{key} was {before!r}, is {now!r}")
-    if other := said[Resume.FIXED]:
-        raise CheckpointError(
-            f"{saved.parent} holds a run of another config ({'; '.join(other)}): choose another"
-            " `name`, or delete it with --overwrite"
-        )
-    if noted := said[Resume.NOTED]:
-        say(f"note: {'; '.join(noted)}: training goes on with what it is now")
-    if "train.steps" in changed:
-        before, now = changed["train.steps"]
-        say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
+    if resume == "never":
+        return None
+    if resume == "auto":
+        path = newest(folder, say)
+        return None if path is None else (path, read_json(path / MANIFEST))
+    return Path(resume), verify(Path(resume))
 
 
 def check_resume(resume: str) -> None:
@@ -269,8 +371,29 @@ def check_resume(resume: str) -> None:
         )
 
 
-def drop_after(run_dir: Path, step: int) -> None:
+def drop_after(folder: Path, step: int) -> None:
     """Delete the checkpoints after `step`: a run resumed there has left that branch."""
-    for path in (Path(run_dir) / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
+    for path in listed(folder):
+        if step_of(path) > step:
+            _set_aside(path)
+    drop_partial(folder)
+
+
+def read_state(path: Path) -> object:
+    """A file of a verified checkpoint."""
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def consolidated(path: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+    """
+    from lm.engine import consolidate_zero
+
+    manifest = verify(path)
+    path = Path(path)
+    if manifest["zero_stage"] == 0:
+        return read_state(path / "mp_rank_00_model_states.pt")["module"]
+    return consolidate_zero(path.parent, path.name)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm.arguments import SEED, Number, Whole, counts, names
-from lm.errors import sentence
+from lm.arguments import SEED, Number, Whole, counts, names, run
 
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
@@ -339,20 +338,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. An error that is the user's to mend is printed as a sentence, with exit
-    status 1 (2 where the command line itself is wrong); any other is a bug, with its traceback."""
-    args = parse(argv)
-    try:
-        return args.run_command(args)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except Exception as e:
-        text = sentence(e)
-        if text is None:
-            raise
-        print(f"error: {text}", file=sys.stderr)
-        return 1
+    """Run one command; see `lm.arguments.run`."""
+    return run(parse(argv))
 
 
 if __name__ == "__main__":

@@ -218,6 +218,9 @@ class Train(Section):
     world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
+    # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
+    # data after it.
+    rollbacks: int = Field(2, ge=0)
 
 
 class Engine(Section):
@@ -227,11 +230,13 @@ class Engine(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
     timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
+    hang_s: int = Field(3600, gt=0, le=31_536_000)  # without a step: write all stacks, and end
 
 
 class Checkpoint(Section):
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # newest checkpoints kept
+    keep_every: int | None = Field(None, gt=0)  # updates; those of its multiples are kept for good
 
 
 class Log(Section):

@@ -7,79 +7,21 @@ import io
 import json
 import math
 import os
-import pickle
-import signal
 import socket
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 
 from lm.config import Config, ConfigError, Optim
-from lm.errors import UserError
+from lm.errors import Diverged, TrainingError
+from lm.outputs import writing
+from lm.ranks import Ranks
 
 MOST_RANKS = 1_000_000
-
-
-class TrainingError(UserError, RuntimeError):
-    """Training cannot go on; the message says at which step and what is left."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among its peers."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def barrier(self) -> None:
-        torch_dist.barrier()
-
-    def first(self, fn, *args):
-        """Rank 0 calls fn; every rank gets its result, or raises its error."""
-        box: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                box[0] = fn(*args)
-            except Exception as e:
-                box[1] = e
-                if self.world_size > 1:
-                    box[1] = _sendable(e)
-        if self.world_size > 1:
-            torch_dist.broadcast_object_list(box, src=0, group=self.objects)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
-
-    def sum(self, *values: float) -> list[float]:
-        """Element-wise sum over ranks, in fp64."""
-        t = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch_dist.all_reduce(t)
-        return t.tolist()
-
-    def gather(self, t: torch.Tensor) -> torch.Tensor:
-        """Tensors of equal shape from all ranks, concatenated along the last dimension."""
-        parts = [torch.empty_like(t) for _ in range(self.world_size)]
-        torch_dist.all_gather(parts, t.contiguous())
-        return torch.cat(parts, dim=-1)
-
-
-def _sendable(error: Exception) -> Exception:
-    """The error, or a plain one that says the same where it cannot be pickled."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(repr(error))
 
 
 def _free_port() -> int:
@@ -168,6 +110,16 @@ def start(cfg: Config) -> Ranks:
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
     return Ranks(rank, world, device, objects)
+
+
+def _limit_collectives(timeout: timedelta, but) -> None:
+    """Have every process group give up after so long, DeepSpeed's own among them, which it makes
+    with torch's default; but for the one whose waits may last."""
+    if not torch_dist.is_initialized():
+        return
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        if group is not but:
+            torch_dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def stop() -> None:
@@ -305,14 +257,50 @@ def check_contraction(cfg: Config, config: dict) -> None:
         )
 
 
+class Update(NamedTuple):
+    """What one update found.
+
+    Args:
+        loss: mean over all ranks and micro-batches. norm: of the gradient, before clipping.
+        stats: the FixedPointReport of each micro-batch of this rank; none of a baseline.
+        stopping: some rank was asked to stop.
+    """
+
+    loss: float
+    norm: float
+    stats: list
+    stopping: bool
+
+
+class _Taken:
+    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written."""
+
+    def __init__(self):
+        self.files: dict[str, object] = {}
+
+    def save(self, state_dict, path: str) -> None:
+        self.files[Path(path).name] = state_dict
+
+    def is_data_parallel_writer(self, rank: int) -> bool:
+        return rank == 0
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # else DeepSpeed copies what we copy anyhow
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def makedirs(self, *_, **__) -> None: ...
+    def create(self, _) -> None: ...
+    def commit(self, _) -> None: ...
+
+
 class Engine:
     """A model under DeepSpeed: one `step` is one update, over grad_accum_steps micro-batches."""
 
     def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
         deepspeed = _import_deepspeed()
         self.cfg, self.ranks = cfg, ranks
-        self.stop_asked = False  # on this rank, by a signal
-        self.stopping = False  # agreed by all ranks, after the last update
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         self.losses_only = cfg.model.name == "fprnn"
@@ -338,19 +326,7 @@ class Engine:
             ),
             config=self.config,
         )
-
-    def stop_on_signals(self) -> None:
-        """From now on SIGTERM and SIGUSR1 ask for a stop after the current update (launchers send
-        them before a kill, and may repeat them)."""
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
-
-        def ask(*_):
-            self.stop_asked = True
-            for number in numbers:  # else a repeated one kills while Python takes itself down
-                signal.signal(number, signal.SIG_IGN)
-
-        for number in numbers:
-            signal.signal(number, ask)
+        _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
 
     @property
     def lr(self) -> float:
@@ -368,14 +344,14 @@ class Engine:
             **extra,
         )
 
-    def step(self, batches) -> tuple[float, float, list]:
-        """One update. batches: an iterable of grad_accum_steps micro-batches.
+    def step(self, batches, stop: bool = False, alive=lambda: None) -> Update:
+        """One update.
 
-        Returns:
-            mean loss over all ranks and micro-batches, the gradient norm before clipping, and the
-            FixedPointStats of each micro-batch (empty for a baseline).
+        Args:
+            batches: an iterable of grad_accum_steps micro-batches.
+            stop: this rank was asked to stop. alive: called after each micro-batch.
         Raises:
-            TrainingError: the loss is NaN or infinite on some rank; no weight has moved.
+            Diverged: the loss or its gradient is NaN or infinite on some rank; no weight has moved.
         """
         self.deepspeed.train()
         total, stats = torch.zeros((), device=self.ranks.device), []
@@ -386,19 +362,52 @@ class Engine:
             if getattr(output, "fixed_point", None) is not None:
                 stats.append(output.fixed_point)
             self.deepspeed.backward(output.loss)
+            alive()
             if i < count - 1:
                 self.deepspeed.step()
-        loss, asked = self.ranks.sum(total.item(), self.stop_asked)
-        loss, self.stopping = loss / self.ranks.world_size, asked > 0
+        loss, asked = self.ranks.sum(total.item(), stop)
+        loss = loss / self.ranks.world_size
         if not math.isfinite(loss):
-            raise TrainingError(f"the loss is {loss}")
+            raise Diverged(f"the loss is {loss}")
         norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
         self.deepspeed.step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
         if not math.isfinite(norm):
-            raise TrainingError(f"the gradient norm is {norm} (the loss was {loss:.4f})")
-        return loss, norm, stats
+            raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
+        return Update(loss, norm, stats, asked > 0)
+
+    def state_files(self, folder: Path, step: int) -> dict[str, object]:
+        """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
+        rank calls it. (A script that turns such files into plain weights is put into `folder`.)"""
+        taken = _Taken()
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, taken
+        try:
+            with writing(folder):
+                self.deepspeed.save_checkpoint(
+                    str(folder), tag="any", client_state={"step": step}, save_latest=False
+                )
+        finally:
+            self.deepspeed.checkpoint_engine = own
+        return taken.files
+
+    def load(self, path: Path, manifest: dict) -> None:
+        """Weights, optimizer and schedule of a verified checkpoint.
+
+        Raises:
+            ConfigError: it was written by another number of ranks or another ZeRO stage.
+            TrainingError: DeepSpeed could not load it.
+        """
+        now = {"world_size": self.ranks.world_size, "zero_stage": self.zero_stage}
+        for what, ours in now.items():
+            if manifest[what] != ours:
+                raise ConfigError(
+                    f"checkpoint {path} was written with {what} {manifest[what]}, this run has"
+                    f" {ours}: resume it with {what} {manifest[what]}"
+                )
+        loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise TrainingError(f"DeepSpeed could not load {path}")
 
     def close(self) -> None:
         """The last call on every rank: nothing that the peers sent each other is still under way.

@@ -24,17 +24,48 @@ EXTRAS = {
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
 
 
+# Exit statuses of both command lines (docs/reliability.md); 2 is a wrong command line, or a bar
+# that was missed. Numbers of sysexits.h where it has one that says the same.
+FAILED = 1  # anything else that stopped it, a bug among them
+BAD_DATA = 65
+PREEMPTED = 75  # by a signal, and saved: the same command continues
+DIVERGED = 76
+HANG = 77
+BAD_CONFIG = 78
+
+
 class UserError(Exception):
     """Something asked for cannot be had. Every error class of this project derives from it, but for
     those of lm/model, which runs without the package around it.
 
     The message is a sentence: what was wrong, where, and what would be right. Both command lines
-    print it alone; any other exception is a bug and keeps its traceback.
+    print it alone, and end with its exit status; any other exception is a bug and keeps its
+    traceback.
     """
+
+    exit_status = FAILED
 
 
 class ConfigError(UserError, ValueError):
     """A configuration that cannot be run; the message says which key, why, and what would do."""
+
+    exit_status = BAD_CONFIG
+
+
+class TrainingError(UserError, RuntimeError):
+    """Training cannot go on; the message says at which step and what is left."""
+
+
+class Diverged(TrainingError):
+    """The loss or its gradient became NaN or infinite."""
+
+    exit_status = DIVERGED
+
+
+class Stopped(TrainingError):
+    """A signal asked for it; the checkpoint is saved."""
+
+    exit_status = PREEMPTED
 
 
 class MissingPackageError(UserError, ImportError):
@@ -73,6 +104,13 @@ def sentence(error: BaseException) -> str | None:
         return str(error)
     package = _missing(error)
     return None if package is None else str(missing_package(package))
+
+
+def exit_status(error: BaseException) -> int:
+    """With what a command line ends on an error."""
+    if isinstance(error, FloatingPointError):
+        return DIVERGED
+    return getattr(error, "exit_status", FAILED)
 
 
 def _missing(error: BaseException | None) -> str | None:

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import lm
 from lm.errors import UserError, missing_package
 from lm.exported import load_model, load_tokenizer
 from lm.metrics import failures, fixed_point_metrics
-from lm.outputs import check_file, writing
+from lm.outputs import check_file, write_json
 from lm.tasks import TASKS_DIR
 
 if TYPE_CHECKING:
@@ -164,19 +163,6 @@ def _solves():
         yield solves
     finally:
         hook.remove()
-
-
-def write_json(path: Path, tree: dict) -> None:
-    """Write JSON so that `path` holds either what it held before or all of the new."""
-    text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _check_checkpoint(checkpoint: Path) -> None:

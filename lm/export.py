@@ -52,7 +52,7 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     if not (run_dir / "config.yaml").is_file():
         raise ExportError(f"{run_dir} holds no run (it has no config.yaml)")
     _refuse_if_other(out)
-    path = Path(checkpoint) if checkpoint else checkpoints.newest(run_dir)
+    path = Path(checkpoint) if checkpoint else checkpoints.newest(run_dir / "checkpoints")
     if path is None:
         raise checkpoints.CheckpointError(f"{run_dir} has no complete checkpoint to export")
     step = checkpoints.verify(path)["step"]

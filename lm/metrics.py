@@ -1,12 +1,9 @@
-"""Throughput, MFU, what solving cost, ℓ* by a probe; writers: JSONL, wandb, TensorBoard."""
+"""Throughput, MFU, what solving cost, ℓ* by a probe; reading the log of a run."""
 
 from __future__ import annotations
 
 import json
-import netrc
-import os
 import time
-import uuid
 from pathlib import Path
 
 import torch
@@ -178,90 +175,16 @@ class Throughput:
         return values
 
 
-def _flat(record: dict, prefix: str = "") -> dict[str, float]:
-    """Nested records → flat names with numbers, for wandb and TensorBoard."""
-    flat = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        elif isinstance(value, list):
-            flat.update({f"{prefix}{key}/layer{i}": v for i, v in enumerate(value)})
-        elif isinstance(value, int | float):
-            flat[prefix + key] = value
-    return flat
-
-
 def read_metrics(run_dir: Path) -> list[dict]:
-    """The records of `metrics.jsonl`; a last line cut short by a kill is dropped."""
+    """The records of `metrics.jsonl`. A line that holds none is passed over: the last
+    one, cut short by a kill, or one that the disk has spoilt."""
     path = Path(run_dir) / "metrics.jsonl"
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except ValueError:  # also of bytes that are no UTF-8
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
-
-
-def _has_wandb_key() -> bool:
-    """A key in the environment, or in the netrc that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-class Writer:
-    """Appends records to `metrics.jsonl` and to whatever else `log:` asks for (main rank only).
-
-    Args:
-        resumed_at: records of later steps, written before a kill, are dropped.
-    """
-
-    def __init__(self, cfg, run_dir: Path, resumed_at: int = 0):
-        run_dir = Path(run_dir)
-        kept = [r for r in read_metrics(run_dir) if r["step"] <= resumed_at] if resumed_at else []
-        tmp = run_dir / "metrics.jsonl.tmp"
-        tmp.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(tmp, run_dir / "metrics.jsonl")
-        self.file = (run_dir / "metrics.jsonl").open("a")
-        self.wandb = self.tensorboard = None
-        if cfg.log.wandb:
-            import wandb
-
-            offline = not _has_wandb_key()
-            run_id = run_dir / "wandb_id"  # a resumed run goes on in the same place
-            if not run_id.exists():
-                run_id.write_text(uuid.uuid4().hex[:12])
-            self.wandb = wandb.init(
-                id=run_id.read_text(),
-                resume="allow",
-                project=cfg.log.wandb_project, name=cfg.name, dir=str(run_dir),
-                config=cfg.model_dump(mode="json"),
-                mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),
-            )  # fmt: skip
-        if cfg.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = resumed_at + 1 if resumed_at else None
-            self.tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-
-    def write(self, record: dict) -> None:
-        """record: {"step": n, …} with numbers, lists of one number a layer, or nested mappings."""
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        flat = _flat({k: v for k, v in record.items() if k != "step"})
-        if self.wandb:
-            self.wandb.log(flat, step=record["step"])
-        if self.tensorboard:
-            for name, value in flat.items():
-                self.tensorboard.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self.file.close()
-        if self.wandb:
-            self.wandb.finish()
-        if self.tensorboard:
-            self.tensorboard.close()

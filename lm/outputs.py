@@ -1,8 +1,11 @@
-"""Where results go: whether they can be written there, found out before the work."""
+"""Where results go: whether they can be written there, and files that are whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,10 @@ from lm.errors import UserError
 
 class OutputError(UserError, RuntimeError):
     """A place that results cannot be written to; the message says which, and why."""
+
+
+class DamagedError(UserError, RuntimeError):
+    """A file of ours that no longer holds what was written; the message says which."""
 
 
 @contextlib.contextmanager
@@ -71,3 +78,64 @@ def check_file(path: Path | str) -> None:
         if path.exists():
             with path.open("ab"):
                 pass
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text so that a reader, also one after a power failure, sees the old file or the new
+    one, never half of it.
+
+    Raises:
+        OutputError: it cannot be written; the old file stands.
+    """
+    path = Path(path)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tmp.open("w", encoding="utf-8") as f:
+                f.write(text)
+            sync(tmp)
+            os.replace(tmp, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                tmp.unlink()
+            raise
+        sync(path.parent)
+
+
+def write_json(path: Path | str, value) -> None:
+    """`write_text` of a value as JSON.
+
+    Raises:
+        OutputError: it cannot be written. TypeError: JSON cannot hold it; nothing is written.
+    """
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
+    """What `write_json` has written: a mapping with (at least) these keys.
+
+    Raises:
+        DamagedError: it is something else now.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise DamagedError(f"{path} cannot be read: {e.strerror or e}") from None
+    except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
+        raise DamagedError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(value, dict) or not set(keys) <= value.keys():
+        raise DamagedError(f"{path} is damaged: it must hold {', '.join(keys)}")
+    return value
+
+
+def sync(path: Path | str) -> None:
+    """Have the system put on the disk what was written to a file, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # file systems that know no such thing for a folder
+            raise
+    finally:
+        os.close(number)

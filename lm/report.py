@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm import plots
-from lm.checkpoint import CheckpointError, newest, read_json, write_json
+from lm.checkpoint import CheckpointError, newest
+from lm.console import say
 from lm.errors import require
 from lm.metrics import read_metrics
-from lm.outputs import check_folder
+from lm.outputs import DamagedError, check_folder, read_json, write_json
+from lm.run_dir import RunDir, RunDirError
 from lm.train import result
 
 
@@ -16,42 +18,52 @@ def summarise(run_dir: Path) -> dict:
     """Draw the figures, gather the numbers of a finished run and write `summary.json`.
 
     Raises:
-        CheckpointError: there is no such run, it has not finished, or a file of it is damaged.
+        RunDirError: there is no such run, or it has not finished. DamagedError: a file of it is
+            damaged.
         PlotError: its metrics are gone. OutputError: nothing can be written there.
     """
-    run_dir = Path(run_dir)
-    if not (run_dir / "config.yaml").is_file():
-        raise CheckpointError(f"{run_dir} holds no run (it has no config.yaml)")
+    run = RunDir(run_dir)
+    if not run.holds_run:
+        raise RunDirError(f"{run} holds no run (it has no config.yaml)")
     require("matplotlib", "fprnn report")
-    check_folder(run_dir / "figures")
-    summary = result(run_dir)
-    fixed_point = _fixed_point(run_dir, read_metrics(run_dir))
+    check_folder(run.figures)
+    summary = result(run.path)
+    fixed_point = _fixed_point(run, read_metrics(run.path))
     if fixed_point:
         summary["fixed_point"] = fixed_point
-    scores = run_dir / "hf" / "eval" / "results.json"
+    scores = run.export / "eval" / "results.json"
     if scores.exists():
         summary["evaluation"] = _evaluation(scores)
     paths = {
-        "metrics": run_dir / "metrics.jsonl",
-        "checkpoint": newest(run_dir),
-        "HuggingFace export": run_dir / "hf",
+        "metrics": run.metrics,
+        "checkpoint": _checkpoint(run),
+        "HuggingFace export": run.export,
         "evaluation": scores,
-        "sample": run_dir / "sample.txt",
-        "summary": run_dir / "summary.json",
+        "sample": run.path / "sample.txt",
+        "summary": run.summary,
     }
-    for figure in plots.draw(run_dir):
+    for figure in plots.draw(run.path):
         paths[f"figure: {figure.stem}"] = figure
-    write_json(run_dir / "summary.json", summary)
+    write_json(run.summary, summary)
     summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
     return summary
 
 
-def _fixed_point(run_dir: Path, records: list[dict]) -> dict:
+def _checkpoint(run: RunDir) -> Path | None:
+    """The newest complete one: a report of what was reached can do without."""
+    try:
+        return newest(run.checkpoints)
+    except CheckpointError as e:
+        say(f"note: {e}")
+        return None
+
+
+def _fixed_point(run: RunDir, records: list[dict]) -> dict:
     """What the last probe measured, and under "training" what the last training record says; {} of
     a model without a solver, and of a run that was never probed (of before there were probes).
 
     Raises:
-        CheckpointError: the records are damaged.
+        DamagedError: the records are damaged.
     """
     probes = [r["probe"] for r in records if "probe" in r]
     if not probes:
@@ -61,8 +73,8 @@ def _fixed_point(run_dir: Path, records: list[dict]) -> dict:
     absent = [k for k in ("num_iters", *cost) if k not in probes[-1]]
     absent += [k for k in cost if not trained or k not in trained[-1]]
     if absent:
-        raise CheckpointError(
-            f"{run_dir / 'metrics.jsonl'} is damaged: its last record of the solver has no"
+        raise DamagedError(
+            f"{run.metrics} is damaged: its last record of the solver has no"
             f" {', '.join(dict.fromkeys(absent))}"
         )
     in_training = {k: trained[-1][k] for k in (*cost, "adjoint") if k in trained[-1]}
@@ -73,7 +85,7 @@ def _evaluation(path: Path) -> dict:
     """What `fprnn eval` found: {task: {"metrics": {name: {"value", …}}, …}}.
 
     Raises:
-        CheckpointError: the file holds something else.
+        DamagedError: the file holds something else.
     """
     tasks = read_json(path, ("tasks",))["tasks"]
     try:
@@ -81,7 +93,7 @@ def _evaluation(path: Path) -> dict:
             for metric in task["metrics"].values():
                 metric["value"]
     except (AttributeError, LookupError, TypeError):
-        raise CheckpointError(
+        raise DamagedError(
             f"{path} is damaged: its tasks must hold metrics, and each metric its value"
         ) from None
     return tasks

@@ -9,32 +9,38 @@ import platform
 import time
 from pathlib import Path
 
-from lm import checkpoint
+import torch
+
 from lm import engine as ds
 from lm.build import build_model, check_section, missing_kernels, vocabulary
+from lm.checkpoint import Checkpoints, check_resume, drop_after, read_state, to_resume
 from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
 from lm.data.sources import SUFFIXES, source_files
-from lm.errors import require
+from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import asked
+from lm.log import Writer, describe
 from lm.metrics import (
     FailureWatch,
     Throughput,
-    Writer,
     adjoint_metrics,
     fixed_point_metrics,
     is_due,
     probe,
 )
+from lm.outputs import DamagedError, write_json
+from lm.ranks import Ranks
+from lm.run_dir import RunDir
+from lm.signals import StopSignals
+from lm.watchdog import Watchdog
 
+RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
-def environment(ranks) -> dict:
+def environment(ranks: Ranks) -> dict:
     """What the run ran on: versions and devices, and which accelerators were missing."""
     from importlib.metadata import version
-
-    import torch
 
     from lm.kernels import available
 
@@ -68,7 +74,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         )
     asked()
     check_warmup(cfg)
-    checkpoint.check_resume(cfg.resume)
+    check_resume(cfg.resume)
     ds.check_contraction(cfg, ds.deepspeed_config(cfg, world_size))
     check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     if cfg.data.path is not None and cfg.data.source in SUFFIXES:
@@ -101,184 +107,356 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     """Train (or continue) the run that `cfg` describes, and return its run directory.
 
     Raises:
-        ConfigError, DataError, CheckpointError: something asked for cannot be had.
-        TrainingError: the loss or gradient became NaN or infinite; the last checkpoint stands.
+        ConfigError, DataError, RunDirError, LeaseError, CheckpointError: something asked for cannot
+            be had. OutputError, CheckpointError: something cannot be written.
+        Diverged: the loss or gradient became NaN or infinite, more often than `train.rollbacks`;
+            the last checkpoint stands. Stopped: a signal asked for a stop.
     """
     ranks = ds.start(cfg)
     say.enabled = ranks.is_main
+    run = RunDir(cfg.run_dir)
     with contextlib.ExitStack() as on_exit:  # also on an error: what was logged is written out
         on_exit.callback(ds.stop)
-        return _train(cfg, ranks, overwrite, on_exit)
+        on_exit.callback(run.release)
+        check(cfg, ranks.world_size)
+        ranks.first(run.claim, cfg, overwrite, say)
+        try:
+            training = Training(cfg, ranks, run, on_exit)
+            training.resume()
+            training.introduce()
+            training.fit()
+            training.conclude()
+        except Exception as e:
+            _leave_word(run, ranks, e)
+            raise
+    return run.path
 
 
-def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -> Path:
-    from lm.data import loader, prepare
-    from lm.data.ngram import ngram_baselines
-    from lm.data.tokenizer import load_tokenizer
+class Training:
+    """A run under way: `resume`, `fit`, `conclude`, on every rank alike.
 
-    check(cfg, ranks.world_size)
-    run_dir = cfg.run_dir
-    ranks.first(checkpoint.claim, cfg, overwrite, say)
+    Args:
+        on_exit: of what is open while it trains.
+    """
 
-    # Data. Rank 0 tokenises, the others open what it wrote.
-    say(f"run      {run_dir} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-    say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
-    ranks.first(lambda: bool(load_tokenizer(cfg, run_dir, say)))
-    tokenizer = load_tokenizer(cfg, run_dir)
-    vocab_size = vocabulary(cfg, len(tokenizer))
-    with Progress("tokenised", unit="documents") as bar:
-        ranks.first(
-            lambda: bool(
-                prepare.prepare(cfg, tokenizer, run_dir, lambda documents, _: bar.update(documents))
-            )
+    def __init__(self, cfg: Config, ranks: Ranks, run: RunDir, on_exit: contextlib.ExitStack):
+        self.cfg, self.ranks, self.run, self.on_exit = cfg, ranks, run, on_exit
+        self.solves = cfg.model.name == "fprnn"
+        self.step = 0  # updates made
+        self.seconds = 0.0  # of training, of the processes before this one
+        self.rollbacks = 0
+        self.began = time.perf_counter()
+        self.writer: Writer | None = None  # on rank 0
+        self.signals = StopSignals()
+        self.stats: list = []  # reports of the solver since the last record
+        say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
+        self._open_data()
+        self._build_model()
+        about = {"zero_stage": self.engine.zero_stage}
+        self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
+
+    def _open_data(self) -> None:
+        """Rank 0 tokenises, the others open what it wrote."""
+        from lm.data import loader, prepare
+        from lm.data.tokenizer import load_tokenizer
+
+        cfg, ranks, folder = self.cfg, self.ranks, self.run.path
+        say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
+        ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
+        self.tokenizer = load_tokenizer(cfg, folder)
+        with Progress("tokenised", unit="documents") as bar:
+            progress = lambda documents, _: bar.update(documents)  # noqa: E731
+            ranks.first(lambda: bool(prepare.prepare(cfg, self.tokenizer, folder, progress)))
+        built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
+        self.batches, self.validation = built
+
+    def _build_model(self) -> None:
+        cfg, tokenizer = self.cfg, self.tokenizer
+        self.vocab_size = vocabulary(cfg, len(tokenizer))
+        self.model = build_model(
+            cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
         )
-    batches, validation = loader.build(cfg, tokenizer, run_dir, ranks.rank, ranks.world_size)
+        # ZeRO-3 leaves none to count.
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        flops = _affine(getattr(self.model, "flops_per_token", None))
+        self.engine = ds.Engine(cfg, self.model, self.ranks)
+        self.speed = Throughput(flops, self.ranks.world_size)
+        self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
 
-    # Model and engine.
-    model = build_model(cfg, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    parameters = sum(p.numel() for p in model.parameters())  # ZeRO-3 leaves none to count
-    flops = _affine(getattr(model, "flops_per_token", None))
-    engine = ds.Engine(cfg, model, ranks)
-    env = environment(ranks)
+    def resume(self) -> None:
+        """Go on where `resume:` says, and open the log there.
 
-    # Resume.
-    done, seconds = 0, 0.0
-    path = None
-    if cfg.resume == "auto":
-        path = ranks.first(checkpoint.newest, run_dir, say)
-    elif cfg.resume != "never":
-        path = Path(cfg.resume)
-    if path is not None:
-        done, state = checkpoint.load(engine, path, ranks.first(checkpoint.verify, path))
-        batches.load_state_dict(state["loader"])
-        seconds = state["seconds"]
-        if path.resolve().parent == (run_dir / "checkpoints").resolve():
-            ranks.first(checkpoint.drop_after, run_dir, done)
-        say(f"resumed  {path} at update {done}")
-    if ranks.is_main:
-        checkpoint.write_json(run_dir / "deepspeed.json", engine.config)
-        checkpoint.write_json(run_dir / "environment.json", env)
-    writer = Writer(cfg, run_dir, resumed_at=done) if ranks.is_main else None
-    if writer:
-        on_exit.callback(writer.close)
+        Raises:
+            CheckpointError, DataError: the checkpoint cannot be used.
+        """
+        folder = self.run.checkpoints
+        found = self.ranks.first(to_resume, self.cfg.resume, folder, say)
+        if found is not None:
+            path, manifest = found
+            self._restore(path, manifest)
+            if path.resolve().parent == folder.resolve() and self.cfg.resume != "auto":
+                self.ranks.first(drop_after, folder, self.step)
+            say(f"resumed  {path} at update {self.step}")
+        if self.ranks.is_main:
+            self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
+            self.on_exit.callback(self.writer.close)
 
-    steps, per_step = cfg.train.steps, cfg.tokens_per_step(ranks.world_size)
-    say(f"device   {env['device']}; kernels: {env['kernels']}")
-    say(f"model    {cfg.model.name}, {parameters / 1e6:.2f} M parameters, {vocab_size} tokens")
-    if warning := missing_kernels(cfg):
-        say(warning)
-    say(f"training {steps} updates of {per_step} tokens, ZeRO-{engine.zero_stage}")
+    def _restore(self, path: Path, manifest: dict, data: bool = True) -> None:
+        """data: the position in the data as well."""
+        self.engine.load(path, manifest)
+        state = read_state(path / self._own_file)
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        self.step = manifest["step"]
+        if data:
+            self.batches.load_state_dict(state["loader"])
+            self.seconds = state["seconds"]
+            self.rollbacks = state.get("rollbacks", 0)
 
-    def save(step):
-        state = {"loader": batches.state_dict(), "seconds": seconds + time.perf_counter() - began}
-        return checkpoint.save(engine, run_dir, step, state, cfg.checkpoint.keep)
+    @property
+    def _own_file(self) -> str:
+        return f"loader-rank{self.ranks.rank:04d}.pt"
 
-    solves = cfg.model.name == "fprnn"
-    watch = FailureWatch(say, model.solver() if solves else "none")
+    def _state_files(self) -> dict:
+        """What a checkpoint holds of this rank."""
+        state = {
+            "loader": self.batches.state_dict(),
+            "seconds": self.seconds + time.perf_counter() - self.began,
+            "rollbacks": self.rollbacks,
+            "rng": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda_rng"] = torch.cuda.get_rng_state()
+        files = self.engine.state_files(self.run.checkpoints, self.step)
+        return {**files, self._own_file: state}
 
-    def probed():  # the same micro-batch each time: what changes is the model
-        if not solves:
-            return {}
-        batch = validation[0]
-        report = probe(engine.deepspeed, batch["input_ids"].to(ranks.device))
-        rows = (batch["labels"] != -100).any(-1)
-        return {"probe": fixed_point_metrics([report], ranks.gather, rows)}
+    def introduce(self) -> None:
+        """Say, and write down, what trains on what."""
+        cfg, env = self.cfg, environment(self.ranks)
+        if self.ranks.is_main:
+            write_json(self.run.deepspeed, self.engine.config)
+            write_json(self.run.environment, env)
+        say(f"device   {env['device']}; kernels: {env['kernels']}")
+        size = f"{self.parameters / 1e6:.2f} M parameters"
+        say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
+        if warning := missing_kernels(cfg):
+            say(warning)
+        per_step = cfg.tokens_per_step(self.ranks.world_size)
+        stage = self.engine.zero_stage
+        say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
 
-    def validate(step, final=False):
-        with Progress("validating", unit="batches") as bar:
-            record = {"step": step, "validation": engine.validate(validation, bar.update)}
-        record |= probed()
-        if final and ranks.is_main:
-            corpus = prepare.open_corpus(run_dir)
-            targets = loader.validation_blocks(corpus.val, cfg.data, cfg.train.micro_batch_size)
-            record["baselines"] = ngram_baselines(corpus.train, targets, vocab_size)
-        if writer:
-            writer.write(record)
-        v = record["validation"]
+    def fit(self) -> None:
+        """The updates that are left, with records, probes, validations and checkpoints when due.
+
+        Raises:
+            Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
+        """
+        steps, engine_settings = self.cfg.train.steps, self.cfg.engine
+        if self.step >= steps:
+            say(f"complete already: {self.step} of {steps} updates; --overwrite trains anew")
+            return
+        watchdog = Watchdog(engine_settings.hang_s, self.run.stacks, self.ranks.rank)
+        self.alive = watchdog.alive
+        self.began = time.perf_counter()
+        self.speed.restart()
+        bar = Progress("training", total=steps, start=self.step, unit="updates")
+        with self.signals, watchdog, bar:
+            while self.step < steps:
+                self.run.check_ours()
+                try:
+                    update = self._update()
+                except (Diverged, FloatingPointError) as e:
+                    self._roll_back(e)
+                    continue
+                self._record(update, bar)
+                self._probe_if_due()
+                self._save_if_due(update.stopping)
+                if self.step % self.cfg.eval.every == 0 and self.step < steps:
+                    self.validate()
+                    self.speed.restart()
+            self.checkpoints.finish()
+            self._log_saves()
+        self.seconds += time.perf_counter() - self.began
+
+    def _update(self) -> ds.Update:
+        self.lr = self.engine.lr
+        micro = []
+        for _ in range(self.cfg.train.grad_accum_steps):
+            micro.append(next(self.batches))
+            self.alive()
+        update = self.engine.step(micro, self.signals.asked, self.alive)
+        self.first_micro_batch = micro[0]
+        self.step += 1
+        self.stats += update.stats
+        self.speed.tokens += self.cfg.tokens_per_step(self.ranks.world_size)
+        return update
+
+    def _roll_back(self, error: Exception) -> None:
+        """Take weights and optimizer from the last checkpoint, and go on with the data after the
+        batches that spoilt them.
+
+        Raises:
+            Diverged: there is none, or `train.rollbacks` of them were made.
+        """
+        failed, most = self.step + 1, self.cfg.train.rollbacks
+        self.checkpoints.finish()
+        found = None
+        if self.rollbacks < most:
+            found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
+        if found is None:
+            stands = self.checkpoints.published
+            kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
+            raise Diverged(
+                f"stopped at update {failed}: {error}; {kept}, {self.rollbacks} of {most} rollbacks"
+                " (train.rollbacks) made"
+            ) from None
+        self._restore(*found, data=False)
+        self.rollbacks += 1
+        self.stats = []
         say(
-            f"update {step:>6}  validation loss {v['loss']:.4f}  perplexity {v['perplexity']:.2f}"
-            + _iterations(record)
+            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
+            f" the data that comes next (rollback {self.rollbacks} of {most})"
         )
-        if solves:
-            watch.look(record["probe"]["failed"], f"validation after update {step}")
+        if self.writer:
+            self.writer.keep_until(self.step)
+            self.writer.write(
+                {
+                    "step": self.step,
+                    "rollback": {"number": self.rollbacks, "from": failed, "why": str(error)},
+                }
+            )
+        self.speed.restart()
+
+    def _record(self, update: ds.Update, bar: Progress) -> None:
+        """Every `log.every` updates a record of what they cost and reached."""
+        cfg, steps = self.cfg, self.cfg.train.steps
+        if self.step % cfg.log.every and self.step != steps:
+            bar.update(self.step, steps)
+            return
+        solver = fixed_point_metrics(self.stats, self.ranks.gather)
+        record = {
+            "step": self.step,
+            "loss": update.loss,
+            "perplexity": math.exp(min(update.loss, 700.0)),
+            "lr": self.lr,
+            "grad_norm": update.norm,
+            "tokens": self.step * cfg.tokens_per_step(self.ranks.world_size),
+            **self.speed.read(_mean(solver.get("evaluations", []))),
+            **solver,
+            **adjoint_metrics(self.model, self.ranks.gather),
+        }
+        if cfg.log.contraction:
+            record |= self.engine.contraction(self.first_micro_batch)
+        self.stats = []
+        self._write(record)
+        self._log_saves()
+        bar.update(self.step, steps, describe(record))
+        self.watch.look(record.get("failed", []), f"update {self.step}")
+
+    def _probe_if_due(self) -> None:
+        """Between validations, which probe as well."""
+        validates = self.step % self.cfg.eval.every == 0 or self.step == self.cfg.train.steps
+        if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
+            return
+        record = {"step": self.step, **self._probed()}
+        self._write(record)
+        say(f"update {self.step:>6}{_iterations(record)}")
+        self.speed.restart()
+
+    def _save_if_due(self, stopping: bool) -> None:
+        last = self.step == self.cfg.train.steps
+        if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
+            self.checkpoints.save(self.step, self._state_files)
+            self.speed.restart()
+        if stopping and not last:
+            self.checkpoints.finish()
+            self._log_saves()
+            raise Stopped(
+                f"stopped by a signal after update {self.step}, checkpoint saved: continue with"
+                " resume=auto"
+            )
+
+    def _probed(self) -> dict:
+        """ℓ* of each layer, on the same micro-batch each time: what changes is the model."""
+        if not self.solves:
+            return {}
+        batch = self.validation[0]
+        report = probe(self.engine.deepspeed, batch["input_ids"].to(self.ranks.device))
+        rows = (batch["labels"] != -100).any(-1)
+        return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
+
+    def validate(self, final: bool = False) -> dict:
+        """Loss and perplexity of the held-out text, ℓ*; at the end also what n-grams reach."""
+        with Progress("validating", unit="batches") as bar:
+
+            def progress(done, total):
+                self.alive()
+                bar.update(done, total)
+
+            scores = self.engine.validate(self.validation, progress)
+        record = {"step": self.step, "validation": scores, **self._probed()}
+        if final and self.ranks.is_main:
+            record["baselines"] = self._baselines()
+        self._write(record)
+        say(
+            f"update {self.step:>6}  validation loss {scores['loss']:.4f}  perplexity"
+            f" {scores['perplexity']:.2f}{_iterations(record)}"
+        )
+        if self.solves:
+            self.watch.look(record["probe"]["failed"], f"validation after update {self.step}")
         return record
 
-    # The loop.
-    engine.stop_on_signals()
-    began = time.perf_counter()
-    speed = Throughput(flops, ranks.world_size)
-    stream, stats = iter(batches), []
-    saved_at = done
-    with Progress("training", total=steps, start=done, unit="updates") as bar:
-        for step in range(done + 1, steps + 1):
-            lr = engine.lr
-            try:
-                micro = [next(stream) for _ in range(cfg.train.grad_accum_steps)]
-                loss, norm, step_stats = engine.step(micro)
-            except (ds.TrainingError, FloatingPointError) as e:
-                kept = (
-                    f"checkpoint of update {saved_at} stands" if saved_at else "nothing saved yet"
-                )
-                raise ds.TrainingError(f"stopped at update {step}: {e}; {kept}") from None
-            stats += step_stats
-            speed.tokens += per_step
-            if step % cfg.log.every == 0 or step == steps:
-                solver = fixed_point_metrics(stats, ranks.gather)
-                record = {
-                    "step": step,
-                    "loss": loss,
-                    "perplexity": math.exp(min(loss, 700.0)),
-                    "lr": lr,
-                    "grad_norm": norm,
-                    "tokens": step * per_step,
-                    **speed.read(_mean(solver.get("evaluations", []))),
-                    **solver,
-                    **adjoint_metrics(model, ranks.gather),
-                    **(engine.contraction(micro[0]) if cfg.log.contraction else {}),
-                }
-                stats = []
-                if writer:
-                    writer.write(record)
-                bar.update(step, steps, _describe(record))
-                watch.look(record.get("failed", []), f"update {step}")
-            else:
-                bar.update(step, steps)
-            validates = step % cfg.eval.every == 0 or step == steps  # which probes as well
-            if solves and is_due(step, cfg.log.probe_every) and not validates:
-                record = {"step": step, **probed()}
-                if writer:
-                    writer.write(record)
-                say(f"update {step:>6}{_iterations(record)}")
-                speed.restart()
-            if step % cfg.checkpoint.every == 0 or step == steps or engine.stopping:
-                save(step)
-                saved_at = step
-                speed.restart()
-            if engine.stopping and step < steps:
-                raise ds.TrainingError(
-                    f"stopped by a signal after update {step}, checkpoint saved: continue with"
-                    " resume=auto"
-                )
-            if step % cfg.eval.every == 0 and step < steps:
-                validate(step)
-                speed.restart()
-    seconds += time.perf_counter() - began
-    if done >= steps:
-        say(f"complete already: {done} of {steps} updates; --overwrite trains anew")
-    if done < steps or not ranks.first((run_dir / "result.json").exists):
-        final = validate(steps, final=True)
-        result = {
-            "updates": steps,
-            "tokens": steps * per_step,
-            "training_seconds": round(seconds, 1),
-            "tokens_per_s": round(steps * per_step / max(seconds, 1e-9), 1),
-            "parameters": parameters,
-            "vocab_size": vocab_size,
-            **{k: v for k, v in final.items() if k != "step"},
-        }
-        ranks.first(checkpoint.write_json, run_dir / "result.json", result)
-    engine.close()
-    return run_dir
+    def _baselines(self) -> dict:
+        from lm.data import loader, prepare
+        from lm.data.ngram import ngram_baselines
+
+        corpus = prepare.open_corpus(self.run.path)
+        size = self.cfg.train.micro_batch_size
+        targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
+        return ngram_baselines(corpus.train, targets, self.vocab_size)
+
+    def conclude(self) -> None:
+        """The last validation, and result.json, where they are not there yet."""
+        steps = self.cfg.train.steps
+        if not self.ranks.first(lambda: self._has_result(steps)):
+            self.alive = lambda: None
+            final = self.validate(final=True)
+            tokens = steps * self.cfg.tokens_per_step(self.ranks.world_size)
+            result = {
+                "updates": steps,
+                "tokens": tokens,
+                "training_seconds": round(self.seconds, 1),
+                "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
+                "parameters": self.parameters,
+                "vocab_size": self.vocab_size,
+                **{k: v for k, v in final.items() if k != "step"},
+            }
+            self.ranks.first(write_json, self.run.result, result)
+        self.engine.close()
+
+    def _has_result(self, steps: int) -> bool:
+        """Whether result.json is there, whole, and of so many updates."""
+        try:
+            return self.run.is_finished and self.run.read_result(RESULT)["updates"] == steps
+        except DamagedError as e:
+            say(f"note: {e}: it is written anew")
+            return False
+
+    def _write(self, record: dict) -> None:
+        if self.writer:
+            self.writer.write(record)
+
+    def _log_saves(self) -> None:
+        for saved in self.checkpoints.news():
+            self._write({"step": self.step, "checkpoint": saved.record()})
+
+
+def _leave_word(run: RunDir, ranks: Ranks, error: Exception) -> None:
+    """failure.json, for whoever looks at the run from outside."""
+    if ranks.is_main:
+        with contextlib.suppress(Exception):  # the disk may be what failed
+            run.write_failure(sentence(error) or repr(error), exit_status(error))
 
 
 def _affine(flops_per_token):
@@ -301,32 +479,17 @@ def _iterations(record: dict) -> str:
     return "  ℓ* " + " ".join(f"{v:.1f}" for v in record["probe"]["num_iters"]["mean"])
 
 
-def _describe(record: dict) -> str:
-    """One log line: what a person watches."""
-    text = f"loss {record['loss']:.3f}  lr {record['lr']:.1e}  |g| {record['grad_norm']:.2f}"
-    if "evaluations" in record:
-        text += "  evaluations " + " ".join(f"{v:.1f}" for v in record["evaluations"])
-        failed = max(record["failed"])
-        text += f"  failed {failed:.2%}" if failed else ""
-    if "mfu" in record:
-        text += f"  MFU {record['mfu']:.1%}"
-    return f"{text}  {record['tokens_per_s']:,.0f} tok/s"
-
-
 def result(run_dir: Path) -> dict:
     """`result.json` of a finished run.
 
     Raises:
-        CheckpointError: the run has not finished, or the file is damaged.
+        RunDirError: the run has not finished. DamagedError: the file is damaged.
     """
-    path = Path(run_dir) / "result.json"
-    if not path.exists():
-        raise checkpoint.CheckpointError(f"{run_dir} has no result.json: training is unfinished")
-    keys = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
-    value = checkpoint.read_json(path, keys)
+    run = RunDir(run_dir)
+    value = run.read_result(RESULT)
     reached = value["validation"]
     if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
-        raise checkpoint.CheckpointError(
-            f"{path} is damaged: its validation must hold perplexity and tokens"
+        raise DamagedError(
+            f"{run.result} is damaged: its validation must hold perplexity and tokens"
         )
     return value

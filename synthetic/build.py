@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 
 from lm.build import build_section
-from lm.checkpoint import CheckpointError
+from lm.checkpoint import CheckpointError, newest
 from lm.model.state import BlockState, FPRNNState
+from lm.run_dir import RunDir
 from synthetic import config, tasks
 from synthetic.config import Config, load
+
+STATE = "state.pt"  # the one file of a checkpoint
 
 
 def device_of(cfg: Config) -> tuple[torch.device, str]:
@@ -38,7 +41,7 @@ def build(cfg: Config, task, seq_len: int):
 
 
 def read_checkpoint(path: Path, device="cpu") -> dict:
-    """What `synthetic.train` has saved.
+    """A file that `synthetic.train` has saved.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -53,11 +56,33 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         ) from e
 
 
+def newest_state(run: RunDir, device="cpu", say=print) -> dict | None:
+    """The training state of a run's newest complete checkpoint; None where there is none. Runs of
+    0.1 kept one file, `last.pt`.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    path = newest(run.checkpoints, say)
+    file = run.checkpoints / "last.pt" if path is None else path / STATE
+    return read_checkpoint(file, device) if file.exists() else None
+
+
+def _trained_state(run: RunDir) -> dict:
+    saved = newest_state(run)
+    if saved is None:
+        raise CheckpointError(
+            f"{run} holds no trained model ({run.checkpoints} has no checkpoint): train it"
+        )
+    return saved
+
+
 def trained_on(run_dir: Path) -> tuple[config.Task, set[int] | None]:
     """The task that a run was trained on, and what it has kept of its training batches
     (`Batch.shared`; None: it has not)."""
-    kept = read_checkpoint(Path(run_dir) / "checkpoints" / "last.pt").get("seen")
-    task = load(Path(run_dir) / "config.yaml").task
+    run = RunDir(run_dir)
+    kept = _trained_state(run).get("seen")
+    task = load(run.config).task
     return task, None if kept is None else set(kept.tolist())
 
 
@@ -68,18 +93,17 @@ def load_run(run_dir: Path, overrides=()):
         CheckpointError: nothing was trained there, or another model.
         TaskError: the checkpoint was trained on another vocabulary.
     """
-    path = Path(run_dir) / "checkpoints" / "last.pt"
-    if not path.exists():
-        raise CheckpointError(f"{run_dir} holds no trained model ({path} is missing): train it")
-    cfg = load(Path(run_dir) / "config.yaml", overrides)
+    run = RunDir(run_dir)
+    saved = _trained_state(run)
+    cfg = load(run.config, overrides)
     task = tasks.build(cfg.task)
     model, _, precision = build(cfg, task, cfg.train.lengths[1])
-    weights = read_checkpoint(path)["model"]
+    weights = saved["model"]
     ours = model.state_dict()
     for name, tensor in weights.items():
         if "embedding" in name and name in ours and len(ours[name]) != len(tensor):
             raise tasks.TaskError(
-                f"{path} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
+                f"{run} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
                 f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
             )
     try:
@@ -87,7 +111,7 @@ def load_run(run_dir: Path, overrides=()):
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
-            f"{path} is of another model than its config and the overrides describe ({first}):"
+            f"{run} is of another model than its config and the overrides describe ({first}):"
             " leave the `model` section as it was trained"
         ) from None
     return cfg, task, model.eval(), precision

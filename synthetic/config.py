@@ -79,6 +79,9 @@ class Train(Section):
     precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
     threads: int | None = Field(None, gt=0)
     workers: int = Field(0, ge=0)  # loader processes; any number gives the same data
+    # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
+    # batches after it.
+    rollbacks: int = Field(2, ge=0)
 
     @field_validator("length")
     @classmethod
@@ -136,7 +139,7 @@ class Bar(Section):
     least: Fraction1
 
 
-class Checkpoint(Section):
+class Checkpoint(base.Checkpoint):
     every: int = Field(1000, gt=0)  # updates
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lm.checkpoint import write_json
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics, probe
-from lm.outputs import check_file, writing
+from lm.outputs import check_file, write_json, writing
 from synthetic.build import load_run, trained_on
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from lm import config as base
-from lm.checkpoint import read_json
 from lm.config import ConfigError
 from lm.console import say
-from lm.engine import TrainingError
+from lm.errors import TrainingError
 from lm.metrics import read_metrics
-from lm.outputs import check_folder, writing
+from lm.outputs import check_folder, read_json, writing
 from synthetic.config import Config, load
 from synthetic.figures import Drawing, ReportError, bars, curves, heatmap, scatter, times
 from synthetic.runs import differences, seed_of

@@ -13,11 +13,12 @@ from pathlib import Path
 from lm import baselines
 from lm import config as base
 from lm.build import check_section
-from lm.checkpoint import read_json, settled
 from lm.console import say
-from lm.engine import TrainingError
+from lm.errors import Stopped, TrainingError
 from lm.old_keys import moved_tree
-from lm.outputs import check_folder
+from lm.outputs import check_folder, read_json
+from lm.run_dir import settled
+from lm.signals import STOP
 from synthetic.build import device_of
 from synthetic.config import Config
 
@@ -89,7 +90,7 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
 
 
 def _in_turn(waiting: list[Config]) -> list[str]:
-    from synthetic.train import Stopped, train
+    from synthetic.train import train
 
     failed = []
     for i, cfg in enumerate(waiting, 1):
@@ -105,12 +106,10 @@ def _in_turn(waiting: list[Config]) -> list[str]:
 
 
 def _at_once(waiting: list[Config], jobs: int) -> list[str]:
-    from synthetic.train import SIGNALS, Stopped
-
     def stop(*_):
         raise Stopped("stopped by a signal: what was running is saved, the same command continues")
 
-    handlers = {n: signal.signal(n, stop) for n in SIGNALS}
+    handlers = {n: signal.signal(n, stop) for n in STOP}
     try:
         return _processes(waiting, jobs)
     finally:

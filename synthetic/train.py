@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
 import time
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lm.build import missing_kernels
-from lm.checkpoint import CheckpointError, claim, write_json
+from lm.checkpoint import CheckpointError, Checkpoints
 from lm.console import Progress, say
-from lm.engine import TrainingError, lr_factor, parameter_groups
-from lm.errors import require
+from lm.engine import lr_factor, parameter_groups
+from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
-from lm.metrics import FailureWatch, Writer, adjoint_metrics, fixed_point_metrics, is_due
+from lm.log import Writer, describe
+from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
+from lm.outputs import write_json
+from lm.ranks import Ranks
+from lm.run_dir import RunDir
+from lm.signals import StopSignals
 from synthetic import tasks
-from synthetic.build import build, read_checkpoint
+from synthetic.build import STATE, build, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
-    answer,
     as_tensors,
     check_seeds,
     evaluate_all,
@@ -34,290 +36,390 @@ from synthetic.evaluate import (
     solving,
 )
 from synthetic.results import passes, solver_text
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # save and stop
-
-
-class Stopped(TrainingError):
-    """A signal asked for it; the checkpoint is saved."""
-
-
-class Batches(torch.utils.data.Dataset):
-    """Training batches by number; each is made from (seed, number) alone."""
-
-    def __init__(self, task, cfg: Config, lengths: tuple[int, int], first: int):
-        self.task, self.cfg, self.lengths, self.first = task, cfg, lengths, first
-
-    def __len__(self):
-        return self.cfg.train.steps - self.first
-
-    def __getitem__(self, i):
-        cfg = self.cfg
-        return self.task.batch(
-            cfg.seed, "train", self.first + i, cfg.train.batch_size, self.lengths
-        )
-
-
-def loader(task, cfg: Config, lengths: tuple[int, int], first: int):
-    """Training batches from number `first` on."""
-    return iter(
-        torch.utils.data.DataLoader(
-            Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
-            num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
-        )
-    )  # fmt: skip
-
-
-class MaxIters:
-    """ℓmax of every training step: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-
-    def at(self, step: int) -> int:
-        """ℓmax of an update."""
-        t = self.cfg.train
-        if t.max_iters == "config":
-            return self.cfg.solver.max_iters
-        if t.max_iters == "unlimited":
-            return 10**9  # the solver's own damping gives up long before
-        if t.max_iters == "gamma":
-            rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), step])
-            return int(np.ceil(rng.gamma(t.gamma_shape)))
-        return t.max_iters
-
-
-def loss_of(model, ids, mask, labels, state, carries, autocast):
-    """The mean loss over the labels that count, and what `answer` returns."""
-    with autocast():
-        logits, solved, state = answer(model, ids, mask, state, carries, False)
-    count = (labels != tasks.IGNORE).sum()
-    loss = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=tasks.IGNORE, reduction="sum"
-    ) / count.clamp_min(1)  # a segment of a stream may hold no answer
-    if solved[0] is not None:
-        loss = loss + solved[0].penalty.mean()
-    return loss, logits, solved, state
-
-
-def backward(one_pass, adversary: Adversary | None):
-    """The gradient of one pass over a batch, or of the mean of it and one against an adversary.
-
-    Args: one_pass: () → what `loss_of` returns.
-    Returns: what the first pass returned, and the second's loss or None.
-    """
-    if adversary is None:
-        passed = one_pass()
-        passed[0].backward()
-        return passed, None
-    with adversary.first_pass():
-        passed = one_pass()
-    (passed[0] / 2).backward()
-    with adversary.second_pass():
-        worse = one_pass()[0]
-    (worse / 2).backward()
-    return passed, worse
+from synthetic.update import MaxIters, backward, batches_from, loss_of
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
     """Train (or continue) the run that `cfg` describes, evaluate it, and return its result.
 
     Raises:
-        ConfigError, TaskError, CheckpointError: something asked for cannot be had.
-        TrainingError: the loss became NaN or infinite. Stopped: a signal asked for a stop.
+        ConfigError, TaskError, RunDirError, LeaseError, CheckpointError, OutputError: something
+            asked for cannot be had, or something cannot be written.
+        Diverged: the loss became NaN or infinite, more often than `train.rollbacks`.
+        Stopped: a signal asked for a stop.
     """
-    if cfg.train.threads:
-        torch.set_num_threads(cfg.train.threads)
-    task = tasks.build(cfg.task)
-    lo, hi = cfg.train.lengths
-    lengths = parse_lengths(cfg.eval.lengths, task)
-    during = parse_lengths(cfg.eval.during, task) if cfg.eval.during else []
-    _check(cfg, task, lengths)
-    check_seeds(cfg.eval.seeds, task)
-    for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
-        if wanted:
-            require(package, f"log.{package}")
-    model, device, precision = build(cfg, task, max(hi, *lengths))
-    if not getattr(task, "streams", False):  # whose segments are as long as in training
-        sequences_that_fit(model, max([*lengths, *during]), 1, device)
-    parameters = sum(p.numel() for p in model.parameters())
-    streams = getattr(task, "streams", False)
-    carries_state = getattr(model, "carries_state", False)
-    carries = streams and carries_state
-    if cfg.eval.sequential and not carries_state:
-        raise tasks.TaskError(
-            f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
-        )
-    run_dir = cfg.run_dir
-    claim(cfg, overwrite, say)  # now that nothing is left to refuse
-    o = cfg.optim
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps
-    )
-    say(f"run      {run_dir}")
-    say(f"task     {_task_line(cfg, task)}")
-    size = f"{parameters / 1e6:.3f} M parameters"
-    say(f"model    {cfg.model.name}, {size}, on {device} in {precision}")
-    if cfg.model.name == "fprnn":
-        say(f"kernels  {available(device.type)}")
-    say(f"solver   {_solver_line(model, cfg)}")
-    if streams and not carries:
-        say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
-    if warning := missing_kernels(cfg):
-        say(warning)
-
-    done, seconds, solved_at, state = 0, 0.0, None, None
-    seen: set[int] | None = set()  # of training's samples those that are not held apart
-    longest = min(hi, cfg.train.curriculum.start) if cfg.train.curriculum else hi
-    path = run_dir / "checkpoints" / "last.pt"
-    if cfg.resume == "auto" and path.exists():
-        saved = read_checkpoint(path, device)
-        if saved["step"] > cfg.train.steps:
-            raise CheckpointError(
-                f"{run_dir} has made {saved['step']} updates, and train.steps is only"
-                f" {cfg.train.steps}: raise it, or train anew with --overwrite"
-            )
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        done, seconds, longest = saved["step"], saved["seconds"], saved["longest"]
-        solved_at, state = saved["solved_at"], saved["state"]
-        kept = saved.get("seen")  # not of runs that began before it was kept
-        seen = None if kept is None else set(kept.tolist())
-        torch.set_rng_state(saved["rng"].cpu())
-        say(f"resumed  at update {done}")
-    if done < cfg.train.steps and solved_at is None:  # what is there is of fewer updates
-        (run_dir / "result.json").unlink(missing_ok=True)
-    writer = Writer(cfg, run_dir, resumed_at=done)
-    kappa = cfg.train.adversary
-    adversary = Adversary(model.fixed_point_blocks(), kappa) if kappa else None
-
-    def save():
-        saved = {
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-            "seconds": seconds + time.perf_counter() - began, "longest": longest,
-            "solved_at": solved_at, "state": state, "rng": torch.get_rng_state(),
-            "seen": None if seen is None else torch.tensor(sorted(seen), dtype=torch.uint64),
-        }  # fmt: skip
-        tmp = path.with_name(path.name + ".tmp")
-        torch.save(saved, tmp)
-        os.replace(tmp, path)
-
-    def autocast():
-        return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-
-    def try_out(length):
-        return measure(model, task, cfg, length, "valid", cfg.seed, precision, seen=seen)
-
-    stop = []
-    handlers = {n: signal.signal(n, lambda *_: stop.append(1)) for n in SIGNALS}
-    steps, step = cfg.train.steps, done
-    solver = solver_of(model.train())
-    watch = FailureWatch(say, solver)
-    max_iters, began = MaxIters(cfg), time.perf_counter()
-    since, tokens, stats, right, due = began, 0, [], 0, 0
-    batches = loader(task, cfg, (min(lo, longest), longest), done)
+    training = Training(cfg)
+    run = RunDir(cfg.run_dir)
+    run.claim(cfg, overwrite, say)  # now that nothing is left to refuse
     try:
-        with Progress("training", total=steps, start=done, unit="updates") as bar:
-            for step in range(done + 1, steps + 1):
-                if solved_at is not None:
-                    step -= 1
-                    break
-                lr = o.lr * lr_factor(o, steps, step)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                batch = next(batches)
-                if seen is not None and batch.shared is not None:
-                    seen.update(np.unique(batch.shared).tolist())
-                ids, labels, mask = as_tensors(batch, device)
-                scored = labels != tasks.IGNORE
-                count = scored.sum()
-                limit = None if cfg.train.max_iters == "config" else max_iters.at(step)
-                model.train()
-                optimizer.zero_grad(set_to_none=True)
-                before = state if batch.carry else None
-                tensors = ids, mask, labels, before
-                with solving(model, max_iters=limit):
-                    passed, worse = backward(
-                        lambda: loss_of(model, *tensors, carries, autocast),  # noqa: B023
-                        adversary if longest == hi else None,
-                    )
-                loss, logits, solved, state = passed
-                if solved[0] is not None:
-                    stats += solved
-                clip = o.grad_clip or float("inf")
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-                if not torch.isfinite(norm + loss.detach()):
-                    raise TrainingError(
-                        f"stopped at update {step}: the loss is {loss.item()}, the gradient norm"
-                        f" {norm.item()}"
-                    )
-                optimizer.step()
-                right += ((logits.argmax(-1) == labels) & scored).sum()
-                due += count
-                tokens += ids.numel()
-                if step % cfg.log.every == 0 or step == steps:
-                    now = time.perf_counter()
-                    record = {
-                        "step": step, "loss": loss.item(), "accuracy": float(right / max(1, due)),
-                        "lr": lr, "grad_norm": norm.item(), "longest": longest,
-                        **({} if worse is None else {"adversarial_loss": worse.item()}),
-                        "tokens_per_s": round(tokens / (now - since), 1),
-                        "seconds": round(seconds + now - began, 1), **fixed_point_metrics(stats),
-                        **adjoint_metrics(model),
-                    }  # fmt: skip
-                    writer.write(record)
-                    watch.look(record.get("failed", []), f"update {step}")
-                    bar.update(step, steps, _describe(record))
-                    since, tokens, stats, right, due = now, 0, [], 0, 0
-                else:
-                    bar.update(step, steps)
-                tries = step % cfg.eval.every == 0 and step < steps  # which probes as well
-                if solver != "none" and is_due(step, cfg.log.probe_every) and not tries:
-                    paused = time.perf_counter()
-                    with autocast():
-                        measured = fixed_point_metrics([probe_first(model, ids, mask)])
-                    writer.write({"step": step, "probe": measured})
-                    began += time.perf_counter() - paused
-                    since += time.perf_counter() - paused
-                if tries:
-                    paused = time.perf_counter()
-                    tried = try_out(longest)
-                    score = tried["metrics"][task.headline]
-                    spent = seconds + paused - began
-                    record = {"step": step, "valid": tried, "seconds": round(spent, 1)}
-                    if during:
-                        record["over_lengths"] = {n: try_out(n) for n in during}
-                    writer.write(record)
-                    say(f"update {step:>6}  length {longest}: {_scores(tried)}")
-                    if longest < hi and score >= cfg.train.curriculum.at:
-                        longest = min(hi, longest + cfg.train.curriculum.grow)
-                        batches, state = loader(task, cfg, (min(lo, longest), longest), step), None
-                    elif longest == hi and score >= (cfg.train.stop_at or float("inf")):
-                        solved_at = step
-                    began += time.perf_counter() - paused  # seconds are those of training
-                    since, tokens = time.perf_counter(), 0
-                if stop or step % cfg.checkpoint.every == 0 or step == steps or solved_at:
-                    save()
-                if stop:
-                    raise Stopped(
-                        f"stopped by a signal after update {step}, checkpoint saved: the same"
-                        " command continues"
-                    )
-        seconds += time.perf_counter() - began
+        training.start(run)
+        training.fit()
+        return training.conclude()
+    except Exception as e:
+        with contextlib.suppress(Exception):  # the disk may be what failed
+            run.write_failure(sentence(e) or repr(e), exit_status(e))
+        raise
     finally:
-        writer.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        training.close()
+        run.release()
 
-    results = evaluate_all(model, task, cfg, lengths, cfg.eval.seeds, precision, seen)
-    result = {
-        "task": cfg.task.name, "model": cfg.model.name, "parameters": parameters,
-        "updates": step, "solved_at": solved_at, "training_seconds": round(seconds, 1),
-        "headline": task.headline, "chance": task.chance,
-        "eval": results, "bars": passes(cfg.bars, results),
-    }  # fmt: skip
-    write_json(run_dir / "result.json", result)
-    return result
+
+class Training:
+    """A run under way: `start`, `fit`, `conclude`, `close`. To make one refuses what cannot be, and
+    writes nothing.
+
+    Raises:
+        ConfigError, TaskError: as `train`.
+    """
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        if cfg.train.threads:
+            torch.set_num_threads(cfg.train.threads)
+        self.task = tasks.build(cfg.task)
+        self.lengths = parse_lengths(cfg.eval.lengths, self.task)
+        self.during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
+        _check(cfg, self.task, self.lengths)
+        check_seeds(cfg.eval.seeds, self.task)
+        for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
+            if wanted:
+                require(package, f"log.{package}")
+        self._build()
+        # Where it stands; all of it is in a checkpoint.
+        self.step = 0  # updates made
+        self.batch_number = 0  # of the next batch: more, where a rollback has left some out
+        self.seconds = 0.0  # of training, of the processes before this one
+        self.solved_at: int | None = None  # the update at which train.stop_at was reached
+        self.state = None  # that a stream carries from segment to segment
+        self.seen: set[int] | None = set()  # of training's samples those that are not held apart
+        self.rollbacks = 0
+        shortest, self.longest_of_all = cfg.train.lengths
+        start = cfg.train.curriculum.start if cfg.train.curriculum else self.longest_of_all
+        self.longest = min(self.longest_of_all, start)
+        self.shortest = shortest
+        self.writer: Writer | None = None
+
+    def _build(self) -> None:
+        cfg, task = self.cfg, self.task
+        longest = max(cfg.train.lengths[1], *self.lengths)
+        self.model, self.device, self.precision = build(cfg, task, longest)
+        self.streams = getattr(task, "streams", False)
+        if not self.streams:  # whose segments are as long as in training
+            sequences_that_fit(self.model, max([*self.lengths, *self.during]), 1, self.device)
+        carries_state = getattr(self.model, "carries_state", False)
+        self.carries = self.streams and carries_state
+        if cfg.eval.sequential and not carries_state:
+            raise tasks.TaskError(
+                f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
+            )
+        o = cfg.optim
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, o.weight_decay),
+            lr=o.lr,
+            betas=tuple(o.betas),
+            eps=o.eps,
+        )
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        kappa = cfg.train.adversary
+        self.adversary = Adversary(self.model.fixed_point_blocks(), kappa) if kappa else None
+        self.max_iters = MaxIters(cfg)
+
+    def start(self, run: RunDir) -> None:
+        """In a directory that is ours: say what trains, go on where it was left, open the log.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used.
+        """
+        self.run = run
+        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint)
+        self._introduce()
+        saved = newest_state(run, self.device, say)
+        if saved is not None:
+            if saved["step"] > self.cfg.train.steps:
+                raise CheckpointError(
+                    f"{run} has made {saved['step']} updates, and train.steps is only"
+                    f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
+                )
+            self.load_state_dict(saved)
+            say(f"resumed  at update {self.step}")
+        if self.step < self.cfg.train.steps and self.solved_at is None:
+            run.result.unlink(missing_ok=True)  # what is there is of fewer updates
+        self.writer = Writer(self.cfg, run, resumed_at=self.step)
+
+    def _introduce(self) -> None:
+        cfg = self.cfg
+        say(f"run      {self.run}")
+        say(f"task     {_task_line(cfg, self.task)}")
+        size = f"{self.parameters / 1e6:.3f} M parameters"
+        say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
+        if cfg.model.name == "fprnn":
+            say(f"kernels  {available(self.device.type)}")
+        say(f"solver   {_solver_line(self.model, cfg)}")
+        if self.streams and not self.carries:
+            say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
+        if warning := missing_kernels(cfg):
+            say(warning)
+
+    def state_dict(self) -> dict:
+        """All that a run goes on from."""
+        seen = self.seen
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "batch_number": self.batch_number,
+            "seconds": self.seconds + time.perf_counter() - self.began,
+            "longest": self.longest,
+            "solved_at": self.solved_at,
+            "state": self.state,
+            "rollbacks": self.rollbacks,
+            "rng": torch.get_rng_state(),
+            "seen": None if seen is None else torch.tensor(sorted(seen), dtype=torch.uint64),
+        }
+
+    def load_state_dict(self, saved: dict) -> None:
+        """From `state_dict`; also of runs that did not keep all of it yet."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step = saved["step"]
+        self.batch_number = saved.get("batch_number", self.step)
+        self.seconds = saved["seconds"]
+        self.longest = saved["longest"]
+        self.solved_at = saved["solved_at"]
+        self.state = saved["state"]
+        self.rollbacks = saved.get("rollbacks", 0)
+        seen = saved.get("seen")
+        self.seen = None if seen is None else set(seen.tolist())
+        torch.set_rng_state(saved["rng"].cpu())
+
+    def fit(self) -> None:
+        """The updates that are left, with records, probes, evaluations and checkpoints when due.
+
+        Raises:
+            Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
+        """
+        steps = self.cfg.train.steps
+        self.solver = solver_of(self.model.train())
+        self.watch = FailureWatch(say, self.solver)
+        self.began = time.perf_counter()
+        self._begin_window()
+        self.batches = self._batches()
+        bar = Progress("training", total=steps, start=self.step, unit="updates")
+        with StopSignals() as signals, bar:
+            while self.step < steps and self.solved_at is None:
+                self.run.check_ours()
+                try:
+                    record = self._update()
+                except Diverged as e:
+                    self._roll_back(e)
+                    continue
+                self._log(record, bar)
+                self._probe_if_due()
+                self._try_out_if_due()
+                self._save_if_due(signals.asked)
+            self.checkpoints.finish()
+        self.seconds += time.perf_counter() - self.began
+
+    def _batches(self):
+        """From the next one on, as long as they are now."""
+        lengths = min(self.shortest, self.longest), self.longest
+        return batches_from(self.task, self.cfg, lengths, self.batch_number)
+
+    def _begin_window(self) -> None:
+        """What the next record sums up begins here."""
+        self.since = time.perf_counter()
+        self.tokens = self.right = self.due = 0
+        self.stats: list = []
+
+    def _update(self) -> dict:
+        """One update → what is logged of it alone.
+
+        Raises:
+            Diverged: the loss or its gradient is NaN or infinite; no weight has moved.
+        """
+        number = self.step + 1
+        lr = self.cfg.optim.lr * lr_factor(self.cfg.optim, self.cfg.train.steps, number)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        batch = next(self.batches)
+        self.batch_number += 1
+        if self.seen is not None and batch.shared is not None:
+            self.seen.update(np.unique(batch.shared).tolist())
+        ids, labels, mask = as_tensors(batch, self.device)
+        before = self.state if batch.carry else None
+        tensors = ids, mask, labels, before
+        limit = None if self.cfg.train.max_iters == "config" else self.max_iters.at(number)
+
+        def one_pass():
+            return loss_of(self.model, *tensors, self.carries, self._autocast)
+
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        with solving(self.model, max_iters=limit):
+            at_full_length = self.longest == self.longest_of_all
+            passed, worse = backward(one_pass, self.adversary if at_full_length else None)
+        loss, logits, solved, state = passed
+        clip = self.cfg.optim.grad_clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        if not torch.isfinite(norm + loss.detach()):
+            raise Diverged(f"the loss is {loss.item()}, the gradient norm {norm.item()}")
+        self.optimizer.step()
+        self.step, self.state = number, state
+        self._count(ids, labels, logits, solved)
+        self.last_input = ids, mask
+        record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
+        return record if worse is None else {**record, "adversarial_loss": worse}
+
+    def _count(self, ids, labels, logits, solved) -> None:
+        scored = labels != tasks.IGNORE
+        self.right += ((logits.argmax(-1) == labels) & scored).sum()
+        self.due += scored.sum()
+        self.tokens += ids.numel()
+        if solved[0] is not None:
+            self.stats += solved
+
+    def _autocast(self):
+        enabled = self.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def _roll_back(self, error: Diverged) -> None:
+        """Back to the last checkpoint, and on with the batches after the one that spoilt it.
+
+        Raises:
+            Diverged: there is none, or `train.rollbacks` of them were made.
+        """
+        failed, most, after = self.step + 1, self.cfg.train.rollbacks, self.batch_number
+        made, seen = self.rollbacks, self.seen
+        self.checkpoints.finish()
+        saved = newest_state(self.run, self.device, say) if made < most else None
+        if saved is None:
+            raise Diverged(
+                f"stopped at update {failed}: {error} ({made} of {most} rollbacks made:"
+                " train.rollbacks)"
+            ) from None
+        self.load_state_dict(saved)
+        self.rollbacks, self.batch_number, self.seen = made + 1, after, seen
+        self.batches = self._batches()
+        say(
+            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
+            f" the data that comes next (rollback {self.rollbacks} of {most})"
+        )
+        rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
+        self.writer.keep_until(self.step)
+        self.writer.write({"step": self.step, "rollback": rollback})
+        self._begin_window()
+
+    def _log(self, record: dict, bar: Progress) -> None:
+        """Every `log.every` updates a record."""
+        steps = self.cfg.train.steps
+        if self.step % self.cfg.log.every and self.step != steps:
+            bar.update(self.step, steps)
+            return
+        now = time.perf_counter()
+        numbers = {k: v.item() if torch.is_tensor(v) else v for k, v in record.items()}
+        record = {
+            "step": self.step,
+            **numbers,
+            "accuracy": float(self.right / max(1, self.due)),
+            "tokens_per_s": round(self.tokens / (now - self.since), 1),
+            "seconds": round(self.seconds + now - self.began, 1),
+            **fixed_point_metrics(self.stats),
+            **adjoint_metrics(self.model),
+        }
+        self.writer.write(record)
+        for saved in self.checkpoints.news():
+            self.writer.write({"step": self.step, "checkpoint": saved.record()})
+        self.watch.look(record.get("failed", []), f"update {self.step}")
+        bar.update(self.step, steps, describe(record))
+        self._begin_window()
+
+    @contextlib.contextmanager
+    def _paused(self):
+        """What happens within does not count as training."""
+        paused = time.perf_counter()
+        yield
+        gone = time.perf_counter() - paused
+        self.began += gone
+        self.since += gone
+
+    @property
+    def _tries_out(self) -> bool:
+        return self.step % self.cfg.eval.every == 0 and self.step < self.cfg.train.steps
+
+    def _probe_if_due(self) -> None:
+        """ℓ* of the last batch; a try-out probes as well."""
+        due = is_due(self.step, self.cfg.log.probe_every) and not self._tries_out
+        if self.solver == "none" or not due:
+            return
+        with self._paused(), self._autocast():
+            measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
+        self.writer.write({"step": self.step, "probe": measured})
+
+    def _try_out_if_due(self) -> None:
+        """Measure on held-out sequences as long as training's; what is solved becomes longer, or
+        ends the training."""
+        if not self._tries_out:
+            return
+        seconds = self.seconds + time.perf_counter() - self.began
+        with self._paused():
+            tried = self._try_out(self.longest)
+            record = {"step": self.step, "valid": tried, "seconds": round(seconds, 1)}
+            if self.during:
+                record["over_lengths"] = {n: self._try_out(n) for n in self.during}
+            self.writer.write(record)
+            say(f"update {self.step:>6}  length {self.longest}: {_scores(tried)}")
+            self._after_score(tried["metrics"][self.task.headline])
+
+    def _try_out(self, length: int) -> dict:
+        cfg = self.cfg
+        return measure(
+            self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=self.seen
+        )
+
+    def _after_score(self, score: float) -> None:
+        curriculum, full = self.cfg.train.curriculum, self.longest_of_all
+        if self.longest < full and score >= curriculum.at:
+            self.longest = min(full, self.longest + curriculum.grow)
+            self.batches, self.state = self._batches(), None
+        elif self.longest == full and score >= (self.cfg.train.stop_at or float("inf")):
+            self.solved_at = self.step
+
+    def _save_if_due(self, stopping: bool) -> None:
+        last = self.step == self.cfg.train.steps or self.solved_at is not None
+        if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
+            self.checkpoints.save(self.step, lambda: {STATE: self.state_dict()})
+        if stopping:
+            self.checkpoints.finish()
+            raise Stopped(
+                f"stopped by a signal after update {self.step}, checkpoint saved: the same command"
+                " continues"
+            )
+
+    def conclude(self) -> dict:
+        """Evaluate the trained model, and write result.json."""
+        cfg, task = self.cfg, self.task
+        results = evaluate_all(
+            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.seen
+        )
+        result = {
+            "task": cfg.task.name,
+            "model": cfg.model.name,
+            "parameters": self.parameters,
+            "updates": self.step,
+            "solved_at": self.solved_at,
+            "training_seconds": round(self.seconds, 1),
+            "headline": task.headline,
+            "chance": task.chance,
+            "eval": results,
+            "bars": passes(cfg.bars, results),
+        }
+        write_json(self.run.result, result)
+        return result
+
+    def close(self) -> None:
+        """The log, whatever happened."""
+        if self.writer is not None:
+            self.writer.close()
 
 
 def _check(cfg: Config, task, lengths: list[int]) -> None:
@@ -370,12 +472,3 @@ def _scores(tried: dict) -> str:
     text = "  ".join(f"{k} {v:.3f}" for k, v in tried["metrics"].items() if not k.startswith("qa"))
     iters = tried.get("num_iters")
     return text + ("  ℓ* " + " ".join(f"{v:.1f}" for v in iters["mean"]) if iters else "")
-
-
-def _describe(record: dict) -> str:
-    text = f"loss {record['loss']:.3f}  acc {record['accuracy']:.3f}  |g| {record['grad_norm']:.2f}"
-    if "evaluations" in record:
-        text += "  evaluations " + " ".join(f"{v:.1f}" for v in record["evaluations"])
-        failed = max(record["failed"])
-        text += f"  failed {failed:.2%}" if failed else ""
-    return f"{text}  {record['tokens_per_s']:,.0f} tok/s"

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 
 from lm import config as base
-from lm.checkpoint import CheckpointError, write_json
 from lm.config import ConfigError
 from lm.console import say
 from lm.old_keys import moved_tree
-from lm.outputs import check_file
+from lm.outputs import check_file, write_json
+from lm.run_dir import RunDirError
 from synthetic import config
 from synthetic.results import UNKNOWN, error, how, in_training, passes, plus_minus
 from synthetic.runs import differences, is_finished, result, run_all
@@ -86,7 +86,7 @@ def validate(
         "updates", "seconds", "parameters"}; also written to OUT/validate.json.
     Raises:
         ConfigError: a config that cannot be validated.
-        CheckpointError: OUT holds a finished run of another config. OutputError: nothing can be
+        RunDirError: OUT holds a finished run of another config. OutputError: nothing can be
             written there.
         TrainingError: some runs failed.
     """
@@ -94,7 +94,7 @@ def validate(
     check_file(Path(out_dir) / "validate.json")
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if other := differences(cfg):
-            raise CheckpointError(
+            raise RunDirError(
                 f"{cfg.run_dir} holds a finished run of another config ({'; '.join(other[:4])}):"
                 " choose another --out-dir, or delete it"
             )

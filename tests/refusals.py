@@ -1,6 +1,7 @@
 """What a command line says when it refuses."""
 
 from lm.cli import main
+from tests.running import REFUSED
 
 
 def refused(capsys, *args, run=main, prog="fprnn") -> str:
@@ -10,10 +11,10 @@ def refused(capsys, *args, run=main, prog="fprnn") -> str:
     except SystemExit as e:  # of argparse
         status = e.code
     shown = capsys.readouterr()
-    assert status in (1, 2), shown
+    assert status in {*REFUSED, 2}, shown
     assert shown.out == ""
     last = shown.err.splitlines()[-1]
-    if status == 1:
+    if status in REFUSED:
         assert shown.err == last + "\n" and last.startswith("error: "), shown.err
     else:
         assert shown.err.startswith(f"usage: {prog}"), shown.err

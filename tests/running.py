@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lm.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
+
 ROOT = Path(__file__).parent.parent
+REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # how a command ends that says one sentence
 ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "OMP_NUM_THREADS": "1",

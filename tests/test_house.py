@@ -21,16 +21,20 @@ FLOORS = {
         "data",
         "errors",
         "kernels",
+        "lease",
         "metrics",
         "old_keys",
         "outputs",
+        "ranks",
         "resuming",
+        "signals",
         "tasks",
+        "watchdog",
         "yaml_text",
     ),
     1: ("model", "plots"),
-    2: ("baselines",),
-    3: ("build", "engine"),
+    2: ("baselines", "run_dir"),
+    3: ("build", "engine", "log"),
     4: ("checkpoint",),
     5: ("exported", "plan", "train"),
     6: ("evaluate", "export", "generate", "report"),
@@ -44,7 +48,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "console", "engine", "errors",
-    "kernels", "metrics", "model", "old_keys", "outputs", "resuming", "tasks",
+    "kernels", "log", "metrics", "model", "old_keys", "outputs", "ranks", "resuming", "run_dir",
+    "signals", "tasks", "watchdog",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lm.config import Data
-from lm.errors import UserError
+from lm.errors import BAD_DATA, UserError
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
@@ -28,6 +28,8 @@ BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
 
 class DataError(UserError, ValueError):
     """Text that cannot be read or used; the message says what, where, and what would do."""
+
+    exit_status = BAD_DATA
 
 
 class Documents(Protocol):

@@ -66,14 +66,15 @@ LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
 
 
 def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
-    from lm.checkpoint import claim
+    from lm.run_dir import RunDir
 
     for check in (check_folder, check_file):
         for place in (tmp_path / LONG, tmp_path / LONG / "below"):
             with pytest.raises(OutputError, match="cannot be written: File name too long"):
                 check(place)
     with pytest.raises(OutputError, match="File name too long"):
-        claim(tiny(f"name={LONG}"), False)
+        cfg = tiny(f"name={LONG}")
+        RunDir(cfg.run_dir).claim(cfg, False)
     with pytest.raises(OutputError, match="File name too long"):
         write_export(None, tmp_path / LONG, None, "x", "")
     train = ["train", "--config", TINY, "--dry-run", f"out_dir={tmp_path}", f"name={LONG}"]
@@ -105,10 +106,11 @@ def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
 
 
 def test_training_in_a_place_that_cannot_be_written(tiny, blocked):
-    from lm.checkpoint import claim
+    from lm.run_dir import RunDir
 
+    cfg = tiny(f"out_dir={blocked}")
     with pytest.raises(OutputError, match="is a file"):
-        claim(tiny(f"out_dir={blocked}"), False)
+        RunDir(cfg.run_dir).claim(cfg, False)
 
 
 def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path, blocked, byte_tokenizer):
@@ -232,7 +234,9 @@ def test_a_damaged_manifest_is_passed_over(tmp_path, text):
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         verify(step)
     said = []
-    assert newest(tmp_path, said.append) is None and "is damaged" in said[0]
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoint in"):
+        newest(step.parent, said.append)
+    assert "is damaged" in said[0]
 
 
 def test_a_damaged_result(capsys, tmp_path):

@@ -6,7 +6,16 @@ import shutil
 import pytest
 
 from lm import checkpoint
-from lm.checkpoint import CheckpointError, claim, newest, verify
+from lm.checkpoint import CheckpointError, newest, verify
+from lm.outputs import write_json
+from lm.run_dir import RunDir, RunDirError
+
+
+def claim(cfg, overwrite=False, say=print):
+    """As a run that ends at once."""
+    run = RunDir(cfg.run_dir)
+    run.claim(cfg, overwrite, say)
+    run.release()
 
 
 @pytest.fixture
@@ -36,7 +45,7 @@ def test_every_kind_of_damage_is_named_and_passed_over(copy):
         with pytest.raises(CheckpointError, match=sentence):
             verify(copy)
         said = []
-        assert newest(copy.parent.parent, said.append).name == "step-000004"
+        assert newest(copy.parent, said.append).name == "step-000004"
         assert sentence in said[0]
     with pytest.raises(CheckpointError, match="no checkpoint folder"):
         verify(copy / "nothing")
@@ -58,9 +67,9 @@ def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "x.json"
-    checkpoint.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        checkpoint.write_json(path, {"a": object()})
+        write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
 
 
@@ -79,15 +88,15 @@ def test_another_number_of_ranks_or_stage_is_refused(tiny_run, tmp_path):
 def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
     """A key that the run's config.yaml does not know yet has its default there."""
     cfg = tiny("resume=auto")
-    checkpoint.claim(cfg, overwrite=False)
+    claim(cfg, overwrite=False)
     (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     saved = cfg.run_dir / "config.yaml"
     lines = saved.read_text().splitlines(keepends=True)
     saved.write_text("".join(line for line in lines if "mixer_h_dep" not in line))
-    checkpoint.claim(cfg, overwrite=False)
+    claim(cfg, overwrite=False)
     assert "mixer_h_dep: true" in saved.read_text()
-    with pytest.raises(checkpoint.CheckpointError, match=r"model.mixer_h_dep was True, is False"):
-        checkpoint.claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
+    with pytest.raises(RunDirError, match=r"model.mixer_h_dep was True, is False"):
+        claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
 
 
 def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):

@@ -47,7 +47,7 @@ def test_loads_in_a_process_where_lm_is_not_importable(tiny_export, tmp_path):
 
 
 def test_exported_weights_are_the_checkpoints(tiny_run, tiny_export):
-    state = consolidated(newest(tiny_run))
+    state = consolidated(newest(tiny_run / "checkpoints"))
     model, _ = load_exported(tiny_export)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.cpu(), state[name]), name
@@ -63,7 +63,7 @@ def test_export_again_replaces_but_never_deletes_something_else(tiny_run, tmp_pa
     out = tmp_path / "out"
     export(tiny_run, out)
     (out / "stale.txt").write_text("old")
-    export(tiny_run, out, newest(tiny_run))
+    export(tiny_run, out, newest(tiny_run / "checkpoints"))
     assert not (out / "stale.txt").exists() and (out / "model.safetensors").exists()
     other = tmp_path / "other"
     other.mkdir()

@@ -333,7 +333,7 @@ def test_the_missing_runs_can_be_trained(tmp_path, capsys):
 
 
 def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys, monkeypatch):
-    from lm.engine import TrainingError
+    from lm.errors import TrainingError
 
     fabricate(sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0], 20.0)
 

@@ -1,20 +1,22 @@
 """The trainer in this process on tiny models: determinism, resume, curriculum, ℓmax, early stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lm.checkpoint import CheckpointError
+from lm.checkpoint import CheckpointError, listed, newest
 from lm.config import ConfigError
 from lm.metrics import read_metrics
 from synthetic import config, tasks
 from synthetic.cli import main, parse
 from synthetic.evaluate import evaluate_run
 from synthetic.tasks import TaskError
-from synthetic.train import MaxIters, loader, train
+from synthetic.train import train
+from synthetic.update import MaxIters, batches_from
 
 TREE = {
     "name": "t",
@@ -230,7 +232,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(cfg):
 def test_batches_are_those_of_the_task_in_order(cfg):
     c = cfg()
     task = tasks.build(c.task)
-    stream = loader(task, c, (4, 4), 5)
+    stream = batches_from(task, c, (4, 4), 5)
     for index in range(5, 12):
         expected = task.batch(c.seed, "train", index, 8, (4, 4))
         assert (next(stream).input_ids == expected.input_ids).all()
@@ -327,11 +329,13 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert "argument --seeds: '-1' is no whole number from 0" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nothing")]) == 1
     assert "holds no trained model" in capsys.readouterr().err
-    checkpoint = c.run_dir / "checkpoints/last.pt"
+    checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):
         assert main(command) == 1
-        assert "last.pt is damaged" in capsys.readouterr().err
+        shown = capsys.readouterr()
+        assert "state.pt has 1000 bytes, not" in shown.out
+        assert "none of the 1 checkpoint in" in shown.err
 
 
 def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
@@ -393,11 +397,13 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
     # Of a checkpoint that has not kept it, and of another task, nothing is said.
-    path = c.run_dir / "checkpoints/last.pt"
-    saved = torch.load(path, weights_only=True)
+    folder = c.run_dir / "checkpoints"
+    saved = torch.load(newest(folder) / "state.pt", weights_only=True)
     seen = saved.pop("seen")
     assert seen.dtype == torch.uint64 and len(seen) > 9
-    torch.save(saved, path)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    torch.save(saved, folder / "last.pt")  # as version 0.1 kept it
     old = [row["in_training"] for row in evaluate_run(c.run_dir)["eval"]]
     assert old == [{"count": None, "of": 16}] * 2
 
@@ -416,8 +422,9 @@ def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):
     c = cfg()
     train(c)
     folder = c.run_dir / "checkpoints"
-    assert [p.name for p in folder.iterdir()] == ["last.pt"]
-    assert torch.load(folder / "last.pt", weights_only=True)["step"] == 12
+    assert [p.name for p in listed(folder)][-1] == "step-000012"
+    assert {p.name for p in newest(folder).iterdir()} == {"manifest.json", "state.pt"}
+    assert torch.load(newest(folder) / "state.pt", weights_only=True)["step"] == 12
 
 
 def test_unknown_options_are_refused():

@@ -1,0 +1,79 @@
+"""This process among its peers: what one rank does for all, and what all find out together."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers; alone it needs no process group."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device | str = "cpu"
+    objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            torch_dist.barrier()
+
+    def first(self, fn, *args):
+        """Rank 0 calls fn; every rank gets its result, or raises its error."""
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = fn(*args)
+            except Exception as e:
+                box[1] = e
+                if self.world_size > 1:
+                    box[1] = _sendable(e)
+        if self.world_size > 1:
+            torch_dist.broadcast_object_list(box, src=0, group=self.objects)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Every rank says whether it has failed; where one has, all raise the first one's error."""
+        errors = [error]
+        if self.world_size > 1:
+            errors = [None] * self.world_size
+            own = None if error is None else _sendable(error)
+            torch_dist.all_gather_object(errors, own, group=self.objects)
+        for found in errors:
+            if found is not None:
+                raise found
+
+    def sum(self, *values: float) -> list[float]:
+        """Element-wise sum over ranks, in fp64."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        t = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch_dist.all_reduce(t)
+        return t.tolist()
+
+    def gather(self, t: torch.Tensor) -> torch.Tensor:
+        """Tensors of equal shape from all ranks, concatenated along the last dimension."""
+        if self.world_size == 1:
+            return t
+        parts = [torch.empty_like(t) for _ in range(self.world_size)]
+        torch_dist.all_gather(parts, t.contiguous())
+        return torch.cat(parts, dim=-1)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or a plain one that says the same where it cannot be pickled."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(repr(error))

@@ -1,0 +1,200 @@
+"""A run directory: every name in it, who may write there, and what a continued run may change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from lm.config import Run, build, load_tree
+from lm.errors import UserError
+from lm.lease import Lease
+from lm.outputs import check_folder, read_json, write_json, write_text, writing
+from lm.resuming import Resume, resume_rule
+
+
+class RunDirError(UserError, RuntimeError):
+    """A run directory that cannot be used as asked; the message says why."""
+
+
+def _named(name: str) -> property:
+    return property(lambda self: self.path / name)
+
+
+class RunDir:
+    """The directory of one run."""
+
+    config = _named("config.yaml")  # as it was trained, defaults and all
+    tokenizer = _named("tokenizer")  # a folder, as HuggingFace has them
+    data = _named("data")  # the prepared corpus
+    checkpoints = _named("checkpoints")  # lm/checkpoint.py
+    metrics = _named("metrics.jsonl")  # the log
+    result = _named("result.json")  # what the finished run reached
+    failure = _named("failure.json")  # why it stopped before
+    environment = _named("environment.json")  # versions and devices
+    deepspeed = _named("deepspeed.json")  # DeepSpeed's configuration
+    lease = _named("lease.json")  # who writes here now
+    stacks = _named("stacks")  # of a run that stood still
+    wandb_id = _named("wandb_id")
+    tensorboard = _named("tensorboard")
+    export = _named("hf")  # where the demo exports to
+    figures = _named("figures")
+    summary = _named("summary.json")  # of `fprnn report`
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._lease: Lease | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config.is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.result.exists()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether anything was trained there: a checkpoint, or a logged step."""
+        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
+    def claim(self, cfg: Run, overwrite: bool, say=print) -> None:
+        """Make the directory ours, new or the same run continued, and write its config.yaml. What a
+        continued run may change is said by the fields of the schema (`lm.resuming`). It stays ours
+        until `release`.
+
+        A directory whose run never got to its first step (a start that failed) is made anew.
+
+        Raises:
+            RunDirError: it already holds a run and neither resume nor --overwrite was asked for;
+                it holds something else; the run to be continued is another one.
+            LeaseError: another process is at work there.
+            OutputError: it cannot be written.
+        """
+        check_folder(self.path)
+        ours = self.holds_run or self.lease.exists()
+        if not ours and self.path.exists() and any(self.path.iterdir()):
+            raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        lease = Lease(self.lease, say)
+        lease.acquire()
+        try:
+            self._take(cfg, overwrite, say)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+
+    def release(self) -> None:
+        """Leave the directory to whoever comes next."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def check_ours(self) -> None:
+        """Raises LeaseError when another process has taken the directory over."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def read_result(self, keys: tuple[str, ...]) -> dict:
+        """`result.json` of a finished run.
+
+        Raises:
+            RunDirError: the run has not finished. DamagedError: the file holds something else.
+        """
+        if not self.is_finished:
+            raise RunDirError(f"{self} has no result.json: training is unfinished")
+        return read_json(self.result, keys)
+
+    def write_failure(self, sentence: str, exit_status: int) -> None:
+        """Leave word of why a run stopped, for `fprnn sweep --status`; taken back by `claim`."""
+        write_json(self.failure, {"sentence": sentence, "exit_code": exit_status})
+
+    def _take(self, cfg: Run, overwrite: bool, say) -> None:
+        if self.holds_run and not overwrite and self.is_started:
+            if cfg.resume == "never":
+                raise RunDirError(
+                    f"{self} already holds a run: continue it with resume=auto, choose another"
+                    " `name`, or delete it with --overwrite"
+                )
+            _continued(cfg, self.config, say)
+        elif self.holds_run:
+            self._clear()
+        self.failure.unlink(missing_ok=True)
+        with writing(self.checkpoints):
+            self.checkpoints.mkdir(exist_ok=True)
+        write_text(self.config, cfg.to_yaml())
+
+    def _clear(self) -> None:
+        """Delete everything but the lease; config.yaml last, so that what is left of a clearing
+        that was cut short is still known for a run."""
+        last = (self.config, self.lease)
+        with writing(self.path):
+            for path in self.path.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path not in last:
+                    path.unlink()
+            self.config.unlink(missing_ok=True)
+
+
+def comparable(cfg: Run) -> dict:
+    """A configuration by dotted keys, its model and solver sections `settled`."""
+    tree = cfg.model_dump(mode="json")
+    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+
+
+def settled(model: dict) -> dict:
+    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
+    model are equal, whether they were written before there was an `auto` or after."""
+    from lm.model.configuration_fprnn import mixer_bounds
+
+    fields = {"block": "fp_mamba1", "mixer": "householder"}
+    fields |= {"kronecker_norm": "auto", "contractive": "auto"}
+    norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
+    return {**model, "kronecker_norm": norm, "contractive": kappa}
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+    return flat
+
+
+def _continued(cfg: Run, saved: Path, say) -> None:
+    """Refuse what a continued run may not change, and say what changes its training.
+
+    Args:
+        saved: the config.yaml that it was trained with so far.
+    Raises:
+        RunDirError: it is a run of another config.
+    """
+    # Through the schema: a key that is newer than the run has its default there.
+    was = build(load_tree(saved), str(saved), type(cfg))
+    old, new = (comparable(c) for c in (was, cfg))
+    changed = {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+    said = {Resume.FIXED: [], Resume.NOTED: [], Resume.FREE: []}
+    for key, (before, now) in changed.items():
+        if key.startswith("solver.") and cfg.model.name != "fprnn":
+            continue  # a baseline has none
+        said[resume_rule(type(cfg), key)].append(f"{key} was {before!r}, is {now!r}")
+    if other := said[Resume.FIXED]:
+        raise RunDirError(
+            f"{saved.parent} holds a run of another config ({'; '.join(other)}): choose another"
+            " `name`, or delete it with --overwrite"
+        )
+    if noted := said[Resume.NOTED]:
+        say(f"note: {'; '.join(noted)}: training goes on with what it is now")
+    if "train.steps" in changed:
+        before, now = changed["train.steps"]
+        say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")

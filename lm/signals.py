@@ -1,0 +1,40 @@
+"""Signals that ask a training to save and stop."""
+
+from __future__ import annotations
+
+import signal
+
+# Of a launcher before a kill, of a batch system before its time limit, of a terminal that closes,
+# of Ctrl-C.
+STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+class StopSignals:
+    """Within the context each of STOP asks for a stop after the current update: `asked`.
+
+    A second Ctrl-C interrupts at once; the others are ignored from the first one on, since
+    launchers repeat them, also while Python takes itself down. What the process ignores already
+    (SIGHUP under nohup) stays ignored.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._before = {}
+
+    def __enter__(self):
+        for number in STOP:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *exc):
+        if not self.asked:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, *_):
+        self.asked = True
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        if signal.SIGINT in self._before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
