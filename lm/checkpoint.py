@@ -382,18 +382,3 @@ def drop_after(folder: Path, step: int) -> None:
 def read_state(path: Path) -> object:
     """A file of a verified checkpoint."""
     return torch.load(path, map_location="cpu", weights_only=False)
-
-
-def consolidated(path: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete.
-    """
-    from lm.engine import consolidate_zero
-
-    manifest = verify(path)
-    path = Path(path)
-    if manifest["zero_stage"] == 0:
-        return read_state(path / "mp_rank_00_model_states.pt")["module"]
-    return consolidate_zero(path.parent, path.name)

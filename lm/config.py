@@ -212,15 +212,49 @@ class Train(Section):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0)  # optimizer updates
-    # sequences a forward pass, per rank
-    micro_batch_size: Annotated[int, FIXED] = Field(8, gt=0)
-    grad_accum_steps: Annotated[int, FIXED] = Field(1, gt=0)
+    # sequences an update, over all ranks: on any number of ranks the same training
+    global_batch_size: Annotated[int | None, FIXED] = Field(None, gt=0)
+    micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
+    # null: what makes the global batch, or 1 where that is not given
+    grad_accum_steps: int | None = Field(None, gt=0)
     world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
+
+    @model_validator(mode="after")
+    def _one_way_to_say_the_batch(self):
+        if self.global_batch_size and self.grad_accum_steps:
+            raise ValueError(
+                "`grad_accum_steps` follows from `global_batch_size`, the ranks and"
+                " `micro_batch_size`: leave it out (null)"
+            )
+        return self
+
+    def accumulation(self, world_size: int) -> int:
+        """Forward passes of an update.
+
+        Raises:
+            ConfigError: the global batch cannot be made of such micro-batches.
+        """
+        if self.global_batch_size is None:
+            return self.grad_accum_steps or 1
+        at_once = self.micro_batch_size * world_size
+        count, left = divmod(self.global_batch_size, at_once)
+        if left or not count:
+            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+            raise ConfigError(
+                f"train.global_batch_size {self.global_batch_size} is no multiple of"
+                f" micro_batch_size {self.micro_batch_size} × {ranks} = {at_once}: set"
+                " train.micro_batch_size so that it is"
+            )
+        return count
+
+    def sequences(self, world_size: int) -> int:
+        """Sequences of an update, over all ranks."""
+        return self.micro_batch_size * self.accumulation(world_size) * world_size
 
 
 class Engine(Section):
@@ -337,8 +371,7 @@ class Config(Run):
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
-        t = self.train
-        return t.micro_batch_size * t.grad_accum_steps * world_size * self.data.seq_len
+        return self.train.sequences(world_size) * self.data.seq_len
 
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

@@ -159,11 +159,21 @@ def decays(name: str) -> bool:
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """AdamW groups: with and without decay."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    with_decay, without = _by_group(model)
     return [
-        {"params": [p for n, p in named if decays(n)], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if not decays(n)], "weight_decay": 0.0},
+        {"params": [p for _, p in with_decay], "weight_decay": weight_decay},
+        {"params": [p for _, p in without], "weight_decay": 0.0},
     ]
+
+
+def optimizer_order(model: torch.nn.Module) -> list[str]:
+    """The names of the parameters in the order in which the optimizer has them."""
+    return [name for group in _by_group(model) for name, _ in group]
+
+
+def _by_group(model: torch.nn.Module) -> tuple[list, list]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [np for np in named if decays(np[0])], [np for np in named if not decays(np[0])]
 
 
 def _merge(base: dict, over: dict) -> dict:
@@ -184,8 +194,8 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     t = cfg.train
     config = {
         "train_micro_batch_size_per_gpu": t.micro_batch_size,
-        "gradient_accumulation_steps": t.grad_accum_steps,
-        "train_batch_size": t.micro_batch_size * t.grad_accum_steps * world_size,
+        "gradient_accumulation_steps": t.accumulation(world_size),
+        "train_batch_size": t.sequences(world_size),
         "gradient_clipping": cfg.optim.grad_clip,
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
@@ -217,7 +227,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
         if merged[key] != config[key]:
             raise ConfigError(
                 f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
-                " set train.micro_batch_size and train.grad_accum_steps instead"
+                " set train.global_batch_size and train.micro_batch_size instead"
             )
     zero = merged["zero_optimization"]
     if not isinstance(zero, dict):
@@ -236,6 +246,12 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
             " numbers, or leave the key out"
         )
     return merged
+
+
+def layout(cfg: Config, world_size: int) -> dict[str, int]:
+    """How weights and optimizer are laid out: a checkpoint says the same of itself."""
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
+    return {"world_size": world_size, "zero_stage": stage}
 
 
 def check_contraction(cfg: Config, config: dict) -> None:
@@ -272,6 +288,11 @@ class Update(NamedTuple):
     stopping: bool
 
 
+def _slice(address) -> slice:
+    """Of DeepSpeed's fragment_address."""
+    return slice(address.start, address.start + address.numel)
+
+
 class _Taken:
     """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written."""
 
@@ -296,7 +317,7 @@ class _Taken:
 
 
 class Engine:
-    """A model under DeepSpeed: one `step` is one update, over grad_accum_steps micro-batches."""
+    """A model under DeepSpeed: one `step` is one update, over `accumulation` micro-batches."""
 
     def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
         deepspeed = _import_deepspeed()
@@ -314,13 +335,13 @@ class Engine:
 
             set_z3_leaf_modules(model, [BLOCKS[cfg.model.block]])
         o = cfg.optim
-        optimizer = torch.optim.AdamW(
+        self.base_optimizer = torch.optim.AdamW(
             parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
             fused=True if ranks.device.type == "cuda" else None,
         )  # fmt: skip
-        self.deepspeed, self.optimizer, _, _ = deepspeed.initialize(
+        self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=model.to(ranks.device),
-            optimizer=optimizer,
+            optimizer=self.base_optimizer,
             lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
                 opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
             ),
@@ -348,22 +369,23 @@ class Engine:
         """One update.
 
         Args:
-            batches: an iterable of grad_accum_steps micro-batches.
+            batches: `accumulation` micro-batches.
             stop: this rank was asked to stop. alive: called after each micro-batch.
         Raises:
             Diverged: the loss or its gradient is NaN or infinite on some rank; no weight has moved.
         """
         self.deepspeed.train()
         total, stats = torch.zeros((), device=self.ranks.device), []
-        count = self.cfg.train.grad_accum_steps
-        for i, batch in enumerate(batches):
+        shares = self._shares(batches)
+        for i, (batch, share) in enumerate(zip(batches, shares)):
             output = self.forward(batch)
-            total += output.loss.detach().float() / count
+            loss = output.loss * share
+            total += loss.detach().float() / len(batches)
             if getattr(output, "fixed_point", None) is not None:
                 stats.append(output.fixed_point)
-            self.deepspeed.backward(output.loss)
+            self.deepspeed.backward(loss)
             alive()
-            if i < count - 1:
+            if i < len(batches) - 1:
                 self.deepspeed.step()
         loss, asked = self.ranks.sum(total.item(), stop)
         loss = loss / self.ranks.world_size
@@ -376,6 +398,15 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0)
+
+    def _shares(self, batches: list) -> list[float]:
+        """What each micro-batch's mean loss counts for in the mean of all: 1, but for one with
+        fewer targets (a corpus' last block). So the loss does not depend on how an update is cut
+        into micro-batches."""
+        counts = [float((batch["labels"] != -100).sum()) for batch in batches]
+        (targets,) = self.ranks.sum(sum(counts))
+        mean = targets / (len(batches) * self.ranks.world_size)
+        return [count / mean for count in counts]
 
     def state_files(self, folder: Path, step: int) -> dict[str, object]:
         """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
@@ -391,23 +422,65 @@ class Engine:
             self.deepspeed.checkpoint_engine = own
         return taken.files
 
-    def load(self, path: Path, manifest: dict) -> None:
-        """Weights, optimizer and schedule of a verified checkpoint.
+    def load(self, path: Path) -> None:
+        """Weights, optimizer and schedule of a verified checkpoint of this `layout`.
 
         Raises:
-            ConfigError: it was written by another number of ranks or another ZeRO stage.
             TrainingError: DeepSpeed could not load it.
         """
-        now = {"world_size": self.ranks.world_size, "zero_stage": self.zero_stage}
-        for what, ours in now.items():
-            if manifest[what] != ours:
-                raise ConfigError(
-                    f"checkpoint {path} was written with {what} {manifest[what]}, this run has"
-                    f" {ours}: resume it with {what} {manifest[what]}"
-                )
         loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise TrainingError(f"DeepSpeed could not load {path}")
+
+    def go_on(self, moments: dict[str, dict[str, torch.Tensor]], updates: int) -> None:
+        """Go on after so many updates with moments that were gathered from other ranks or another
+        ZeRO stage. The model had its weights before this engine was made.
+
+        Args:
+            moments: {"exp_avg", "exp_avg_sq": {parameter name: its shape}}.
+        """
+        for flat, parts in self._optimizer_parts():
+            state = {"step": torch.tensor(float(updates))}
+            for key, whole in moments.items():
+                state[key] = torch.zeros_like(flat)
+                for name, target, source in parts:
+                    # Past the end of `whole` there is a partition's padding.
+                    piece = whole[name].flatten()[source].to(flat)
+                    state[key].view(-1)[target][: len(piece)] = piece
+            self.base_optimizer.state[flat] = state
+        self.deepspeed.global_steps = updates
+        self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
+        self.deepspeed.global_samples = updates * self.config["train_batch_size"]
+        self.scheduler.last_epoch = updates - 1
+        self.scheduler.step()
+
+    def _optimizer_parts(self):
+        """(a tensor that AdamW steps, [(parameter name, slice of that tensor, slice of the whole
+        parameter)]) of this rank, as the ZeRO stage has laid them out."""
+        names = {p: n for n, p in self.deepspeed.module.named_parameters()}
+        optimizer = self.deepspeed.optimizer
+        if self.zero_stage == 0:
+            for p, name in names.items():
+                yield p, [(name, slice(None), slice(None))]
+        elif self.zero_stage < 3:
+            groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
+            for flat, params in groups:
+                mapped = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
+                yield (
+                    flat,
+                    [
+                        (name, _slice(part.hp_fragment_address), _slice(part.lp_fragment_address))
+                        for name, part in mapped
+                    ],
+                )
+        else:
+            parts = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+            for p, name in names.items():
+                group, start, count = optimizer.grad_position[optimizer.get_param_id(p)]
+                first = self.ranks.rank * count
+                own = slice(first, first + count)
+                parts[group].append((name, slice(start, start + count), own))
+            yield from zip(optimizer.fp32_partitioned_groups_flat, parts)
 
     def close(self) -> None:
         """The last call on every rank: nothing that the peers sent each other is still under way.

@@ -47,6 +47,7 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     from lm.build import build_model, vocabulary
     from lm.config import load
     from lm.data.tokenizer import load_tokenizer
+    from lm.reshard import consolidated
 
     run_dir, out = Path(run_dir), Path(out)
     if not (run_dir / "config.yaml").is_file():
@@ -62,7 +63,7 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
     )
     try:
-        model.load_state_dict(checkpoints.consolidated(path), strict=True)
+        model.load_state_dict(consolidated(path), strict=True)
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise ExportError(

@@ -182,7 +182,7 @@ def plan(cfg: Config, world_size: int) -> dict:
         "vocab_size": vocab_size,
         "parameters": n,
         "parameters_without_embedding": n - embedding,
-        "sequences_per_step": t.micro_batch_size * t.grad_accum_steps * world_size,
+        "sequences_per_step": t.sequences(world_size),
         "tokens_per_step": tokens_per_step,
         "tokens": tokens,
         "dataset_tokens": dataset_tokens,

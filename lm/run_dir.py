@@ -145,7 +145,12 @@ class RunDir:
 def comparable(cfg: Run) -> dict:
     """A configuration by dotted keys, its model and solver sections `settled`."""
     tree = cfg.model_dump(mode="json")
-    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+    flat = _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+    if flat.get("train.global_batch_size", 0) is None:  # one that is not said, by what it is
+        train = cfg.train
+        size = train.sequences(train.world_size or 1)
+        flat["train.global_batch_size"] = size if train.world_size else f"{size} a rank"
+    return flat
 
 
 def settled(model: dict) -> dict:

@@ -13,7 +13,14 @@ import torch
 
 from lm import engine as ds
 from lm.build import build_model, check_section, missing_kernels, vocabulary
-from lm.checkpoint import Checkpoints, check_resume, drop_after, read_state, to_resume
+from lm.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    check_resume,
+    drop_after,
+    read_state,
+    to_resume,
+)
 from lm.config import Config, ConfigError, check_warmup
 from lm.console import Progress, say
 from lm.data.sources import SUFFIXES, source_files
@@ -30,10 +37,12 @@ from lm.metrics import (
 )
 from lm.outputs import DamagedError, write_json
 from lm.ranks import Ranks
+from lm.reshard import gathered
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
 from lm.watchdog import Watchdog
 
+RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
@@ -70,7 +79,7 @@ def check_config(cfg: Config, world_size: int) -> None:
         raise ConfigError(
             f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
             f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.grad_accum_steps to keep the global batch"
+            " train.global_batch_size to train alike on any number"
         )
     asked()
     check_warmup(cfg)
@@ -149,11 +158,14 @@ class Training:
         self.writer: Writer | None = None  # on rank 0
         self.signals = StopSignals()
         self.stats: list = []  # reports of the solver since the last record
+        self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
+        self.layout = ds.layout(cfg, ranks.world_size)
+        about = {**self.layout, "global_batch_size": cfg.train.sequences(ranks.world_size)}
+        self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
+        self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_model()
-        about = {"zero_stage": self.engine.zero_stage}
-        self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
 
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote."""
@@ -179,9 +191,32 @@ class Training:
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
         flops = _affine(getattr(self.model, "flops_per_token", None))
-        self.engine = ds.Engine(cfg, self.model, self.ranks)
+        self.engine = self._engine()
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
+
+    def _engine(self) -> ds.Engine:
+        """With the weights and the optimizer of the checkpoint that is resumed, where there is
+        one."""
+        cfg, ranks = self.cfg, self.ranks
+        if self.found is None:
+            return ds.Engine(cfg, self.model, ranks)
+        path, manifest = self.found
+        if self._fits(manifest):
+            engine = ds.Engine(cfg, self.model, ranks)
+            engine.load(path)
+            return engine
+        was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
+        say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
+        whole = gathered(path, manifest, ds.optimizer_order(self.model))
+        self.model.load_state_dict(whole.weights)
+        engine = ds.Engine(cfg, self.model, ranks)
+        engine.go_on(whole.moments, manifest["step"])
+        return engine
+
+    def _fits(self, manifest: dict) -> bool:
+        """Whether a checkpoint is laid out over ranks as this run is."""
+        return all(manifest[key] == value for key, value in self.layout.items())
 
     def resume(self) -> None:
         """Go on where `resume:` says, and open the log there.
@@ -190,9 +225,9 @@ class Training:
             CheckpointError, DataError: the checkpoint cannot be used.
         """
         folder = self.run.checkpoints
-        found = self.ranks.first(to_resume, self.cfg.resume, folder, say)
-        if found is not None:
-            path, manifest = found
+        if self.found is not None:
+            path, manifest = self.found
+            self._check_batch(path, manifest)
             self._restore(path, manifest)
             if path.resolve().parent == folder.resolve() and self.cfg.resume != "auto":
                 self.ranks.first(drop_after, folder, self.step)
@@ -201,22 +236,34 @@ class Training:
             self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
 
-    def _restore(self, path: Path, manifest: dict, data: bool = True) -> None:
-        """data: the position in the data as well."""
-        self.engine.load(path, manifest)
-        state = read_state(path / self._own_file)
-        torch.set_rng_state(state["rng"])
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda_rng"])
+    def _check_batch(self, path: Path, manifest: dict) -> None:
+        """Raises CheckpointError where an update would be of another size."""
+        before = manifest.get("global_batch_size")  # None: of a run that did not say it yet
+        now = self.checkpoints.about["global_batch_size"]
+        if before not in (None, now):
+            raise CheckpointError(
+                f"{path} was trained with {before} sequences an update, this run has {now}: set"
+                f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
+            )
+
+    def _restore(self, path: Path, manifest: dict) -> None:
+        """Where a checkpoint stands, beside weights and optimizer."""
+        own = path / self._own_file
+        state = read_state(own if own.exists() else path / RANK_FILE.format(0))
+        if manifest["world_size"] == self.ranks.world_size:
+            torch.set_rng_state(state["rng"])
+            if "cuda_rng" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_rng"])
+        else:  # the ranks of then are not those of now
+            torch.manual_seed(self.cfg.seed + manifest["step"] * 1_000_003 + self.ranks.rank)
         self.step = manifest["step"]
-        if data:
-            self.batches.load_state_dict(state["loader"])
-            self.seconds = state["seconds"]
-            self.rollbacks = state.get("rollbacks", 0)
+        self.batches.load_state_dict(state["loader"])
+        self.seconds = state["seconds"]
+        self.rollbacks = state.get("rollbacks", 0)
 
     @property
     def _own_file(self) -> str:
-        return f"loader-rank{self.ranks.rank:04d}.pt"
+        return RANK_FILE.format(self.ranks.rank)
 
     def _state_files(self) -> dict:
         """What a checkpoint holds of this rank."""
@@ -282,7 +329,7 @@ class Training:
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
         micro = []
-        for _ in range(self.cfg.train.grad_accum_steps):
+        for _ in range(self.accumulation):
             micro.append(next(self.batches))
             self.alive()
         update = self.engine.step(micro, self.signals.asked, self.alive)
@@ -304,14 +351,16 @@ class Training:
         found = None
         if self.rollbacks < most:
             found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
-        if found is None:
+        if found is None or not self._fits(found[1]):
             stands = self.checkpoints.published
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {kept}, {self.rollbacks} of {most} rollbacks"
                 " (train.rollbacks) made"
             ) from None
-        self._restore(*found, data=False)
+        path, manifest = found
+        self.engine.load(path)
+        self.step = manifest["step"]
         self.rollbacks += 1
         self.stats = []
         say(

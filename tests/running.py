@@ -44,7 +44,7 @@ def losses(run_dir):
     return [r for r in map(json.loads, lines) if "loss" in r]
 
 
-def run(out_dir, *overrides, processes=0):
+def run(out_dir, *overrides, processes=0, name="tiny"):
     """Train the tiny config to its end → (training records, CompletedProcess).
 
     Raises:
@@ -58,4 +58,4 @@ def run(out_dir, *overrides, processes=0):
         text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return losses(Path(out_dir) / "tiny"), done
+    return losses(Path(out_dir) / name), done

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from lm import checkpoint
 from lm.checkpoint import CheckpointError, newest, verify
 from lm.outputs import write_json
+from lm.reshard import consolidated
 from lm.run_dir import RunDir, RunDirError
 
 
@@ -58,7 +58,7 @@ def test_no_checkpoint_is_none(tmp_path):
 def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
     from lm.build import build_model
 
-    state = checkpoint.consolidated(copy)
+    state = consolidated(copy)
     expected = build_model(tiny(), 304).state_dict()
     assert set(state) == set(expected)
     for name, tensor in state.items():

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from lm.checkpoint import consolidated, newest
+from lm.checkpoint import newest
 from lm.export import ExportError, export
 from lm.generate import GenerationError, generate, load_exported
+from lm.reshard import consolidated
 
 ELSEWHERE = """
 import importlib.util, json, sys

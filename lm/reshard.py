@@ -1,0 +1,89 @@
+"""A checkpoint as other ranks or another ZeRO stage need it: whole tensors by parameter name."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lm.checkpoint import read_state, verify
+from lm.engine import consolidate_zero
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+_PLAIN = "mp_rank_00_model_states.pt"  # where stage 0 keeps all
+
+
+class Gathered(NamedTuple):
+    """The training state of a checkpoint without its layout over ranks.
+
+    Args:
+        weights: in fp32, under the model's names.
+        moments: {"exp_avg", "exp_avg_sq": {name: of that parameter's shape}}.
+    """
+
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, dict[str, torch.Tensor]]
+
+
+def consolidated(path: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+    """
+    path = Path(path)
+    if verify(path)["zero_stage"] == 0:
+        return read_state(path / _PLAIN)["module"]
+    return consolidate_zero(path.parent, path.name)
+
+
+def gathered(path: Path, manifest: dict, names: list[str]) -> Gathered:
+    """Weights and optimizer of a verified checkpoint, whole. All of it is read, by every rank that
+    calls this.
+
+    Args:
+        names: of the parameters, in the optimizer's order.
+    """
+    if manifest["zero_stage"] == 0:
+        return _of_one_piece(path, names)
+    moments = {key: _laid_out_as_weights(path, manifest["zero_stage"], key) for key in MOMENTS}
+    weights = consolidate_zero(path.parent, path.name)
+    return Gathered(weights, {k: {n: v[n] for n in names if n in v} for k, v in moments.items()})
+
+
+def _of_one_piece(path: Path, names: list[str]) -> Gathered:
+    saved = read_state(path / _PLAIN)
+    states = saved["optimizer"]["state"]
+    moments = {
+        key: {name: states[i][key] for i, name in enumerate(names) if i in states}
+        for key in MOMENTS
+    }
+    return Gathered(saved["module"], moments)
+
+
+def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Tensor]:
+    """One moment of all parameters. Each rank's lies in its file as its weights do, so DeepSpeed
+    puts it together when it is given in their place."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "moment"
+        copy.mkdir()
+        for file in path.glob("*model_states.pt"):
+            (copy / file.name).symlink_to(file.resolve())
+        for file in path.glob("*optim_states.pt"):
+            saved = read_state(file)
+            _put_in_place_of_weights(saved["optimizer_state_dict"], stage, key)
+            torch.save(saved, copy / file.name)
+        return consolidate_zero(copy.parent, copy.name)
+
+
+def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
+    if stage == 3:
+        states, weights = saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
+    else:
+        states = saved["base_optimizer_state"]["state"]
+        weights = saved["single_partition_of_fp32_groups"]
+    for i, weight in enumerate(weights):
+        # Without the padding at a partition's end, as the weights are saved.
+        weights[i] = states[i][key].flatten()[: weight.numel()].view(weight.shape)
