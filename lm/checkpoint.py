@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import queue
 import re
 import shutil
 import threading
@@ -70,7 +71,6 @@ class _Job:
     error: Exception | None = None
     written: threading.Event = field(default_factory=threading.Event)  # or failed
     cancelled: threading.Event = field(default_factory=threading.Event)
-    saved: Saved | None = None
 
 
 class Checkpoints:
@@ -89,7 +89,7 @@ class Checkpoints:
         self._intact: dict[Path, tuple] = {}  # folder → what its files looked like when whole
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
-        self._news: list[Saved] = []
+        self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
 
     def save(self, step: int, collect: Callable[[], dict[str, object]]) -> None:
         """Take a copy of the state, and write it from a thread while training goes on.
@@ -134,12 +134,7 @@ class Checkpoints:
 
     def news(self) -> list[Saved]:
         """What was published since the last call (on rank 0)."""
-        job = self._job
-        if job is not None and job.saved is not None and not self._thread.is_alive():
-            self._news.append(job.saved)
-            job.saved = None
-        news, self._news = self._news, []
-        return news
+        return [self._news.get() for _ in range(self._news.qsize())]
 
     def _begin(self, partial: Path) -> None:
         drop_partial(self.folder)
@@ -182,7 +177,8 @@ class Checkpoints:
             sync(self.folder)
         self._intact[path] = _looks(path, manifest)
         self._prune()
-        job.saved = Saved(job.step, job.blocked_s, time.monotonic() - job.began, total)
+        seconds = time.monotonic() - job.began
+        self._news.put(Saved(job.step, job.blocked_s, seconds, total))
 
     def _prune(self) -> None:
         """Delete whole checkpoints beyond the newest `keep`; those of `keep_every` stay, and
@@ -234,7 +230,8 @@ def snapshot(value):
 def _write_file(path: Path, state) -> list:
     """[bytes, SHA-256] of the file, which is on the disk."""
     try:
-        torch.save(state, path)
+        with path.open("wb") as file:  # torch's own writer keeps a full disk's space after an error
+            torch.save(state, file)
         sync(path)
     except (OSError, RuntimeError) as e:  # RuntimeError: how torch's writer says it
         free = shutil.disk_usage(path.parent).free
