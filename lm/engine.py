@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import math
@@ -481,6 +482,14 @@ class Engine:
                 own = slice(first, first + count)
                 parts[group].append((name, slice(start, start + count), own))
             yield from zip(optimizer.fp32_partitioned_groups_flat, parts)
+
+    def release(self) -> None:
+        """Give up weights, gradients and optimizer: another engine takes this one's place."""
+        self.deepspeed.destroy()
+        self.deepspeed = self.base_optimizer = self.scheduler = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """The last call on every rank: nothing that the peers sent each other is still under way.

@@ -351,18 +351,20 @@ class Training:
         found = None
         if self.rollbacks < most:
             found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
-        if found is None or not self._fits(found[1]):
+        if found is None:
             stands = self.checkpoints.published
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {kept}, {self.rollbacks} of {most} rollbacks"
                 " (train.rollbacks) made"
             ) from None
-        path, manifest = found
-        self.engine.load(path)
-        self.step = manifest["step"]
-        self.rollbacks += 1
-        self.stats = []
+        after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
+        self.engine.release()  # with the gradients that are spoilt
+        self.found = found
+        self._build_model()
+        self._restore(*found)
+        self.batches.load_state_dict(after)
+        self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
             f" the data that comes next (rollback {self.rollbacks} of {most})"

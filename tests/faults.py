@@ -1,0 +1,87 @@
+"""A command line with a fault injected: `python -m tests.faults FAULT[=N] COMMAND...`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def nan_at(count: int) -> None:
+    """The loss of the count-th forward pass in training is NaN."""
+    from lm.engine import Engine
+
+    real, passes = Engine.forward, [0]
+
+    def forward(self, batch):
+        output = real(self, batch)
+        if self.deepspeed.training:
+            passes[0] += 1
+            if passes[0] == count:
+                output.loss = output.loss * float("nan")
+        return output
+
+    Engine.forward = forward
+
+
+def stop_at(count: int) -> None:
+    """SIGSTOP before the count-th update, as of a node that hangs."""
+    from lm.engine import Engine
+
+    real, updates = Engine.step, [0]
+
+    def step(self, *args):
+        updates[0] += 1
+        if updates[0] == count:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real(self, *args)
+
+    Engine.step = step
+
+
+def sleep_at(count: int) -> None:
+    """The count-th update never ends."""
+    import time
+
+    from lm.engine import Engine
+
+    real, updates = Engine.step, [0]
+
+    def step(self, *args):
+        updates[0] += 1
+        if updates[0] == count:
+            time.sleep(600)
+        return real(self, *args)
+
+    Engine.step = step
+
+
+def synthetic_nan_at(count: int) -> None:
+    """The loss of the count-th pass of the synthetic trainer is NaN."""
+    import synthetic.train
+
+    real, passes = synthetic.train.loss_of, [0]
+
+    def loss_of(*args):
+        loss, *rest = real(*args)
+        passes[0] += 1
+        return (loss * float("nan") if passes[0] == count else loss, *rest)
+
+    synthetic.train.loss_of = loss_of
+
+
+FAULTS = {f.__name__: f for f in (nan_at, stop_at, sleep_at, synthetic_nan_at)}
+
+
+def main() -> int:
+    name, _, count = sys.argv[1].partition("=")
+    FAULTS[name](int(count))
+    if name.startswith("synthetic"):
+        from synthetic.cli import main as command
+    else:
+        from lm.cli import main as command
+    return command(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
