@@ -223,6 +223,7 @@ class Train(Section):
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
+    spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self):

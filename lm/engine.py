@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 
 from lm.config import Config, ConfigError, Optim
 from lm.errors import Diverged, TrainingError
+from lm.metrics import Busy
 from lm.outputs import writing
 from lm.ranks import Ranks
 
@@ -348,6 +349,7 @@ class Engine:
             ),
             config=self.config,
         )
+        self.busy = Busy(ranks.device)
         _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
 
     @property
@@ -379,7 +381,8 @@ class Engine:
         total, stats = torch.zeros((), device=self.ranks.device), []
         shares = self._shares(batches)
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            output = self.forward(batch)
+            with self.busy.working():
+                output = self.forward(batch)
             loss = output.loss * share
             total += loss.detach().float() / len(batches)
             if getattr(output, "fixed_point", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -145,6 +146,79 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
         for layer, share in enumerate(failed)
         if share > FAILED_SHARE
     }
+
+
+class Busy:
+    """Seconds that this rank itself works; on a GPU those of the device."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.seconds = 0.0
+        self.events: list[tuple] = []
+
+    @contextlib.contextmanager
+    def working(self):
+        """What happens within counts."""
+        if self.on_gpu:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self.events.append((first, last))
+        else:
+            began = time.perf_counter()
+            yield
+            self.seconds += time.perf_counter() - began
+
+    def read(self) -> float:
+        """Seconds since the last reading."""
+        if self.events:
+            self.events[-1][1].synchronize()
+            self.seconds += sum(a.elapsed_time(b) for a, b in self.events) / 1000
+        seconds, self.seconds, self.events = self.seconds, 0.0, []
+        return seconds
+
+
+def imbalance(seconds: float, gather) -> dict:
+    """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
+    of one rank alone.
+
+    Args:
+        seconds: that this rank has worked. gather: concatenates over ranks.
+    """
+    over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
+    if len(over_ranks) == 1:
+        return {}
+    slowest = over_ranks.max().clamp_min(1e-9)
+    return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
+
+
+class Spikes:
+    """Notices a loss far above those before it.
+
+    Args:
+        times: above so many times their mean; None: never.
+        window: updates that the mean remembers, and that must have gone by.
+    """
+
+    def __init__(self, times: float | None, window: int = 50):
+        self.times, self.window = times, window
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the weights are others."""
+        self.mean, self.count = 0.0, 0
+
+    def look(self, loss: float) -> str | None:
+        """What is wrong with an update's loss, or None."""
+        if self.times and self.count >= self.window and loss > self.times * self.mean:
+            return (
+                f"the loss is {loss:.4f}, more than {self.times:g} times (train.spike) its mean of"
+                f" {self.mean:.4f}"
+            )
+        self.count += 1
+        self.mean += (loss - self.mean) / min(self.count, self.window)
+        return None
 
 
 class Throughput:

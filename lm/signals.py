@@ -13,8 +13,8 @@ class StopSignals:
     """Within the context each of STOP asks for a stop after the current update: `asked`.
 
     A second Ctrl-C interrupts at once; the others are ignored from the first one on, since
-    launchers repeat them, also while Python takes itself down. What the process ignores already
-    (SIGHUP under nohup) stays ignored.
+    launchers repeat them, also while Python takes itself down. SIGHUP and SIGINT stay ignored where
+    they are (nohup, a shell's background); launch/deepspeed.sh starts its ranks with USR1 ignored.
     """
 
     def __init__(self):
@@ -23,7 +23,8 @@ class StopSignals:
 
     def __enter__(self):
         for number in STOP:
-            if signal.getsignal(number) != signal.SIG_IGN:
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            if not ignored or number in (signal.SIGTERM, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._ask)
         return self
 

@@ -29,9 +29,11 @@ from lm.kernels import asked
 from lm.log import Writer, describe
 from lm.metrics import (
     FailureWatch,
+    Spikes,
     Throughput,
     adjoint_metrics,
     fixed_point_metrics,
+    imbalance,
     is_due,
     probe,
 )
@@ -157,6 +159,7 @@ class Training:
         self.began = time.perf_counter()
         self.writer: Writer | None = None  # on rank 0
         self.signals = StopSignals()
+        self.spikes = Spikes(cfg.train.spike)
         self.stats: list = []  # reports of the solver since the last record
         self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
@@ -333,6 +336,8 @@ class Training:
             micro.append(next(self.batches))
             self.alive()
         update = self.engine.step(micro, self.signals.asked, self.alive)
+        if what := self.spikes.look(update.loss):
+            raise Diverged(what)
         self.first_micro_batch = micro[0]
         self.step += 1
         self.stats += update.stats
@@ -365,6 +370,7 @@ class Training:
         self._restore(*found)
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
+        self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
             f" the data that comes next (rollback {self.rollbacks} of {most})"
@@ -396,6 +402,7 @@ class Training:
             **self.speed.read(_mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
+            **imbalance(self.engine.busy.read(), self._gather_host),
         }
         if cfg.log.contraction:
             record |= self.engine.contraction(self.first_micro_batch)
@@ -404,6 +411,9 @@ class Training:
         self._log_saves()
         bar.update(self.step, steps, describe(record))
         self.watch.look(record.get("failed", []), f"update {self.step}")
+
+    def _gather_host(self, t: torch.Tensor) -> torch.Tensor:
+        return self.ranks.gather(t.to(self.ranks.device)).cpu()
 
     def _probe_if_due(self) -> None:
         """Between validations, which probe as well."""
