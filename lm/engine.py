@@ -117,8 +117,15 @@ def launched() -> tuple[int, int, int]:
     and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
 
     Raises:
-        ConfigError: one of them is no such number, or RANK is there without WORLD_SIZE.
+        ConfigError: one of them is no such number, RANK is there without WORLD_SIZE, or Slurm has
+            started several tasks without telling them their RANK: each would be a run of its own,
+            all in one run directory.
     """
+    if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        raise ConfigError(
+            f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
+            " launch/slurm.sbatch, which tells each task its rank, or start one task, srun -n 1"
+        )
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
