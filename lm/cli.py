@@ -352,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         if text is None:
             raise
         print(f"error: {text}", file=sys.stderr)
-        return 1
+        return getattr(e, "exit_code", 1)
 
 
 if __name__ == "__main__":

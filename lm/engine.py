@@ -29,6 +29,12 @@ class TrainingError(UserError, RuntimeError):
     """Training cannot go on; the message says at which step and what is left."""
 
 
+class Preempted(TrainingError):
+    """A signal has stopped the run, which is saved."""
+
+    exit_code = 75  # EX_TEMPFAIL: the launch scripts queue such a run again
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among its peers."""

@@ -255,7 +255,7 @@ def _train(cfg: Config, ranks, overwrite: bool, on_exit: contextlib.ExitStack) -
                 saved_at = step
                 speed.restart()
             if engine.stopping and step < steps:
-                raise ds.TrainingError(
+                raise ds.Preempted(
                     f"stopped by a signal after update {step}, checkpoint saved: continue with"
                     " resume=auto"
                 )

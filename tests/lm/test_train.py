@@ -103,7 +103,7 @@ def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
         process.send_signal(number)
         time.sleep(0.01)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and "stopped by a signal after update" in output
+    assert process.returncode == 75 and "stopped by a signal after update" in output
     assert "Traceback" not in output
     resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
     assert "resumed" in done.stdout
