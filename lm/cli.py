@@ -54,9 +54,26 @@ def _train(args) -> int:
 def _sweep(args) -> int:
     from lm import config
 
+    if args.status or args.json:
+        return _sweep_status(args)
     tree = config.load_tree(args.config)
+    config.set_overrides(tree, args.override)
     for i, point in enumerate(config.sweep_points(tree, args.config)):
         print(config.point_name(tree.get("name", "run"), i, point))
+    return 0
+
+
+def _sweep_status(args) -> int:
+    from lm import sweep_status as status
+    from lm.console import say
+
+    points = status.sweep_status(args.config, args.override)
+    if args.json:
+        print(status.as_json(points))
+        return 0
+    say(status.table(points))
+    for line in status.remarks(points):
+        say(line)
     return 0
 
 
@@ -213,8 +230,19 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
-    c = commands.add_parser("sweep", help="list the grid of a YAML's sweep: section")
+    c = commands.add_parser(
+        "sweep",
+        help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
+        description="List the points of a YAML's sweep. OVERRIDES are those that the points are"
+        " trained with: `name` and `out_dir` say where their runs are.",
+    )
     c.add_argument("config", metavar="YAML")
+    c.add_argument(
+        "--status", action="store_true",
+        help="of each point: done, running, stopped, failed or missing; how far, and why",
+    )  # fmt: skip
+    c.add_argument("--json", action="store_true", help="the status for a program to read")
+    c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_sweep)
 
     c = commands.add_parser("export", help="run directory → HuggingFace directory")

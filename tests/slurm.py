@@ -1,7 +1,7 @@
 """A Slurm of one's own: munged, slurmctld and a slurmd for each node, on this host and in a folder.
 
-Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. Nothing of it is installed, listens
-outside this host or stays after `stop`.
+Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. No daemon of it stays after
+`stop`.
 """
 
 import os
@@ -154,7 +154,7 @@ class Slurm:
         """Wait until a job is in one of the states (COMPLETED, FAILED, …) → what is said of it."""
         deadline = time.monotonic() + seconds
         while (shown := self.job(job))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"job {job} is still {shown['JobState']}"
+            assert time.monotonic() < deadline, f"{job} is still {shown['JobState']}: {shown}"
             time.sleep(0.3)
         return shown
 
