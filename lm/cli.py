@@ -18,6 +18,8 @@ EPILOG = """examples:
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
+  fprnn sweep configs/lm/sweep_mixers.yaml --status
+  fprnn doctor
 """
 
 
@@ -163,6 +165,14 @@ def _report(args) -> int:
 
     say(table(summarise(args.run), f"Summary of {args.run}"))
     return 0
+
+
+def _doctor(args) -> int:
+    from lm import doctor
+
+    findings = doctor.examine(args.out_dir)
+    print(doctor.report(findings))
+    return 0 if doctor.works(findings) else 1
 
 
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
@@ -350,6 +360,15 @@ def parser() -> argparse.ArgumentParser:
     c = commands.add_parser("report", help="figures and one summary of a finished run")
     c.add_argument("run", metavar="RUN")
     c.set_defaults(run_command=_report)
+
+    c = commands.add_parser(
+        "doctor",
+        help="what is installed and works here, and what mends what does not",
+        description="Try out what training needs on this machine, in seconds and without a network:"
+        " exit status 0 where it works, 1 where something must be mended first.",
+    )
+    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
+    c.set_defaults(run_command=_doctor)
     return p
 
 

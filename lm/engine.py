@@ -109,6 +109,16 @@ def _import_deepspeed():
     return deepspeed
 
 
+def deepspeed_facts() -> dict:
+    """DeepSpeed's version, and which operations of its own it could compile here."""
+    deepspeed = _import_deepspeed()
+    possible = deepspeed.ops.__compatible_ops__
+    return {
+        "version": deepspeed.__version__,
+        "operations": sorted(name for name, works in possible.items() if works),
+    }
+
+
 def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names."""
     _import_deepspeed()

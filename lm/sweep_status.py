@@ -134,7 +134,7 @@ def _steps(path: Path) -> int | None:
     """`train.steps` of a run's own config, which overrides may have changed."""
     try:
         steps = config.load_tree(path)["train"]["steps"]
-    except (ConfigError, OSError, LookupError, TypeError):
+    except (ConfigError, OSError, LookupError, TypeError, RecursionError):
         return None
     return steps if _is_count(steps) else None
 

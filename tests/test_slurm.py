@@ -53,8 +53,7 @@ def steps(run_dir) -> list[int]:
 def wait_for_step(run_dir, step, log, seconds=120):
     deadline = time.monotonic() + seconds
     while max(steps(run_dir), default=0) < step:
-        output = log.read_text()[-3000:] if log.exists() else "no output"
-        assert time.monotonic() < deadline, output
+        assert time.monotonic() < deadline, log_of(log)[-3000:]
         time.sleep(0.1)
 
 
@@ -62,6 +61,15 @@ def status(config, *overrides) -> list[dict]:
     done = fprnn("sweep", config, "--json", *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def log_of(path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def expected_now(run_dir) -> str:
+    """What the status must say of a point that is being trained."""
+    return "running" if (run_dir / "lease.json").exists() else "stopped"
 
 
 def test_each_task_is_told_its_rank(slurm, tmp_path):
@@ -112,6 +120,26 @@ def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
     assert json.loads((run_dir / "result.json").read_text())["updates"] == 400
 
 
+def test_the_time_limit(slurm, tmp_path):
+    """Slurm itself sends USR1, up to a minute earlier than asked for: the run goes on after it."""
+    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log,
+        ("--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR1@10"),
+        "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while "resumed" not in log_of(log):
+        assert time.monotonic() < deadline, log_of(log)
+        time.sleep(1)
+    output = log_of(log)
+    slurm.call("scancel", job)
+    assert "exit status 75: queued again" in output and "TIME LIMIT" not in output
+    stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
+    assert f"at update {stopped}" in output.partition("resumed")[2]
+    assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
+
+
 def test_the_array_and_its_status_throughout(slurm, tmp_path):
     """Three points, two at a time: one is told to stop, one queued again by the administrator
     (TERM), one fails. The status is right at each stage."""
@@ -131,6 +159,11 @@ def test_the_array_and_its_status_throughout(slurm, tmp_path):
     logs = [tmp_path / f"out-{i}" for i in range(3)]
     for i in (0, 1):
         wait_for_step(folders[i], 10, logs[i])
+    points = status(config, *overrides)
+    expected = [expected_now(folder) for folder in folders[:2]]
+    assert [p["state"] for p in points] == [*expected, "missing"]
+    assert all(10 <= p["step"] < p["steps"] == 300 for p in points[:2])
+    assert all(len(p["num_iters"]) == 2 and p["seen_s"] < 30 for p in points[:2])
     slurm.call("scancel", "--signal=USR1", f"{job}_0")
     slurm.call("scontrol", "requeue", f"{job}_1")
     ends = [slurm.wait(f"{job}_{i}", "COMPLETED", "FAILED", "CANCELLED") for i in range(3)]
@@ -143,7 +176,8 @@ def test_the_array_and_its_status_throughout(slurm, tmp_path):
     points = status(config, *overrides)
     assert [p["state"] for p in points][:2] == ["done", "done"]
     assert [p["step"] for p in points[:2]] == [300, 300]
-    assert points[2]["state"] in ("failed", "stopped")
+    failure = folders[2] / "failure.json"
+    assert points[2]["state"] == ("failed" if failure.exists() else "stopped")
 
 
 def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):
