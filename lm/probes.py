@@ -1,5 +1,7 @@
-"""What `fprnn doctor` tries out, each in a process of its own: `python -m lm.probes NAME` prints
-JSON."""
+"""What `fprnn doctor` tries out, each in a process of its own.
+
+`python -m lm.probes NAME` prints what it found, as JSON.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
 
 def test_the_time_limit(slurm, tmp_path):
     """Slurm itself sends USR1, up to a minute earlier than asked for: the run goes on after it."""
-    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    log = tmp_path / "out"
     job = submit(
         slurm, "slurm.sbatch", log,
         ("--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR1@10"),
