@@ -29,7 +29,7 @@ set -m  # gives the run a process group of its own; its launchers ignore USR1
 run=$!
 set +m
 
-far="pkill -USR1 -P \$(pgrep -d, -f '[-]-master_port=$port ')"  # one rank asks all others
+far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # one asks all ranks
 while kill -0 -- "-$run" 2>/dev/null; do
     kill -0 "$run" 2>/dev/null || deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
     if [ -n "$deadline" ]; then  # now and again: a rank that starts up does not listen yet

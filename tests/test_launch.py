@@ -215,8 +215,8 @@ def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
         f"deepspeed --no_local_rank --hostfile {hosts} --master_port 1234 --module lm train "
         "--config c.yaml --job-index 1 resume=auto gpus="
     ]
-    asked = "ssh -n worker-1 pkill -USR1 -P $(pgrep -d, -f '[-]-master_port=1234 ')"
-    assert set(fake.lines("ssh")) == {asked}
+    asked = "run=$(pgrep -d, -f '[-]-master_port=1234 ') && pkill -USR1 -P $run"
+    assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {asked}"}
 
 
 def test_deepspeed_refuses_what_cannot_be(fake):

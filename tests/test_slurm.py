@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -118,6 +120,30 @@ def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
     stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
     assert 30 <= stopped < 400 and f"at update {stopped}" in output.partition("resumed")[2]
     assert json.loads((run_dir / "result.json").read_text())["updates"] == 400
+
+
+def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
+    """On the second of two nodes: the job fails soon, is not queued again, and no rank stays."""
+    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log, ("--nodes=2", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
+        f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
+    )  # fmt: skip
+    wait_for_step(run_dir, 5, log)
+    listed = subprocess.run(
+        ["pgrep", "-f", f"^python .*{tmp_path}"], capture_output=True, text=True
+    )
+    ranks = {rank_of(pid): pid for pid in map(int, listed.stdout.split())}
+    assert sorted(ranks) == ["0", "1"]
+    os.kill(ranks["1"], signal.SIGKILL)
+    shown = slurm.wait(job, "FAILED", "COMPLETED", seconds=150)
+    assert shown["JobState"] == "FAILED" and shown["Restarts"] == "0", log_of(log)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def rank_of(pid: int) -> str:
+    values = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(v.split("=", 1) for v in values if "=" in v)["RANK"]
 
 
 def test_the_time_limit(slurm, tmp_path):
