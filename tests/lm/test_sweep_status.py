@@ -1,5 +1,6 @@
 """`fprnn sweep --status`: every state a run directory can be in, damaged files among them."""
 
+import functools
 import json
 import os
 import shutil
@@ -45,6 +46,7 @@ class Sweep:
         (folder / "config.yaml").write_text(f"name: x\ntrain:\n  steps: {steps}\n")
         for name, value in files.items():
             path = folder / name.replace("_", ".")
+            value = value() if callable(value) else value
             path.write_text(value if isinstance(value, str) else json.dumps(value))
         for path in folder.iterdir():
             os.utime(path, (time.time() - seconds_ago,) * 2)
@@ -60,6 +62,11 @@ def lease(seconds_ago):
     now = time.time()
     beat = now - seconds_ago
     return {"host": "n7", "pid": 4711, "job": "12_3", "since": now - 9000, "beat": beat}
+
+
+def held(seconds_ago):
+    """A lease that is made when it is written: tests may run long after they are collected."""
+    return functools.partial(lease, seconds_ago)
 
 
 def records(*values):
@@ -103,7 +110,7 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys):
     "files, state, words",
     [
         ({}, "stopped", "nobody works on it"),
-        ({"lease_json": lease(3600)}, "stopped", "killed: job 12_3 on n7, process 4711"),
+        ({"lease_json": held(3600)}, "stopped", "killed: job 12_3 on n7, process 4711"),
         (
             {"failure_json": {"sentence": "stopped by a signal after update 5", "exit_code": 75}},
             "stopped",
@@ -111,14 +118,14 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys):
         ),
         ({"result_json": RESULT | {"updates": 5}}, "stopped", "not finished"),
         # Taken up again: what stands there is of before.
-        ({"result_json": RESULT, "lease_json": lease(1)}, "running", "n7"),
+        ({"result_json": RESULT, "lease_json": held(1)}, "running", "n7"),
         (
-            {"failure_json": {"sentence": "x", "exit_code": 1}, "lease_json": lease(1)},
+            {"failure_json": {"sentence": "x", "exit_code": 1}, "lease_json": held(1)},
             "running",
             "",
         ),
         # The clocks of two hosts differ.
-        ({"lease_json": lease(-20)}, "running", "n7"),
+        ({"lease_json": held(-20)}, "running", "n7"),
     ],
 )
 def test_stopped_and_taken_up_again(sweep, files, state, words):
