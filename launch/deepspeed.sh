@@ -1,42 +1,45 @@
 #!/usr/bin/env bash
-# usage: launch/deepspeed.sh CONFIG [GPUS] [--job-index N] [key=value ...]
-# Train on one node, on the first GPUS of the visible GPUs (all of them when not given).
-# SIGTERM, SIGINT and SIGUSR1 go on, as USR1, to every process of the run (killing `deepspeed` alone
-# would orphan its workers), which then has GRACE seconds (90) to save and stop before it is killed.
+# usage: launch/deepspeed.sh CONFIG [GPUS | --hostfile FILE] [--job-index N] [key=value ...]
+# Train on the first GPUS of the visible GPUs (all of them when not given), or on the hosts of FILE,
+# lines of `host slots=8` (by pdsh, and ssh without a password). TERM, INT and USR1 go on, as USR1,
+# to the run, which has GRACE seconds (90) to save and stop; its exit status is passed on.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
-config=$1; shift
-gpus=() options=()
-if [[ ${1:-} =~ ^[0-9]+$ ]]; then
-    gpus=(--num_gpus "$1")
+config=$1 where=() point=() first='' run='' deadline='' status=0; shift
+if [ "${1:-}" = --hostfile ]; then
+    where=("$1" "$2") first=$(awk '!/^ *(#|$)/ { print $1; exit }' "$2"); shift 2
+elif [[ ${1:-} =~ ^[0-9]+$ ]]; then
+    where=(--num_gpus "$1")
     if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then  # which deepspeed would ignore, told a number
         IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
         [ "$1" -le ${#visible[@]} ] || { echo "$1 GPUs asked, ${#visible[@]} visible" >&2; exit 2; }
-        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${visible[*]:0:$1}") gpus=()
+        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${visible[*]:0:$1}") where=()
     fi
     shift
 fi
-if [ "${1:-}" = --job-index ]; then options=(--job-index "$2"); shift 2; fi
+if [ "${1:-}" = --job-index ]; then point=("$1" "$2"); shift 2; fi
+free='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+port=${MASTER_PORT:-$(python3 -c "$free")}
 
-deadline='' status=0
-forward() {
-    [ -n "${!:-}" ] || exit 1  # nothing runs yet
-    deadline=$((SECONDS + ${GRACE:-90}))
-    # Not TERM or INT: DeepSpeed's launcher answers those by killing its workers after 30 s.
-    kill -s USR1 -- "-$!" 2>/dev/null || true
-}
-trap forward TERM INT USR1
-
-set -m  # gives the run a process group of its own
-deepspeed --no_local_rank ${gpus[@]+"${gpus[@]}"} --master_port "${MASTER_PORT:-29500}" \
-    --module lm train --config "$config" ${options[@]+"${options[@]}"} resume=auto "$@" &
+trap '[ -n "$run" ] || exit 1; deadline=$((SECONDS + ${GRACE:-90}))' TERM INT USR1
+set -m  # gives the run a process group of its own; its launchers ignore USR1
+(trap '' USR1; exec deepspeed --no_local_rank ${where[@]+"${where[@]}"} --master_port "$port" \
+    --module lm train --config "$config" ${point[@]+"${point[@]}"} resume=auto "$@") &
 run=$!
 set +m
 
-wait "$run" || true  # until the launcher is gone, or a signal has been forwarded
-deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
-while kill -0 -- "-$run" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # one asks all ranks
+while kill -0 -- "-$run" 2>/dev/null; do
+    kill -0 "$run" 2>/dev/null || deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
+    if [ -n "$deadline" ]; then  # now and again: a rank that starts up does not listen yet
+        ((SECONDS < deadline)) || break
+        kill -s USR1 -- "-$run" 2>/dev/null || true
+        [ -z "$first" ] || ssh -n "$first" "$far" || true
+    fi
+    sleep 0.5
+done
+if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5; fi  # it ends what is far away
 kill -KILL -- "-$run" 2>/dev/null || true
 wait "$run" || status=$?
 exit "$status"

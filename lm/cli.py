@@ -17,6 +17,8 @@ EPILOG = """examples:
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
+  fprnn sweep configs/lm/sweep_mixers.yaml --status
+  fprnn doctor
 """
 
 
@@ -53,9 +55,26 @@ def _train(args) -> int:
 def _sweep(args) -> int:
     from lm import config
 
+    if args.status or args.json:
+        return _sweep_status(args)
     tree = config.load_tree(args.config)
+    config.set_overrides(tree, args.override)
     for i, point in enumerate(config.sweep_points(tree, args.config)):
         print(config.point_name(tree.get("name", "run"), i, point))
+    return 0
+
+
+def _sweep_status(args) -> int:
+    from lm import sweep_status as status
+    from lm.console import say
+
+    points = status.sweep_status(args.config, args.override)
+    if args.json:
+        print(status.as_json(points))
+        return 0
+    say(status.table(points))
+    for line in status.remarks(points):
+        say(line)
     return 0
 
 
@@ -147,6 +166,14 @@ def _report(args) -> int:
     return 0
 
 
+def _doctor(args) -> int:
+    from lm import doctor
+
+    findings = doctor.examine(args.out_dir)
+    print(doctor.report(findings))
+    return 0 if doctor.works(findings) else 1
+
+
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     """The options that `agree` and `budget` share."""
     c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
@@ -212,8 +239,19 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
-    c = commands.add_parser("sweep", help="list the grid of a YAML's sweep: section")
+    c = commands.add_parser(
+        "sweep",
+        help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
+        description="List the points of a YAML's sweep. OVERRIDES are those that the points are"
+        " trained with: `name` and `out_dir` say where their runs are.",
+    )
     c.add_argument("config", metavar="YAML")
+    c.add_argument(
+        "--status", action="store_true",
+        help="of each point: done, running, stopped, failed or missing; how far, and why",
+    )  # fmt: skip
+    c.add_argument("--json", action="store_true", help="the status for a program to read")
+    c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_sweep)
 
     c = commands.add_parser("export", help="run directory → HuggingFace directory")
@@ -321,6 +359,15 @@ def parser() -> argparse.ArgumentParser:
     c = commands.add_parser("report", help="figures and one summary of a finished run")
     c.add_argument("run", metavar="RUN")
     c.set_defaults(run_command=_report)
+
+    c = commands.add_parser(
+        "doctor",
+        help="what is installed and works here, and what mends what does not",
+        description="Try out what training needs on this machine, in seconds and without a network:"
+        " exit status 0 where it works, 1 where something must be mended first.",
+    )
+    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
+    c.set_defaults(run_command=_doctor)
     return p
 
 

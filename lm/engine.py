@@ -47,6 +47,16 @@ def _import_deepspeed():
     return deepspeed
 
 
+def deepspeed_facts() -> dict:
+    """DeepSpeed's version, and which operations of its own it could compile here."""
+    deepspeed = _import_deepspeed()
+    possible = deepspeed.ops.__compatible_ops__
+    return {
+        "version": deepspeed.__version__,
+        "operations": sorted(name for name, works in possible.items() if works),
+    }
+
+
 def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names."""
     _import_deepspeed()
@@ -61,8 +71,15 @@ def launched() -> tuple[int, int, int]:
     and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
 
     Raises:
-        ConfigError: one of them is no such number, or RANK is there without WORLD_SIZE.
+        ConfigError: one of them is no such number, RANK is there without WORLD_SIZE, or Slurm has
+            started several tasks without telling them their RANK: each would be a run of its own,
+            all in one run directory.
     """
+    if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        raise ConfigError(
+            f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
+            " launch/slurm.sbatch, which tells each task its rank, or start one task, srun -n 1"
+        )
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"

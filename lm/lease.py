@@ -146,9 +146,15 @@ def _ourselves() -> dict:
         "host": socket.gethostname(),
         "pid": pid,
         "started": _started(pid),
-        "job": os.environ.get("SLURM_JOB_ID"),
+        "job": _job(),
         "since": round(time.time(), 3),
     }
+
+
+def _job() -> str | None:
+    """Slurm's name of the job that this process is of: 4711, or 4711_3 of an array."""
+    array, job = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "JOB_ID"))
+    return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}" if array else job
 
 
 def _read(path: Path) -> dict | None:

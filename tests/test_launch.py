@@ -1,34 +1,76 @@
-"""The launch scripts, run with fake `deepspeed`, `scontrol` and Python that record their calls."""
+"""The launch scripts, run with fake `deepspeed`, `srun`, `scontrol` and Python that record their
+calls. tests/test_slurm.py has the same on a real Slurm."""
 
 import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-SCRIPTS = ("deepspeed.sh", "slurm_array.sbatch", "synthetic_array.sbatch", "demo.sh")
+SCRIPTS = (
+    "deepspeed.sh",
+    "slurm.sbatch",
+    "slurm_array.sbatch",
+    "synthetic_array.sbatch",
+    "demo.sh",
+)
 
-# Starts two "workers" that, like a training run, note the signal, save for a moment and stop.
-# Like the real launcher it dies of a signal without waiting for them.
-FAKE_DEEPSPEED = """\
+# Starts two "workers" that, like a training run, note the signal, save for a moment and leave 75.
+# Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 where that is
+# not ignored; else it leaves the status of the first worker to end.
+FAKE_DEEPSPEED = f"""\
+#!{sys.executable}
+import os, signal, subprocess, sys, time
+
+def note(*words):
+    with open(os.environ["LOG"], "a") as f:
+        print(*words, file=f)
+
+def worker():
+    got = []
+    time.sleep(float(os.environ.get("STARTS_UP", 0)))
+    for name in ("TERM", "INT", "USR1"):
+        signal.signal(getattr(signal, f"SIG{{name}}"), lambda *_, name=name: got.append(name))
+    note("ready", os.getpid())
+    while not got or "STUBBORN" in os.environ:
+        time.sleep(0.05)
+    note("got", got[0])
+    time.sleep(0.5)
+    note("saved")
+    sys.exit(75)
+
+if "WORKER" in os.environ:
+    worker()
+gpus, port = (os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "MASTER_PORT"))
+note("deepspeed", *sys.argv[1:], f"gpus={{gpus}}")
+if "EXIT_AT_ONCE" in os.environ:
+    sys.exit(int(os.environ["EXIT_AT_ONCE"]))
+env = os.environ | {{"WORKER": "1"}}
+workers = [subprocess.Popen([sys.executable, __file__], env=env) for _ in range(2)]
+sys.exit(max([w.wait() for w in workers]))
+"""
+# Runs the command of two tasks on each of two nodes.
+FAKE_SRUN = """\
 #!/usr/bin/env bash
-echo "deepspeed $* port=${MASTER_PORT:-} gpus=${CUDA_VISIBLE_DEVICES:-}" >> "$LOG"
-if [ -n "${EXIT_AT_ONCE:-}" ]; then exit "$EXIT_AT_ONCE"; fi
-worker() {
-    for s in TERM INT USR1; do trap "got=$s" $s; done
-    echo "ready $BASHPID" >> "$LOG"
-    while [ -z "${got:-}" ] || [ -n "${STUBBORN:-}" ]; do sleep 0.1; done
-    echo "got $got" >> "$LOG"
-    sleep 0.5
-    echo "saved" >> "$LOG"
-}
-worker & worker &
-wait
+echo "srun" >> "$LOG"
+while [[ $1 = --* ]]; do echo "option $1" >> "$LOG"; shift; done
+export SLURM_STEP_NUM_TASKS=4 status=0
+for SLURM_PROCID in 0 1 2 3; do
+    export SLURM_PROCID SLURM_LOCALID=$((SLURM_PROCID % 2))
+    export SLURM_GTIDS=$([ "$SLURM_PROCID" -lt 2 ] && echo 0,1 || echo 2,3)
+    "$@" || status=$?
+done
+exit "$status"
+"""
+FAKE_SCONTROL = """\
+#!/usr/bin/env bash
+if [ "$1" = show ]; then echo n7; echo n8; else echo "scontrol $*" >> "$LOG"; fi
 """
 FAKE_RECORDER = '#!/usr/bin/env bash\necho "$(basename "$0") $*" >> "$LOG"\n'
 
@@ -44,7 +86,12 @@ class Fake:
         self.log = folder / "log"
         self.bin = folder / "bin"
         self.bin.mkdir()
-        programs = {"deepspeed": FAKE_DEEPSPEED, "scontrol": FAKE_RECORDER, "py": FAKE_RECORDER}
+        programs = {
+            "deepspeed": FAKE_DEEPSPEED,
+            "srun": FAKE_SRUN,
+            "scontrol": FAKE_SCONTROL,
+            "py": FAKE_RECORDER,
+        }
         for name, text in programs.items():
             (self.bin / name).write_text(text)
             (self.bin / name).chmod(0o755)
@@ -105,39 +152,71 @@ def test_script_parses_and_starts_with_its_usage(script):
     first, second, *rest = path.read_text().splitlines()
     assert first == "#!/usr/bin/env bash"
     assert re.match(rf"# usage: .*launch/{re.escape(script)}", second)
-    assert len(rest) <= 40 and max(map(len, [second, *rest])) <= 100
+    assert len(rest) <= 45 and max(map(len, [second, *rest])) <= 100
     assert os.access(path, os.X_OK)
 
 
 def test_deepspeed_arguments(fake):
     status, _ = fake.run(
-        "deepspeed.sh", "c.yaml", "2", "optim.lr=1e-3", "name=a b", EXIT_AT_ONCE="0"
-    )
+        "deepspeed.sh", "c.yaml", "2", "optim.lr=1e-3", "name=a b",
+        EXIT_AT_ONCE="0", MASTER_PORT="1234",
+    )  # fmt: skip
     assert status == 0
     assert fake.lines() == [
-        "deepspeed --no_local_rank --num_gpus 2 --master_port 29500 --module lm train "
-        "--config c.yaml resume=auto optim.lr=1e-3 name=a b port= gpus="
+        "deepspeed --no_local_rank --num_gpus 2 --master_port 1234 --module lm train "
+        "--config c.yaml resume=auto optim.lr=1e-3 name=a b gpus="
     ]
 
 
 @pytest.mark.parametrize(
-    "arguments, environment, expected",
+    "arguments, visible, expected",
     [
-        ("c.yaml", {}, "--master_port 29500 --module lm train --config c.yaml resume=auto port="),
-        ("c.yaml", {"CUDA_VISIBLE_DEVICES": "4,5"}, "--no_local_rank --master_port 29500"),
-        ("c.yaml", {"CUDA_VISIBLE_DEVICES": "4,5"}, "gpus=4,5"),
-        ("c.yaml 2", {"CUDA_VISIBLE_DEVICES": "4,5,7"}, "--no_local_rank --master_port 29500"),
-        ("c.yaml 2", {"CUDA_VISIBLE_DEVICES": "4,5,7"}, "gpus=4,5"),
-        ("c.yaml 1 a=b", {"MASTER_PORT": "1234"}, "--num_gpus 1 --master_port 1234 --module"),
-        ("c.yaml --job-index 3 a=b", {}, "train --config c.yaml --job-index 3 resume=auto a=b "),
-        ("c.yaml 4 --job-index 3", {}, "--num_gpus 4 --master_port 29500 --module lm train"),
+        ("c.yaml", "", "--master_port 1234 --module lm train --config c.yaml resume=auto gpus="),
+        ("c.yaml", "4,5", "--no_local_rank --master_port 1234"),
+        ("c.yaml", "4,5", "gpus=4,5"),
+        ("c.yaml 2", "4,5,7", "--no_local_rank --master_port 1234"),
+        ("c.yaml 2", "4,5,7", "gpus=4,5"),
+        ("c.yaml 1 a=b", "", "--num_gpus 1 --master_port 1234 --module"),
+        ("c.yaml --job-index 3 a=b", "", "train --config c.yaml --job-index 3 resume=auto a=b "),
+        ("c.yaml 4 --job-index 3", "", "--num_gpus 4 --master_port 1234 --module lm train"),
     ],
 )
-def test_deepspeed_gpus_port_and_job_index(fake, arguments, environment, expected):
-    status, _ = fake.run("deepspeed.sh", *arguments.split(), EXIT_AT_ONCE="0", **environment)
+def test_deepspeed_gpus_and_job_index(fake, arguments, visible, expected):
+    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    status, _ = fake.run(
+        "deepspeed.sh", *arguments.split(), EXIT_AT_ONCE="0", MASTER_PORT="1234", **environment
+    )
     (line,) = fake.lines()
     assert status == 0 and expected in f"{line} "
     assert not line.rstrip().endswith("gpus=4,5,7")
+
+
+def test_no_two_runs_share_a_port(fake):
+    for _ in range(2):
+        assert fake.run("deepspeed.sh", "c.yaml", EXIT_AT_ONCE="0")[0] == 0
+    first, second = (int(re.search(r"master_port (\d+)", line)[1]) for line in fake.lines())
+    assert first != second and min(first, second) > 1024
+
+
+def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
+    """The signal also goes to the first host: one rank there asks all others."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
+    (fake.bin / "ssh").write_text(FAKE_RECORDER)
+    (fake.bin / "ssh").chmod(0o755)
+    process = fake.start(
+        "deepspeed.sh", "c.yaml", "--hostfile", str(hosts), "--job-index", "1", MASTER_PORT="1234"
+    )
+    fake.workers()
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert fake.lines("deepspeed") == [
+        f"deepspeed --no_local_rank --hostfile {hosts} --master_port 1234 --module lm train "
+        "--config c.yaml --job-index 1 resume=auto gpus="
+    ]
+    asked = "run=$(pgrep -d, -f '[-]-master_port=1234 ') && pkill -USR1 -P $run"
+    assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {asked}"}
 
 
 def test_deepspeed_refuses_what_cannot_be(fake):
@@ -162,8 +241,16 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name):
     # It ended only once both had saved, though the launcher died at once.
     assert fake.lines("got") == ["got USR1"] * 2  # see the script: never TERM or INT
     assert fake.lines("saved") == ["saved"] * 2
-    assert process.returncode == 128 + signal.SIGUSR1
+    assert process.returncode == 75, "what the run itself has left"
     assert not any(alive(pid) for pid in workers)
+
+
+def test_a_signal_before_the_workers_listen_is_not_lost(fake):
+    process = fake.start("deepspeed.sh", "c.yaml", STARTS_UP="2")
+    fake.wait_for("deepspeed", 1)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert fake.lines("saved") == ["saved"] * 2 and process.returncode == 75
 
 
 def test_workers_that_ignore_the_signal_are_killed_after_the_grace_period(fake):
@@ -176,7 +263,7 @@ def test_workers_that_ignore_the_signal_are_killed_after_the_grace_period(fake):
 
 
 def test_workers_of_a_killed_launcher_do_not_stay(fake):
-    process = fake.start("deepspeed.sh", "c.yaml", GRACE="1")
+    process = fake.start("deepspeed.sh", "c.yaml", GRACE="2", STUBBORN="1")
     workers = fake.workers()
     launcher = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
     os.kill(int(launcher), signal.SIGKILL)
@@ -185,18 +272,23 @@ def test_workers_of_a_killed_launcher_do_not_stay(fake):
     assert process.returncode == 137 and not any(alive(pid) for pid in workers)
 
 
-SLURM = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "71234", "SLURM_ARRAY_JOB_ID": "71231"}
+JOB = {"SLURM_JOB_ID": "71234", "SLURM_JOB_NODELIST": "n[7-8]"}
+SLURM = {**JOB, "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "71231"}
 
 
-def test_sbatch_options():
-    text = (LAUNCH / "slurm_array.sbatch").read_text()
+@pytest.mark.parametrize(
+    "script, output", [("slurm.sbatch", "%x-%j"), ("slurm_array.sbatch", "%x-%A_%a")]
+)
+def test_sbatch_options(script, output):
+    text = (LAUNCH / script).read_text()
     options = set(re.findall(r"^#SBATCH (\S+)$", text, re.M))
     assert options >= {
         "--requeue",
         "--open-mode=append",
-        "--signal=B:USR1@120",
+        "--signal=USR1@120",  # to the tasks, not to the script
         "--gres=gpu:4",
-        "--output=logs/%x-%A_%a.out",
+        "--ntasks-per-node=4",
+        f"--output=logs/{output}.out",
     }
     assert not re.search(r"#SBATCH --(partition|account|qos|nodelist|array)", text)
     assert "mkdir -p logs" in text
@@ -204,48 +296,105 @@ def test_sbatch_options():
     assert text.rindex("#SBATCH") < text.index("set -euo")
 
 
-def test_array_task_trains_its_sweep_point(fake):
-    status, output = fake.run(
+# Like a run: notes its rank and the signal, saves for a moment and stops.
+FAKE_PYTHON = """\
+#!/usr/bin/env bash
+echo "python $*" >> "$LOG"
+echo "rank $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_SIZE $MASTER_ADDR:$MASTER_PORT" >> "$LOG"
+if [ -n "${EXIT_AT_ONCE:-}" ]; then exit "$EXIT_AT_ONCE"; fi
+for s in TERM USR1; do trap "got=$s" $s; done
+echo "ready $BASHPID" >> "$LOG"
+while [ -z "${got:-}" ]; do sleep 0.1; done
+sleep 0.5
+echo "saved after $got" >> "$LOG"
+exit 75
+"""
+
+
+@pytest.fixture
+def fake_python(fake):
+    (fake.bin / "python").write_text(FAKE_PYTHON)
+    (fake.bin / "python").chmod(0o755)
+    return fake
+
+
+def test_a_job_tells_each_task_its_rank(fake_python):
+    status, output = fake_python.run(
+        "slurm.sbatch", "c.yaml", "optim.lr=1e-3", "name=a b", EXIT_AT_ONCE="0", **JOB
+    )
+    assert status == 0 and "job 71234 on n[7-8], start 0" in output
+    assert (
+        fake_python.lines("python")
+        == ["python -m lm train --config c.yaml resume=auto optim.lr=1e-3 name=a b"] * 4
+    )
+    assert fake_python.lines("rank") == [
+        "rank 0/4 0/2 n7:15234",
+        "rank 1/4 1/2 n7:15234",
+        "rank 2/4 0/2 n7:15234",
+        "rank 3/4 1/2 n7:15234",
+    ]
+    assert "option --kill-on-bad-exit=0" in fake_python.lines("option")
+
+
+def test_an_array_task_trains_its_sweep_point(fake_python):
+    status, output = fake_python.run(
         "slurm_array.sbatch", "c.yaml", "optim.lr=1e-3", EXIT_AT_ONCE="0", **SLURM
     )
-    assert status == 0 and "sweep point 3, job 71234" in output
-    assert fake.lines() == [
-        "deepspeed --no_local_rank --master_port 21234 --module lm train --config c.yaml "
-        "--job-index 3 resume=auto optim.lr=1e-3 port=21234 gpus="
-    ]
+    assert status == 0 and "sweep point 3" in output
+    assert (
+        fake_python.lines("python")
+        == ["python -m lm train --config c.yaml resume=auto --job-index 3 optim.lr=1e-3"] * 4
+    )
 
 
-def test_a_failed_array_task_fails_and_is_not_requeued(fake):
-    status, _ = fake.run("slurm_array.sbatch", "c.yaml", EXIT_AT_ONCE="5", **SLURM)
-    assert status == 5 and fake.lines("scontrol") == []
+@pytest.mark.parametrize("status", [0, 1, 65, 75, 76, 77, 78, 137])
+@pytest.mark.parametrize("script, env, job", [
+    ("slurm.sbatch", JOB, "71234"), ("slurm_array.sbatch", SLURM, "71231_3"),
+])  # fmt: skip
+def test_what_is_queued_again(fake_python, script, env, job, status):
+    """A run that a signal has stopped, and one that hung; nothing that would fail again."""
+    found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
+    assert found == status
+    expected = [f"scontrol requeue {job}"] if status in (75, 77) else []
+    assert fake_python.lines("scontrol") == expected
 
 
-def test_array_script_outside_an_array(fake):
-    status, output = fake.run("slurm_array.sbatch", "c.yaml", SLURM_JOB_ID="1")
+def test_a_job_is_not_queued_again_for_ever(fake_python):
+    for count, times in (("2", 1), ("3", 1)):
+        fake_python.run(
+            "slurm.sbatch", "c.yaml", EXIT_AT_ONCE="77", MAX_RESTARTS="3",
+            SLURM_RESTART_COUNT=count, **JOB,
+        )  # fmt: skip
+        assert len(fake_python.lines("scontrol")) == times
+
+
+def test_a_terminated_job_waits_for_its_run_and_is_not_queued_again(fake_python):
+    """Slurm sends TERM to the script and to the tasks: where the job is to go on, Slurm says so."""
+    (fake_python.bin / "srun").write_text(
+        "#!/usr/bin/env bash\nwhile [[ $1 = --* ]]; do shift; done\n"
+        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\nexec "$@"\n'
+    )
+    process = fake_python.start("slurm.sbatch", "c.yaml", **JOB)
+    (ready,) = fake_python.wait_for("ready", 1)
+    process.terminate()
+    time.sleep(0.3)
+    assert process.poll() is None, "it waits"
+    os.kill(int(ready.split()[1]), signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == ["saved after TERM"]
+    assert process.returncode == 75 and fake_python.lines("scontrol") == []
+
+
+def test_scripts_outside_slurm(fake):
+    status, output = fake.run("slurm_array.sbatch", "c.yaml", **JOB)
     assert status != 0 and "submit with sbatch --array" in output
     status, output = fake.run("slurm_array.sbatch", **SLURM)
     assert status != 0 and "usage: sbatch --array" in output
+    status, output = fake.run("slurm.sbatch", "c.yaml")
+    assert status != 0 and "submit with sbatch" in output
+    status, output = fake.run("slurm.sbatch", **JOB)
+    assert status != 0 and "usage: sbatch" in output
     assert fake.lines() == []
-
-
-def test_usr1_saves_and_then_requeues(fake):
-    process = fake.start("slurm_array.sbatch", "c.yaml", **SLURM)
-    workers = fake.workers()
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=20)
-    assert fake.lines()[-1] == "scontrol requeue 71231_3", "after the run has saved"
-    assert fake.lines("got") == ["got USR1"] * 2 and len(fake.lines("saved")) == 2
-    assert "queued again" in output and not any(alive(pid) for pid in workers)
-
-
-def test_sigterm_saves_and_does_not_requeue(fake):
-    process = fake.start("slurm_array.sbatch", "c.yaml", **SLURM)
-    workers = fake.workers()
-    process.terminate()
-    process.communicate(timeout=20)
-    assert fake.lines("got") == ["got USR1"] * 2 and len(fake.lines("saved")) == 2
-    assert fake.lines("scontrol") == [] and process.returncode == 128 + signal.SIGUSR1
-    assert not any(alive(pid) for pid in workers)
 
 
 def test_demo_runs_its_steps_in_order(fake):
@@ -270,34 +419,15 @@ def test_demo_stops_at_the_first_failure(fake):
     assert status == 4 and len(fake.lines()) == 2
 
 
-# Like a synthetic run: notes the signal, saves for a moment and stops.
-FAKE_PYTHON = """\
-#!/usr/bin/env bash
-echo "python $*" >> "$LOG"
-if [ -n "${EXIT_AT_ONCE:-}" ]; then exit "$EXIT_AT_ONCE"; fi
-for s in TERM USR1; do trap "got=$s" $s; done
-echo "ready $BASHPID" >> "$LOG"
-while [ -z "${got:-}" ]; do sleep 0.1; done
-sleep 0.5
-echo "saved after $got" >> "$LOG"
-exit 1
-"""
-
-
-@pytest.fixture
-def fake_python(fake):
-    (fake.bin / "python").write_text(FAKE_PYTHON)
-    (fake.bin / "python").chmod(0o755)
-    return fake
-
-
 @pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
 def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
     """Exit status 2 is a missed bar: a finding, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
     found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
     assert found == status and "sweep point 3, job 71234" in output
-    assert fake_python.lines() == ["python -m synthetic train --config c.yaml --job-index 3 seed=1"]
+    assert fake_python.lines("python") == [
+        "python -m synthetic train --config c.yaml --job-index 3 seed=1"
+    ]
 
 
 @pytest.mark.parametrize("number, requeued", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])

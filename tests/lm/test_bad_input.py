@@ -173,10 +173,11 @@ def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x' in the environment"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2' in the environment: it must be a whole"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "started 4 tasks (SLURM_STEP_NUM_TASKS) but no RANK"),
     ],
 )
 def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

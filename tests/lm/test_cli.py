@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 COMMANDS = (
     "train", "sweep", "export", "import-reference", "eval", "generate", "agree", "budget", "report",
+    "doctor",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.

@@ -126,3 +126,14 @@ def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
     raw.write_text(text)
     with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
         ds.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+
+
+def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert ds.launched() == (0, 1, 0)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert ds.launched() == (3, 4, 1)

@@ -1,0 +1,256 @@
+"""How far each point of a sweep is: done, running, stopped, failed or missing.
+
+All of it is read from the run directories, which a killed run may have left in any state: a file
+that is damaged or half written is an answer here, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lm import config
+from lm.config import ConfigError
+from lm.errors import PREEMPTED
+
+FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
+STATES = ("done", "running", "stopped", "failed", "missing")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep."""
+
+    index: int
+    run_dir: str
+    state: str  # of STATES
+    step: int | None = None  # the last update that was recorded
+    steps: int | None = None  # of the whole run
+    num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+    seen_s: float | None = None  # seconds since its last sign of life
+    text: str = ""  # its result, or what happened
+
+
+def sweep_status(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> list[Point]:
+    """The state of every point of a YAML's sweep, in its order.
+
+    Args:
+        overrides: `key=value`, as they were given to the training (`name` and `out_dir` matter).
+    Raises:
+        ConfigError: the YAML or an override is wrong, or there is no sweep.
+    """
+    points = config.sweep_points(config.load_tree(path), str(path))
+    base = config.load(path, [*overrides, "sweep={}"])
+    now = time.time()
+    found = []
+    for i, point in enumerate(points):
+        run_dir = Path(base.out_dir) / config.point_name(base.name, i, point)
+        found.append(point_status(i, run_dir, now))
+    return found
+
+
+def point_status(index: int, run_dir: Path, now: float) -> Point:
+    """What the files of a run directory say.
+
+    Args:
+        now: Unix seconds.
+    """
+    records = _records(run_dir / "metrics.jsonl")
+    lease, failure, result = (
+        _mapping(run_dir / f"{name}.json") for name in ("lease", "failure", "result")
+    )
+    steps = _steps(run_dir / "config.yaml")
+    seen = _last_sign_of_life(run_dir, now)
+    state, text = _state(run_dir, lease, failure, result, steps, now)
+    probes = [num_iters for r in records if (num_iters := _num_iters(r)) is not None]
+    return Point(
+        index=index,
+        run_dir=str(run_dir),
+        state=state,
+        step=max((r["step"] for r in records), default=None),
+        steps=steps,
+        num_iters=_num_iters(result or {}) or (probes[-1] if probes else None),
+        seen_s=seen,
+        text=text,
+    )
+
+
+def _state(run_dir, lease, failure, result, steps, now) -> tuple[str, str]:
+    """One of STATES, and its sentence. Who holds the directory comes first: a finished or failed
+    run may have been taken up again."""
+    if lease is not None and _is_fresh(run_dir / "lease.json", now):
+        return "running", _holder(lease)
+    updates = (result or {}).get("updates")
+    if result is not None and (not _is_count(updates) or _validation(result) is None):
+        return "failed", (
+            f"{run_dir / 'result.json'} is damaged: delete it and continue with resume=auto"
+        )
+    if result is not None and (steps is None or updates >= steps):
+        return "done", _reached(result)
+    if failure is not None:
+        sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
+        stopped = failure.get("exit_code") == PREEMPTED
+        return ("stopped" if stopped else "failed"), str(sentence)
+    if lease is not None:
+        return "stopped", f"killed: {_holder(lease)} has given no sign of life; resume=auto"
+    if (run_dir / "config.yaml").exists():
+        return "stopped", "not finished, and nobody works on it: continue with resume=auto"
+    return "missing", ""
+
+
+def _mapping(path: Path) -> dict[str, Any] | None:
+    """A JSON mapping; {} where the file is there and holds none, None where there is no file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _records(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl that can be read and have a step."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and _is_count(record.get("step")):
+            records.append(record)
+    return records
+
+
+def _steps(path: Path) -> int | None:
+    """`train.steps` of a run's own config, which overrides may have changed."""
+    try:
+        steps = config.load_tree(path)["train"]["steps"]
+    except (ConfigError, OSError, LookupError, TypeError, RecursionError):
+        return None
+    return steps if _is_count(steps) else None
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _num_iters(record: dict) -> list[float] | None:
+    """ℓ* of each layer, of a record (or a result) with a probe."""
+    try:
+        mean = record["probe"]["num_iters"]["mean"]
+    except (LookupError, TypeError):
+        return None
+    whole = isinstance(mean, list) and mean and all(map(_is_number, mean))
+    return mean if whole else None
+
+
+def _validation(result: dict) -> dict | None:
+    """Loss and perplexity of a result, if they are numbers."""
+    reached = result.get("validation")
+    keys = ("loss", "perplexity")
+    whole = isinstance(reached, dict) and all(_is_number(reached.get(key)) for key in keys)
+    return reached if whole else None
+
+
+def _reached(result: dict) -> str:
+    reached = _validation(result)
+    text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
+    seconds = result.get("training_seconds")
+    return f"{text}, trained {_duration(seconds)}" if _is_number(seconds) else text
+
+
+def _is_fresh(path: Path, now: float) -> bool:
+    """Whether the holder of a lease lives: it touches the file."""
+    beat = _written(path)
+    return beat is not None and abs(now - beat) <= FRESH_S
+
+
+def _written(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _last_sign_of_life(run_dir: Path, now: float) -> float | None:
+    """Seconds since the lease was touched, or a record or result written."""
+    names = ("lease.json", "metrics.jsonl", "result.json", "config.yaml")
+    known = [t for name in names if (t := _written(run_dir / name)) is not None]
+    return round(max(0.0, now - max(known)), 1) if known else None
+
+
+def _holder(lease: dict) -> str:
+    """Who holds a lease: "job 12 on n0, process 4711"."""
+    job, host, pid = (lease.get(key) for key in ("job", "host", "pid"))
+    where = f"{host or 'an unknown host'}, process {pid or 'unknown'}"
+    return f"job {job} on {where}" if job else where
+
+
+def _duration(seconds: float) -> str:
+    """12 s, 5 min, 3.2 h or 4.0 d."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
+
+
+def table(points: list[Point]):
+    """The points as a rich table; what happened to those not done stands below, in full
+    (`remarks`)."""
+    from rich.table import Table
+
+    out = Table(title_justify="left", caption=summary(points), caption_justify="left")
+    for name in ("point", "state", "updates", "ℓ*", "last sign"):
+        out.add_column(name, justify="right" if name in ("updates", "last sign") else "left")
+    for p in points:
+        updates = "" if p.step is None else f"{p.step}/{p.steps or '?'}"
+        layers = " ".join(f"{v:.1f}" for v in p.num_iters or [])
+        seen = "" if p.seen_s is None else f"{_duration(p.seen_s)} ago"
+        out.add_row(Path(p.run_dir).name, p.state, updates, layers, seen)
+    return out
+
+
+def summary(points: list[Point]) -> str:
+    """Such as "4 done, 1 running, 1 missing"."""
+    counts = {state: sum(p.state == state for p in points) for state in STATES}
+    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+
+
+def remarks(points: list[Point]) -> list[str]:
+    """A line for each point about which there is something to say, then how to train what is
+    left."""
+    lines = [f"{p.index:03d} {p.state}: {p.text}" for p in points if p.text]
+    left = [p.index for p in points if p.state in ("stopped", "failed", "missing")]
+    if left:
+        lines.append(f"not done and not running: --array={ranges(left)} (unless queued already)")
+    return lines
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "0-2,5", as sbatch takes it."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def as_json(points: list[Point]) -> str:
+    """A list of mappings, one a point, with the fields of Point."""
+    return json.dumps([asdict(p) for p in points], indent=2, ensure_ascii=False)

@@ -1,0 +1,80 @@
+"""launch/deepspeed.sh with the real DeepSpeed, on CPUs; tests/test_launch.py has fakes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.running import ENV, ROOT, losses
+
+pytestmark = pytest.mark.slow
+LONG = ("train.steps=100000", "data.val_tokens=2000", "checkpoint.every=1000", "log.every=1")
+
+
+def start(tmp_path, *where, **environment):
+    clean = {k: v for k, v in ENV.items() if not k.startswith(("MASTER_", "SLURM"))}
+    clean |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    clean["PATH"] = f"{Path(sys.executable).parent}:{ENV['PATH']}"
+    return subprocess.Popen(
+        ["bash", ROOT / "launch/deepspeed.sh", "configs/tiny/lm.yaml", *where,
+         f"out_dir={tmp_path / 'runs'}", *LONG],
+        cwd=ROOT, env=clean | environment, text=True,
+        stdout=(tmp_path / "out").open("w"), stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def wait_for_updates(tmp_path, process, seconds=120):
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    deadline = time.monotonic() + seconds
+    while not metrics.exists() or metrics.read_text().count("\n") < 5:
+        assert process.poll() is None and time.monotonic() < deadline, output(tmp_path)
+        time.sleep(0.2)
+
+
+def output(tmp_path) -> str:
+    return (tmp_path / "out").read_text()[-5000:]
+
+
+def stopped_well(tmp_path, process):
+    """It leaves 75, saved at the last update, and no process."""
+    assert process.wait(60) == 75, output(tmp_path)
+    assert "stopped by a signal after update" in output(tmp_path)
+    last = losses(tmp_path / "runs/tiny")[-1]["step"]
+    assert f"step-{last:06d}" in os.listdir(tmp_path / "runs/tiny/checkpoints")
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
+    assert left == ""
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "USR1"])
+def test_a_signal_saves_and_leaves_75(tmp_path, name):
+    process = start(tmp_path, "2")
+    wait_for_updates(tmp_path, process)
+    process.send_signal(getattr(signal, f"SIG{name}"))
+    stopped_well(tmp_path, process)
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
+def test_the_hosts_of_a_file(tmp_path):
+    """Two hosts, both of them this one: `ssh` runs the command here."""
+    ssh = tmp_path / "bin/ssh"
+    ssh.parent.mkdir()
+    # Options with and without a value, then the host, then the command.
+    ssh.write_text(
+        "#!/bin/bash\nwhile [[ $1 = -* ]]; do case $1 in -[lo]) shift 2 ;; *) shift ;; esac; done\n"
+        'shift\necho "$*" >> "$(dirname "$0")/log"\nexec setsid --wait bash -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("worker-1 slots=1\nworker-2 slots=1\n")
+    path = f"{ssh.parent}:{Path(sys.executable).parent}:{ENV['PATH']}"
+    process = start(tmp_path, "--hostfile", str(hosts), PATH=path)
+    wait_for_updates(tmp_path, process)
+    assert "(2 processes)" in output(tmp_path)
+    process.terminate()
+    stopped_well(tmp_path, process)

@@ -1,0 +1,218 @@
+"""The Slurm scripts on a real Slurm of two nodes on this host, with real runs over gloo."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.running import ENV, ROOT, fprnn
+from tests.slurm import Slurm, missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+]
+
+# One of everything: no GPUs, few cores. sbatch takes its options before those of the script.
+SMALL = ("--gres=none", "--time=10", "--cpus-per-task=1", "--chdir", ROOT)
+LONG = ("data.val_tokens=2000", "checkpoint.every=20", "log.every=1", "log.probe_every=5")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with Slurm(tmp_path_factory.mktemp("slurm") / "s") as cluster:
+        cluster.env = {
+            **{k: v for k, v in cluster.env.items() if not k.startswith(("SLURM_JOB", "MASTER"))},
+            **ENV,
+            "PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
+            "SLURM_CONF": cluster.env["SLURM_CONF"],
+            "MASTER_ADDR": "127.0.0.1",  # n0 is no host that a name server knows
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        yield cluster
+
+
+def submit(slurm, script, log, options, *arguments, **environment) -> str:
+    """sbatch → the job's id."""
+    command = ["sbatch", "--parsable", *SMALL, f"--output={log}", *options]
+    script = ROOT / "launch" / script
+    return slurm.call(*command, script, *arguments, **environment).strip()
+
+
+def steps(run_dir) -> list[int]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines[:-1]]
+
+
+def wait_for_step(run_dir, step, log, seconds=120):
+    deadline = time.monotonic() + seconds
+    while max(steps(run_dir), default=0) < step:
+        assert time.monotonic() < deadline, log_of(log)[-3000:]
+        time.sleep(0.1)
+
+
+def status(config, *overrides) -> list[dict]:
+    done = fprnn("sweep", config, "--json", *overrides)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def log_of(path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_each_task_is_told_its_rank(slurm, tmp_path):
+    """Two nodes of two tasks; `python` only writes down what it was told."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE MASTER_ADDR MASTER_PORT"
+    lines = [f'echo "{name}=${name}" >> {tmp_path}/rank$RANK' for name in names.split()]
+    python.write_text("\n".join(["#!/usr/bin/env bash", *lines, f'echo "$@" > {tmp_path}/args']))
+    python.chmod(0o755)
+    jobs = []
+    for _ in range(2):
+        job = submit(
+            slurm, "slurm.sbatch", tmp_path / "out", ("--nodes=2", "--ntasks-per-node=2"),
+            "c.yaml", "name=a b", PATH=f"{python.parent}:{slurm.env['PATH']}",
+        )  # fmt: skip
+        slurm.wait(job, "COMPLETED")
+        told = [
+            dict(line.split("=", 1) for line in (tmp_path / f"rank{r}").read_text().splitlines())
+            for r in range(4)
+        ]
+        assert [[t[n] for n in names.split()[:4]] for t in told] == [
+            ["0", "4", "0", "2"], ["1", "4", "1", "2"], ["2", "4", "0", "2"], ["3", "4", "1", "2"],
+        ]  # fmt: skip
+        assert len({t["MASTER_PORT"] for t in told}) == 1
+        jobs.append(told[0]["MASTER_PORT"])
+    assert jobs[0] != jobs[1]
+    assert (tmp_path / "args").read_text() == "-m lm train --config c.yaml resume=auto name=a b\n"
+
+
+def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
+    """USR1, as at the time limit: both ranks save and leave 75, the job is queued again, goes on
+    and finishes."""
+    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log, ("--nodes=2", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
+        f"out_dir={tmp_path / 'runs'}", "train.steps=400", *LONG,
+    )  # fmt: skip
+    wait_for_step(run_dir, 30, log)
+    slurm.call("scancel", "--signal=USR1", job)
+    shown = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+    output = log.read_text()
+    assert shown["JobState"] == "COMPLETED" and shown["Restarts"] == "1", output
+    assert shown["NodeList"] == "n[0-1]"
+    assert "(2 processes)" in output and output.count("exit status 75: queued again") == 1
+    stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
+    assert 30 <= stopped < 400 and f"at update {stopped}" in output.partition("resumed")[2]
+    assert json.loads((run_dir / "result.json").read_text())["updates"] == 400
+
+
+def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
+    """On the second of two nodes: the job fails soon, is not queued again, and no rank stays."""
+    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log, ("--nodes=2", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
+        f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
+    )  # fmt: skip
+    wait_for_step(run_dir, 5, log)
+    listed = subprocess.run(
+        ["pgrep", "-f", f"^python .*{tmp_path}"], capture_output=True, text=True
+    )
+    ranks = {rank_of(pid): pid for pid in map(int, listed.stdout.split())}
+    assert sorted(ranks) == ["0", "1"]
+    os.kill(ranks["1"], signal.SIGKILL)
+    shown = slurm.wait(job, "FAILED", "COMPLETED", seconds=150)
+    assert shown["JobState"] == "FAILED" and shown["Restarts"] == "0", log_of(log)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def rank_of(pid: int) -> str:
+    values = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(v.split("=", 1) for v in values if "=" in v)["RANK"]
+
+
+def test_the_time_limit(slurm, tmp_path):
+    """Slurm itself sends USR1, up to a minute earlier than asked for: the run goes on after it."""
+    log = tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log,
+        ("--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR1@10"),
+        "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while "resumed" not in log_of(log):
+        assert time.monotonic() < deadline, log_of(log)
+        time.sleep(1)
+    output = log_of(log)
+    slurm.call("scancel", job)
+    assert "exit status 75: queued again" in output and "TIME LIMIT" not in output
+    stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
+    assert f"at update {stopped}" in output.partition("resumed")[2]
+    assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
+
+
+def test_the_array_and_its_status_throughout(slurm, tmp_path):
+    """Three points, two at a time: one is told to stop, one queued again by the administrator
+    (TERM), one fails. The status is right at each stage."""
+    out, config = tmp_path / "runs", tmp_path / "sweep.yaml"
+    shutil.copy(ROOT / "configs/tiny/lm.yaml", config)
+    with config.open("a") as f:
+        f.write("\nsweep:\n  optim.lr: [1.0e-2, 2.0e-2, 1.0e+30]\n")
+    overrides = (f"out_dir={out}", "train.steps=300", *LONG)
+    points = status(config, *overrides)
+    assert [p["state"] for p in points] == ["missing"] * 3
+
+    job = submit(
+        slurm, "slurm_array.sbatch", tmp_path / "out-%a",
+        ("--array=0-2%2", "--nodes=1", "--ntasks-per-node=1"), config, *overrides,
+    )  # fmt: skip
+    folders = [Path(p["run_dir"]) for p in points]
+    logs = [tmp_path / f"out-{i}" for i in range(3)]
+    for i in (0, 1):
+        wait_for_step(folders[i], 10, logs[i])
+    points = status(config, *overrides)
+    assert [p["state"] for p in points] == ["running", "running", "missing"]
+    assert all(10 <= p["step"] < p["steps"] == 300 for p in points[:2])
+    assert all(len(p["num_iters"]) == 2 and p["seen_s"] < 30 for p in points[:2])
+    slurm.call("scancel", "--signal=USR1", f"{job}_0")
+    slurm.call("scontrol", "requeue", f"{job}_1")
+    ends = [slurm.wait(f"{job}_{i}", "COMPLETED", "FAILED", "CANCELLED") for i in range(3)]
+    output = [log.read_text() for log in logs]
+    assert [e["JobState"] for e in ends] == ["COMPLETED", "COMPLETED", "FAILED"], output
+    assert [e["Restarts"] for e in ends] == ["1", "1", "0"]
+    for text in output[:2]:
+        assert "stopped by a signal after update" in text and "resumed" in text
+    assert "queued again" in output[0] and "queued again" not in output[1] + output[2]
+    points = status(config, *overrides)
+    assert [p["state"] for p in points][:2] == ["done", "done"]
+    assert [p["step"] for p in points[:2]] == [300, 300]
+    assert points[2]["state"] == "failed"
+
+
+def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):
+    """TERM: it saves, and stays cancelled."""
+    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
+    job = submit(
+        slurm, "slurm.sbatch", log, ("--nodes=1", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
+        f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
+    )  # fmt: skip
+    wait_for_step(run_dir, 3, log)
+    slurm.call("scancel", job)
+    slurm.wait(job, "CANCELLED")
+    deadline = time.monotonic() + 30
+    while slurm.states() != ["idle", "idle"]:  # it is still completing
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert "stopped by a signal after update" in log.read_text()
+    assert slurm.job(job)["JobState"] == "CANCELLED"
+    assert os.listdir(run_dir / "checkpoints")
