@@ -34,10 +34,10 @@ def _train(args) -> int:
         )
     if args.dry_run:
         from lm.console import say
-        from lm.engine import launched
         from lm.outputs import check_folder
         from lm.plan import describe, plan
-        from lm.train import check_config
+        from lm.preflight import check_config
+        from lm.ranks import launched
 
         gpus = args.gpus or cfg.train.world_size or launched()[1]
         check_config(cfg, gpus)

@@ -8,154 +8,22 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from lm.config_messages import all_keys, explain, nearest
+from lm.config_model import Fraction, Model, Section, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
 from lm.yaml_text import Dumper, load_tree, parse
-
-
-class Section(BaseModel):
-    """A part of the YAML: typed, closed (no unknown keys), validated again on assignment."""
-
-    model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value, info):
-        """Python counts true as 1, and `train.steps: true` would train for one step."""
-        annotation = cls.model_fields[info.field_name].annotation
-        elements = value if isinstance(value, list | tuple) else [value]
-        a_switch = bool in (annotation, *get_args(annotation))
-        if not a_switch and any(isinstance(element, bool) for element in elements):
-            raise ValueError("true and false are only for what is switched on or off")
-        return value
-
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Fraction1 = Annotated[float, Field(ge=0, le=1)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1)]
-# Far above what a machine holds, and far below what no tensor can have.
-Size = Annotated[int, Field(gt=0, le=65_536)]
-PositiveFraction = Annotated[float, Field(gt=0, le=1)]
-
-
-class Model(Section):
-    """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them),
-    as those of Solver are; the other names build a baseline (docs/baselines.md) from the same
-    d_model, n_layer, …"""
-
-    name: Literal[
-        "fprnn", "mamba", "mamba2", "transformer", "lstm",
-        "gated_deltanet", "deltaproduct", "gated_deltaproduct",
-    ] = "fprnn"  # fmt: skip
-    vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
-    d_model: Size = 768
-    n_layer: int = Field(12, gt=0, le=10_000)
-    d_state: Size = 16
-    expand: Size = 2
-    dt_rank: Size | Literal["auto"] = "auto"
-    d_conv: Size = 4
-    norm_epsilon: float = Field(1e-5, gt=0)
-    rms_norm: bool = True
-    residual_in_fp32: bool = True
-    tie_embeddings: bool = True
-    bias: bool = False
-    block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
-    headdim: Size = 64  # of fp_mamba2
-    ngroups: Size = 1
-    mixer: Literal[
-        "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense"
-    ] = "householder"
-    mixer_rank: Size = 1
-    mixer_proj_rank: Size | None = None
-    mixer_act: Literal["silu", "relu", "identity"] = "silu"
-    eigen_range: Literal["signed", "positive"] = "signed"
-    kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
-    contractive: OpenFraction | Literal["auto"] | None = "auto"
-    mixer_h_dep: bool = True
-    symm_mixer: bool = False
-    b_h_dep: bool = True
-    c_h_dep: bool = True
-    dt_h_dep: bool = False
-    bc_norm: bool = True
-    glu_in_loop: bool = False
-    use_short_conv: bool = False
-    out_norm_epsilon: float = Field(1e-5, gt=0)
-    eps: float = Field(1e-5, gt=0)
-    reset_at_eos: bool = True
-    gradient_checkpointing: Annotated[bool, FREE] = False
-    # Of the baselines alone (lm.baselines.FIELDS).
-    n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
-    d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
-    position: Literal["rope", "nope", "alibi"] = "rope"
-    n_householder: Size = 2
-    allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
-    backend: Literal["auto", "plain", "fla"] = "auto"
-
-
-class Solver(Section):
-    """How the fixed point is found, and how gradients go through it; of `fprnn` alone. No weight
-    depends on it: a run can be resumed and evaluated with another."""
-
-    token: Literal["auto", "exact", "iterate"] = "auto"  # auto: iterate under stopping: paper
-    schedule: str = Field(
-        "auto",
-        pattern=r"^(auto|sequential|parallel|window:[1-9][0-9]*)$",
-        description="auto, sequential, parallel or window:W (W: a number of tokens above 0)",
-    )
-    stopping: Literal["auto", "causal", "paper"] = "auto"
-    tol: float = Field(0.1, gt=0)
-    eval_tol: Annotated[PositiveFloat | Literal["auto"], FREE] = "auto"
-    max_iters: int = Field(100, gt=0)
-    eval_max_iters: Annotated[int, FREE] = Field(1000, gt=0)
-    quantile: Fraction1 | Literal["auto"] = "auto"
-    stepsize: PositiveFraction | Literal["auto"] = "auto"
-    stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
-    patience: int = Field(15, gt=0)
-    gradient: str = Field(
-        "auto",  # exact; one_step of what is iterated
-        pattern=r"^(auto|exact|one_step|implicit|adjoint:[0-9]+|phantom:[1-9][0-9]*)$",
-        description="auto, exact, adjoint:K, one_step, phantom:K or implicit (K: a whole number of"
-        " steps)",
-    )
-    n_backwards: int = Field(1, gt=0)
-    adjoint_clip: PositiveFloat | None = None
-    jacobian_reg: float = Field(0.0, ge=0)
-    state_noise: float = Field(0.0, ge=0)
-
-    @property
-    def iterates(self) -> bool:
-        """Whether a token's equation is iterated (the paper's f), not solved exactly."""
-        return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
-
-    def settled(self) -> dict:
-        """The fields, each "auto" of token, stopping and gradient as what it is in FPRNNConfig: two
-        that solve alike are equal."""
-        iterated = ("iterate", "paper", "one_step")
-        defaults = iterated if self.iterates else ("exact", "causal", "exact")
-        fields = self.model_dump(mode="json")
-        for name, value in zip(("token", "stopping", "gradient"), defaults):
-            fields[name] = value if fields[name] == "auto" else fields[name]
-        if fields["stopping"] == "paper" and fields["schedule"] == "auto":
-            fields["schedule"] = "parallel"
-        return fields
 
 
 class Tokenizer(Section):
@@ -297,7 +165,7 @@ class Run(Section):
     seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
     model: Annotated[Model, FIXED] = Model()
     solver: Annotated[Solver, NOTED] = Solver()
-    sweep: Annotated[dict[str, list[Any]], FREE] = {}
+    sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
 
     @field_validator("model", mode="before")
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import math
 import os
 import socket
@@ -17,13 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as torch_dist
 
-from lm.config import Config, ConfigError, Optim
+from lm.config import Config
+from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, TrainingError
 from lm.metrics import Busy
+from lm.optim import lr_factor, parameter_groups
 from lm.outputs import writing
-from lm.ranks import Ranks
-
-MOST_RANKS = 1_000_000
+from lm.ranks import Ranks, launched
 
 
 def _free_port() -> int:
@@ -64,44 +63,6 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
-
-
-def launched() -> tuple[int, int, int]:
-    """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
-    and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
-
-    Raises:
-        ConfigError: one of them is no such number, RANK is there without WORLD_SIZE, or Slurm has
-            started several tasks without telling them their RANK: each would be a run of its own,
-            all in one run directory.
-    """
-    if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
-        raise ConfigError(
-            f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
-            " launch/slurm.sbatch, which tells each task its rank, or start one task, srun -n 1"
-        )
-    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise ConfigError(
-            "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
-            " one process"
-        )
-    world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
-    rank = _from_environment("RANK", 0, 0, world - 1)
-    return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
-
-
-def _from_environment(name: str, default: int, least: int, most: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not least <= value <= most:
-        raise ConfigError(
-            f"{name} is {text!r} in the environment: it must be a whole number from {least} to"
-            f" {most}, as a launcher sets it; without a launcher unset it"
-        )
-    return value
 
 
 def start(cfg: Config) -> Ranks:
@@ -145,151 +106,6 @@ def stop() -> None:
     """Leave the process group."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
-
-
-def lr_factor(optim: Optim, steps: int, update: int) -> float:
-    """Learning rate of an update as a fraction of the peak.
-
-    Linear warm-up to the peak at update W, then cosine (or linear) to min_lr at update `steps`.
-
-    Args:
-        update: 1 for the first.
-    """
-    warmup = optim.warmup * steps if optim.warmup < 1 else optim.warmup
-    warmup = min(max(1, round(warmup)), steps)
-    if update <= warmup:
-        return update / warmup
-    floor = optim.min_lr / optim.lr
-    done = min(1.0, (update - warmup) / max(1, steps - warmup))
-    if optim.schedule == "constant":
-        return 1.0
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
-    return floor + (1 - floor) * shape
-
-
-def decays(name: str) -> bool:
-    """Whether weight decay acts on a parameter: not on A_log, D, biases, norms and the gains of
-    weight normalisation."""
-    *path, leaf = name.split(".")
-    owner = path[-1] if path else ""
-    kept = leaf in ("A_log", "D", "gain", "dt_bias") or leaf.startswith("bias")
-    return not (kept or "norm" in owner)
-
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: with and without decay."""
-    with_decay, without = _by_group(model)
-    return [
-        {"params": [p for _, p in with_decay], "weight_decay": weight_decay},
-        {"params": [p for _, p in without], "weight_decay": 0.0},
-    ]
-
-
-def optimizer_order(model: torch.nn.Module) -> list[str]:
-    """The names of the parameters in the order in which the optimizer has them."""
-    return [name for group in _by_group(model) for name, _ in group]
-
-
-def _by_group(model: torch.nn.Module) -> tuple[list, list]:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    return [np for np in named if decays(np[0])], [np for np in named if not decays(np[0])]
-
-
-def _merge(base: dict, over: dict) -> dict:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def deepspeed_config(cfg: Config, world_size: int) -> dict:
-    """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
-
-    Raises:
-        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
-            what the config decides otherwise or DeepSpeed cannot take.
-    """
-    t = cfg.train
-    config = {
-        "train_micro_batch_size_per_gpu": t.micro_batch_size,
-        "gradient_accumulation_steps": t.accumulation(world_size),
-        "train_batch_size": t.sequences(world_size),
-        "gradient_clipping": cfg.optim.grad_clip,
-        "zero_optimization": {
-            "stage": cfg.engine.zero_stage,
-            "overlap_comm": torch.cuda.is_available(),
-            "contiguous_gradients": True,
-        },
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-    }
-    if t.precision == "bf16":  # fp32 weights; matrix products in bf16
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    over = cfg.engine.deepspeed
-    if isinstance(over, str):
-        try:
-            over = json.loads(Path(over).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
-            raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
-        if not isinstance(over, dict):
-            raise ConfigError(
-                f"engine.deepspeed: {cfg.engine.deepspeed} must hold a mapping of keys to values"
-            )
-    merged = _merge(config, over or {})
-    for key in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-    ):
-        if merged[key] != config[key]:
-            raise ConfigError(
-                f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
-                " set train.global_batch_size and train.micro_batch_size instead"
-            )
-    zero = merged["zero_optimization"]
-    if not isinstance(zero, dict):
-        raise ConfigError(
-            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
-            " {zero_optimization: {stage: 3}}"
-        )
-    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
-        raise ConfigError(
-            f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
-            " one of 0, 1, 2, 3"
-        )
-    if '"auto"' in json.dumps(merged):
-        raise ConfigError(
-            'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
-            " numbers, or leave the key out"
-        )
-    return merged
-
-
-def layout(cfg: Config, world_size: int) -> dict[str, int]:
-    """How weights and optimizer are laid out: a checkpoint says the same of itself."""
-    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
-    return {"world_size": world_size, "zero_stage": stage}
-
-
-def check_contraction(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where `log.contraction` has no blocks to look into.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if not cfg.log.contraction:
-        return
-    if cfg.model.name != "fprnn":
-        raise ConfigError(
-            f"log.contraction is for model.name fprnn: {cfg.model.name} has no fixed point"
-        )
-    if config["zero_optimization"]["stage"] == 3:
-        raise ConfigError(
-            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
-            " zero_stage 0, 1 or 2 with it"
-        )
 
 
 class Update(NamedTuple):

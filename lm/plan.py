@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lm.build import build_model, vocabulary
 from lm.config import Config
-from lm.engine import deepspeed_config
+from lm.deepspeed_json import deepspeed_config
 
 GIB = 2**30
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+
+from lm.errors import ConfigError
+
+MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,41 @@ def _sendable(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(repr(error))
+
+
+def launched() -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
+    and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
+
+    Raises:
+        ConfigError: one of them is no such number, RANK is there without WORLD_SIZE, or Slurm has
+            started several tasks without telling them their RANK: each would be a run of its own,
+            all in one run directory.
+    """
+    if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        raise ConfigError(
+            f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
+            " launch/slurm.sbatch, which tells each task its rank, or start one task, srun -n 1"
+        )
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
+            " one process"
+        )
+    world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
+    rank = _from_environment("RANK", 0, 0, world - 1)
+    return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
+
+
+def _from_environment(name: str, default: int, least: int, most: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise ConfigError(
+            f"{name} is {text!r} in the environment: it must be a whole number from {least} to"
+            f" {most}, as a launcher sets it; without a launcher unset it"
+        )
+    return value

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import platform
 import time
 from pathlib import Path
 
 import torch
 
 from lm import engine as ds
-from lm.build import build_model, check_section, missing_kernels, vocabulary
+from lm.build import build_model, missing_kernels, vocabulary
 from lm.checkpoint import (
     CheckpointError,
     Checkpoints,
-    check_resume,
     drop_after,
     read_state,
     to_resume,
 )
-from lm.config import Config, ConfigError, check_warmup
+from lm.config import Config
 from lm.console import Progress, say
-from lm.data.sources import SUFFIXES, source_files
-from lm.errors import Diverged, Stopped, exit_status, require, sentence
-from lm.kernels import asked
+from lm.deepspeed_json import layout
+from lm.errors import Diverged, Stopped, exit_status, sentence
 from lm.log import Writer, describe
 from lm.metrics import (
     FailureWatch,
@@ -37,7 +33,9 @@ from lm.metrics import (
     is_due,
     probe,
 )
+from lm.optim import optimizer_order
 from lm.outputs import DamagedError, write_json
+from lm.preflight import check, environment
 from lm.ranks import Ranks
 from lm.reshard import gathered
 from lm.run_dir import RunDir
@@ -46,72 +44,6 @@ from lm.watchdog import Watchdog
 
 RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
-WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
-
-
-def environment(ranks: Ranks) -> dict:
-    """What the run ran on: versions and devices, and which accelerators were missing."""
-    from importlib.metadata import version
-
-    from lm.kernels import available
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "deepspeed": version("deepspeed"),
-        "device": gpu or f"CPU, {torch.get_num_threads()} threads",
-        "world_size": ranks.world_size,
-        "kernels": available("cuda" if gpu else "cpu"),
-    }
-
-
-def check_config(cfg: Config, world_size: int) -> None:
-    """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
-
-    Raises:
-        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
-            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
-        CheckpointError: no checkpoint of the name that `resume` gives.
-        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
-    """
-    wanted = cfg.train.world_size
-    if wanted and wanted != world_size:
-        raise ConfigError(
-            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
-            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.global_batch_size to train alike on any number"
-        )
-    asked()
-    check_warmup(cfg)
-    check_resume(cfg.resume)
-    ds.check_contraction(cfg, ds.deepspeed_config(cfg, world_size))
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
-    if cfg.data.path is not None and cfg.data.source in SUFFIXES:
-        source_files(cfg.data)
-
-
-def check(cfg: Config, world_size: int) -> None:
-    """Refuse what cannot be, before anything is read or written.
-
-    Raises:
-        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; a WANDB_MODE that
-            wandb does not know.
-        MissingPackageError: something that the config asks for is not installed.
-    """
-    check_config(cfg, world_size)
-    for package, key, wanted in [
-        ("wandb", "log.wandb", cfg.log.wandb),
-        ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
-        ("pyarrow", "data.source: parquet", cfg.data.source == "parquet"),
-        ("datasets", "data.source: fineweb", cfg.data.source == "fineweb"),
-    ]:
-        if wanted:
-            require(package, key)
-    mode = os.environ.get("WANDB_MODE")
-    if cfg.log.wandb and mode and mode not in WANDB_MODES:
-        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -163,7 +95,7 @@ class Training:
         self.stats: list = []  # reports of the solver since the last record
         self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-        self.layout = ds.layout(cfg, ranks.world_size)
+        self.layout = layout(cfg, ranks.world_size)
         about = {**self.layout, "global_batch_size": cfg.train.sequences(ranks.world_size)}
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
@@ -211,7 +143,7 @@ class Training:
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        whole = gathered(path, manifest, ds.optimizer_order(self.model))
+        whole = gathered(path, manifest, optimizer_order(self.model))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
         engine.go_on(whole.moments, manifest["step"])

@@ -11,12 +11,12 @@ import torch
 from lm.build import missing_kernels
 from lm.checkpoint import CheckpointError, Checkpoints
 from lm.console import Progress, say
-from lm.engine import lr_factor, parameter_groups
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
 from lm.log import Writer, describe
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
+from lm.optim import lr_factor, parameter_groups
 from lm.outputs import write_json
 from lm.ranks import Ranks
 from lm.run_dir import RunDir

@@ -140,7 +140,7 @@ def test_the_parts_fit_into_ten_minutes(tmp_path, module):
 
 def test_the_loop_trains_the_demo_as_lm_train_does(module):
     """The same model, parameter groups and schedule, which it cannot import: they need pydantic."""
-    from lm import build, config, engine
+    from lm import build, config, optim
 
     loop = module("gpu_train")
     cfg, tree = config.load(ROOT / "configs/lm/demo.yaml"), loop.settings(quick=False)
@@ -148,12 +148,12 @@ def test_the_loop_trains_the_demo_as_lm_train_does(module):
     ours, theirs = loop.build(tree, bpe), build.build_model(cfg, 264, 0, 0)
     assert ours.config.to_dict() == theirs.config.to_dict()
     adamw, schedule = loop.optimiser(tree, ours, 50)
-    expected = engine.parameter_groups(ours, cfg.optim.weight_decay)
+    expected = optim.parameter_groups(ours, cfg.optim.weight_decay)
     for one, other in zip(adamw.param_groups, expected, strict=True):
         assert one["weight_decay"] == other["weight_decay"]
         assert [id(p) for p in one["params"]] == [id(p) for p in other["params"]]
     for update in range(1, 51):
-        factor = engine.lr_factor(cfg.optim, 50, update)
+        factor = optim.lr_factor(cfg.optim, 50, update)
         assert adamw.param_groups[0]["lr"] == pytest.approx(cfg.optim.lr * factor)
         adamw.step()
         schedule.step()

@@ -17,6 +17,7 @@ FLOORS = {
         "arguments",
         "config",
         "config_messages",
+        "config_model",
         "console",
         "data",
         "errors",
@@ -25,6 +26,7 @@ FLOORS = {
         "metrics",
         "old_keys",
         "outputs",
+        "optim",
         "ranks",
         "resuming",
         "signals",
@@ -34,22 +36,23 @@ FLOORS = {
     ),
     1: ("doctor", "model", "plots", "sweep_status"),
     2: ("baselines", "run_dir"),
-    3: ("build", "checkpoint", "engine", "log"),
-    4: ("reshard",),
-    5: ("exported", "plan", "probes", "train"),
-    6: ("evaluate", "export", "generate", "report"),
-    7: ("reference", "agree"),
-    8: ("budget",),
-    9: ("cli",),
-    10: ("__main__",),
+    3: ("build", "checkpoint", "deepspeed_json", "log"),
+    4: ("engine", "preflight"),
+    5: ("exported", "plan", "probes", "reshard"),
+    6: ("train",),
+    7: ("evaluate", "export", "generate", "report"),
+    8: ("reference", "agree"),
+    9: ("budget",),
+    10: ("cli",),
+    11: ("__main__",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "console", "engine", "errors",
-    "kernels", "log", "metrics", "model", "old_keys", "outputs", "ranks", "resuming", "run_dir",
-    "signals", "tasks", "watchdog",
+    "kernels", "log", "metrics", "model", "old_keys", "optim", "outputs", "ranks", "resuming",
+    "run_dir", "signals", "tasks", "watchdog",
 }  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
-    from lm.train import check
+    from lm.preflight import check
 
     with pytest.raises(UserError) as e:
         check(tiny(*overrides), 1)
@@ -195,7 +195,7 @@ def test_sizes_that_no_machine_has(capsys, override):
 
 
 def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
-    from lm.train import check
+    from lm.preflight import check
 
     monkeypatch.setattr("lm.train.require", lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "nonsense")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lm import engine as ds
+from lm import deepspeed_json, optim, ranks
 from lm.build import build_model
 from lm.config import ConfigError, Optim
 from tests.running import run
@@ -23,25 +23,27 @@ def formula(o, steps, warmup, k):
 def test_lr_equals_the_formula(steps, warmup, w):
     o = Optim(lr=4e-3, min_lr=1e-5, warmup=warmup)
     for k in range(1, steps + 1):
-        assert o.lr * ds.lr_factor(o, steps, k) == pytest.approx(formula(o, steps, w, k), rel=1e-12)
-    assert o.lr * ds.lr_factor(o, steps, w) == pytest.approx(4e-3)
+        assert o.lr * optim.lr_factor(o, steps, k) == pytest.approx(
+            formula(o, steps, w, k), rel=1e-12
+        )
+    assert o.lr * optim.lr_factor(o, steps, w) == pytest.approx(4e-3)
     if steps > w:
-        assert o.lr * ds.lr_factor(o, steps, steps) == pytest.approx(1e-5)
+        assert o.lr * optim.lr_factor(o, steps, steps) == pytest.approx(1e-5)
 
 
 def test_linear_and_constant_schedules():
     linear = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="linear")
-    assert [ds.lr_factor(linear, 6, k) for k in range(1, 7)] == pytest.approx(
+    assert [optim.lr_factor(linear, 6, k) for k in range(1, 7)] == pytest.approx(
         [0.5, 1, 0.8, 0.6, 0.4, 0.2]
     )
     constant = Optim(lr=1.0, warmup=2, schedule="constant")
-    assert [ds.lr_factor(constant, 4, k) for k in (1, 2, 3, 4)] == [0.5, 1, 1, 1]
+    assert [optim.lr_factor(constant, 4, k) for k in (1, 2, 3, 4)] == [0.5, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["fprnn", "mamba"])
 def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
     model = build_model(tiny(f"model.name={name}"), 32)
-    groups = ds.parameter_groups(model, 0.1)
+    groups = optim.parameter_groups(model, 0.1)
     names = {id(p): n for n, p in model.named_parameters()}
     with_decay = {names[id(p)] for p in groups[0]["params"]}
     without = {names[id(p)] for p in groups[1]["params"]}
@@ -57,17 +59,17 @@ def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
 
 def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
     cfg = tiny("optim.grad_clip=0.5", "engine.zero_stage=2", "train.precision=bf16")
-    d = ds.deepspeed_config(cfg, 4)
+    d = deepspeed_json.deepspeed_config(cfg, 4)
     assert d["train_batch_size"] == 2 * 2 * 4
     assert d["gradient_clipping"] == 0.5 and d["zero_optimization"]["stage"] == 2
     assert d["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     raw = tmp_path / "ds.json"
     raw.write_text('{"zero_optimization": {"overlap_comm": true}, "prescale_gradients": true}')
-    merged = ds.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+    merged = deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
     assert merged["zero_optimization"]["overlap_comm"] is True
     assert merged["zero_optimization"]["stage"] == 1 and merged["prescale_gradients"] is True
     with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
-        ds.deepspeed_config(tiny("engine.deepspeed=missing.json"), 1)
+        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=missing.json"), 1)
 
 
 def test_lr_of_every_update_is_applied(tiny_losses):
@@ -117,7 +119,7 @@ def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
     cfg = tiny()
     cfg.engine.deepspeed = raw
     with pytest.raises(ConfigError, match=sentence):
-        ds.deepspeed_config(cfg, 1)
+        deepspeed_json.deepspeed_config(cfg, 1)
 
 
 @pytest.mark.parametrize("text", ["[1]", "3", "null"])
@@ -125,15 +127,15 @@ def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
     raw = tmp_path / "ds.json"
     raw.write_text(text)
     with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
-        ds.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+        deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
 
 
 def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert ds.launched() == (0, 1, 0)
+    assert ranks.launched() == (0, 1, 0)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert ds.launched() == (3, 4, 1)
+    assert ranks.launched() == (3, 4, 1)

@@ -51,7 +51,7 @@ def without(monkeypatch):
     ],
 )
 def test_training_says_what_is_missing_before_it_begins(tiny, without, package, override, key):
-    from lm.train import check
+    from lm.preflight import check
 
     check(tiny(override), 1)
     without(package)

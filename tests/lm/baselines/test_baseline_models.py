@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm import config, engine
+from lm import config, optim
 from lm.baselines import FIELDS
 from lm.baselines.__main__ import count, table
 from lm.baselines.deltanet import DeltaNetForCausalLM
@@ -49,7 +49,7 @@ def test_the_loss_falls_on_one_batch(baseline):
     model = build(baseline).train()
     ids = batch(4, 17)
     labels = ids[:, 1:].contiguous()
-    optimizer = torch.optim.AdamW(engine.parameter_groups(model, 0.1), lr=1e-2)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(model, 0.1), lr=1e-2)
     losses = []
     for _ in range(20):
         loss = model(input_ids=ids[:, :-1], labels=labels, shift_labels=labels).loss
@@ -175,7 +175,7 @@ def test_greedy_generation_is_the_argmax_of_forward_passes(baseline):
 @each
 def test_weight_decay_spares_rates_norms_and_biases(baseline):
     model = build(baseline)
-    _, without = engine.parameter_groups(model, 0.1)
+    _, without = optim.parameter_groups(model, 0.1)
     names = {id(p): n for n, p in model.named_parameters()}
     spared = {names[id(p)] for p in without["params"]}
     rates = {n for n in names.values() if n.endswith("A_log")}  # a matrix in Mamba

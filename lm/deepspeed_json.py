@@ -1,0 +1,108 @@
+"""The DeepSpeed JSON that a config means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from lm.config import Config
+from lm.errors import ConfigError
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def deepspeed_config(cfg: Config, world_size: int) -> dict:
+    """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
+
+    Raises:
+        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
+            what the config decides otherwise or DeepSpeed cannot take.
+    """
+    t = cfg.train
+    config = {
+        "train_micro_batch_size_per_gpu": t.micro_batch_size,
+        "gradient_accumulation_steps": t.accumulation(world_size),
+        "train_batch_size": t.sequences(world_size),
+        "gradient_clipping": cfg.optim.grad_clip,
+        "zero_optimization": {
+            "stage": cfg.engine.zero_stage,
+            "overlap_comm": torch.cuda.is_available(),
+            "contiguous_gradients": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if t.precision == "bf16":  # fp32 weights; matrix products in bf16
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    over = cfg.engine.deepspeed
+    if isinstance(over, str):
+        try:
+            over = json.loads(Path(over).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
+            raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
+        if not isinstance(over, dict):
+            raise ConfigError(
+                f"engine.deepspeed: {cfg.engine.deepspeed} must hold a mapping of keys to values"
+            )
+    merged = _merge(config, over or {})
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+    ):
+        if merged[key] != config[key]:
+            raise ConfigError(
+                f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
+                " set train.global_batch_size and train.micro_batch_size instead"
+            )
+    zero = merged["zero_optimization"]
+    if not isinstance(zero, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
+            " {zero_optimization: {stage: 3}}"
+        )
+    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
+        raise ConfigError(
+            f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
+            " one of 0, 1, 2, 3"
+        )
+    if '"auto"' in json.dumps(merged):
+        raise ConfigError(
+            'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
+            " numbers, or leave the key out"
+        )
+    return merged
+
+
+def layout(cfg: Config, world_size: int) -> dict[str, int]:
+    """How weights and optimizer are laid out: a checkpoint says the same of itself."""
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
+    return {"world_size": world_size, "zero_stage": stage}
+
+
+def check_contraction(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where `log.contraction` has no blocks to look into.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if not cfg.log.contraction:
+        return
+    if cfg.model.name != "fprnn":
+        raise ConfigError(
+            f"log.contraction is for model.name fprnn: {cfg.model.name} has no fixed point"
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
+            " zero_stage 0, 1 or 2 with it"
+        )

@@ -1,0 +1,84 @@
+"""What is refused before a training reads or writes anything, and what it will run on."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from lm.build import check_section
+from lm.checkpoint import check_resume
+from lm.config import Config, check_warmup
+from lm.data.sources import SUFFIXES, source_files
+from lm.deepspeed_json import check_contraction, deepspeed_config
+from lm.errors import ConfigError, require
+from lm.kernels import asked
+from lm.ranks import Ranks
+
+WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
+
+
+def environment(ranks: Ranks) -> dict:
+    """What the run ran on: versions and devices, and which accelerators were missing."""
+    from importlib.metadata import version
+
+    from lm.kernels import available
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "deepspeed": version("deepspeed"),
+        "device": gpu or f"CPU, {torch.get_num_threads()} threads",
+        "world_size": ranks.world_size,
+        "kernels": available("cuda" if gpu else "cpu"),
+    }
+
+
+def check_config(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
+
+    Raises:
+        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
+        CheckpointError: no checkpoint of the name that `resume` gives.
+        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
+    """
+    wanted = cfg.train.world_size
+    if wanted and wanted != world_size:
+        raise ConfigError(
+            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
+            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
+            " train.global_batch_size to train alike on any number"
+        )
+    asked()
+    check_warmup(cfg)
+    check_resume(cfg.resume)
+    check_contraction(cfg, deepspeed_config(cfg, world_size))
+    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    if cfg.data.path is not None and cfg.data.source in SUFFIXES:
+        source_files(cfg.data)
+
+
+def check(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be, before anything is read or written.
+
+    Raises:
+        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; a WANDB_MODE that
+            wandb does not know.
+        MissingPackageError: something that the config asks for is not installed.
+    """
+    check_config(cfg, world_size)
+    for package, key, wanted in [
+        ("wandb", "log.wandb", cfg.log.wandb),
+        ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
+        ("pyarrow", "data.source: parquet", cfg.data.source == "parquet"),
+        ("datasets", "data.source: fineweb", cfg.data.source == "fineweb"),
+    ]:
+        if wanted:
+            require(package, key)
+    mode = os.environ.get("WANDB_MODE")
+    if cfg.log.wandb and mode and mode not in WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
