@@ -193,7 +193,8 @@ def _counted_config(cfg: Config, small: Model, on_gpu: bool) -> Config:
     few.model = small
     few.model.n_layer = 2
     few.solver.max_iters = 2
-    by_windows = few.solver.schedule.startswith("window") or few.solver.schedule == "parallel"
+    schedule, low_rank = few.solver.schedule, small.mixer in ("householder", "dplr")
+    by_windows = schedule not in ("sequential", "auto") or (schedule == "auto" and not low_rank)
     if few.solver.settled()["gradient"] == "exact" and by_windows:
         few.solver.gradient = "adjoint:2"  # the same, with fewer terms
     return few
