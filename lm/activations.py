@@ -33,7 +33,7 @@ PROBE_VOCABULARY = 8
 FUSED = ("mamba", "mamba2", "gated_deltanet", "deltaproduct", "gated_deltaproduct")
 # (b, l) counted at: as many as `_terms` has, and all different in them. Two with few tokens, two
 # with more: of few tokens the most that lives is made of weights, of more of activations.
-PROBES = ((1, 64), (1, 128), (1, 256), (2, 256))
+PROBES = ((1, 64), (1, 128), (1, 256), (2, 256), (2, 64))
 
 
 class Live(TorchDispatchMode):
@@ -110,8 +110,9 @@ class Activations(NamedTuple):
 
 
 def _terms(batch, length):
-    """What bytes are proportional to: nothing, sequences, tokens, chunks of the scans."""
-    return 1, batch, batch * length, batch * _chunks(length)
+    """What bytes are proportional to: nothing, sequences, the length (a matrix that every step of a
+    loop over time casts again), tokens, chunks of the scans."""
+    return 1, batch, length, batch * length, batch * _chunks(length)
 
 
 def _chunks(length):
@@ -300,15 +301,16 @@ def _layers(model):
 
 
 def _fit(values, wider) -> _Fit:
-    """Through the values at PROBES, of a model `wider` times as wide: what belongs to no token is a
-    matrix of the weights', and grows with the square."""
+    """Through the values at PROBES, of a model `wider` times as wide: what belongs to no
+    sequence is a matrix of the weights', and grows with the square."""
     matrix = torch.tensor([_terms(*size) for size in PROBES], dtype=torch.float64)
     solved = torch.linalg.solve(matrix, torch.tensor(values, dtype=torch.float64)).tolist()
-    return _Fit((solved[0] * wider**2, *(c * wider for c in solved[1:])))
+    powers = 2, 1, 2, 1, 1
+    return _Fit(tuple(c * wider**power for c, power in zip(solved, powers)))
 
 
 def _lines(values, wider) -> _Lines:
-    """Through the first two of PROBES and through the last two. The most that lives is the largest
+    """Through the first two of PROBES and through the next two. The most that lives is the largest
     of what lives at each moment, and that is a line; so it is above both."""
     lines = []
     for (at, value), (later_at, later) in zip(*[iter(zip(PROBES, values))] * 2):
@@ -324,9 +326,9 @@ def fused(cfg: Config) -> Activations:
     which this CPU has not: by a formula, 8 numbers a channel and 8 a width; not counted."""
     m, half = cfg.model, 2 if cfg.train.precision == "bf16" else 4
     a_token = 8.0 * m.expand * m.d_model * half + 8.0 * m.d_model
-    nothing = _Fit((0.0, 0.0, 0.0, 0.0))
-    layer = nothing if m.gradient_checkpointing else _Fit((0.0, 0.0, a_token, 0.0))
-    inputs = _Fit((0.0, 0.0, 4.0 * m.d_model, 0.0))
+    nothing = _Fit((0.0,) * 5)
+    layer = nothing if m.gradient_checkpointing else _Fit((0.0, 0.0, 0.0, a_token, 0.0))
+    inputs = _Fit((0.0, 0.0, 0.0, 4.0 * m.d_model, 0.0))
     again = a_token if m.gradient_checkpointing else 0.0
     return Activations(
         m.n_layer, nothing, inputs if m.gradient_checkpointing else layer, _Lines(((0.0, again),))
