@@ -9,7 +9,7 @@ from lm.arguments import SEED, Number, Whole, counts, names, run
 
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
-  fprnn train --config configs/lm/fpmamba_160m_fineweb2b.yaml --dry-run
+  fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn export runs/demo runs/demo/hf
   fprnn eval runs/demo/hf --tasks catbabi_mini
@@ -27,29 +27,51 @@ def _train(args) -> int:
 
     cfg = config.load(args.config, args.override, args.job_index)
     config.refuse_sweep(cfg, args.config)
-    if args.gpus and not args.dry_run:
+    if args.dry_run:
+        from lm.console import say
+
+        planned = _planned(cfg, args)
+        say(cfg.to_yaml())
+        say(planned)
+        return 0
+    if args.gpus:
         raise config.ConfigError(
             f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
             f" {args.gpus} --module lm train …`"
         )
-    if args.dry_run:
-        from lm.console import say
-        from lm.outputs import check_folder
-        from lm.plan import describe, plan
-        from lm.preflight import check_config
-        from lm.ranks import launched
-
-        gpus = args.gpus or cfg.train.world_size or launched()[1]
-        check_config(cfg, gpus)
-        check_folder(cfg.run_dir)
-        planned = describe(plan(cfg, gpus), cfg)
-        say(cfg.to_yaml())
-        say(planned)
-        return 0
+    for name in ("nodes", "gpu", "utilisation", "evaluations"):
+        if getattr(args, name) is not None:
+            raise config.ConfigError(
+                f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
+            )
     from lm.train import train
 
     train(cfg, overwrite=args.overwrite)
     return 0
+
+
+def _plan(args) -> int:
+    from lm import config
+    from lm.console import say
+
+    cfg = config.load(args.config, args.override, args.job_index)
+    config.refuse_sweep(cfg, args.config)
+    say(_planned(cfg, args))
+    return 0
+
+
+def _planned(cfg, args):
+    """What `plan` and `train --dry-run` print: a table."""
+    from lm.outputs import check_folder
+    from lm.plan import describe, plan, where
+    from lm.preflight import check_config
+    from lm.ranks import launched
+
+    gpus = args.gpus or cfg.train.world_size or launched()[1]
+    at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
+    check_config(cfg, gpus)
+    check_folder(cfg.run_dir)
+    return describe(plan(cfg, at), cfg)
 
 
 def _sweep(args) -> int:
@@ -204,6 +226,32 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     )
 
 
+def _add_planned_for(c: argparse.ArgumentParser) -> None:
+    """What `plan` and `train --dry-run` plan for."""
+    c.add_argument(
+        "--gpus", type=Whole(1, 1_000_000), metavar="N",
+        help="GPUs to plan for, in all, at least 1 (default: train.world_size, or those launched)",
+    )  # fmt: skip
+    c.add_argument(
+        "--nodes", type=Whole(1, 1_000_000), metavar="M",
+        help="hosts that they are in, evenly (default: 8 GPUs each)",
+    )  # fmt: skip
+    c.add_argument(
+        "--gpu", metavar="NAME",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; cpu: this machine (default:"
+        " the one here, else a100-80g)",
+    )  # fmt: skip
+    c.add_argument(
+        "--utilisation", type=Number(), metavar="U",
+        help="share of the card's peak that is reached, at most 1 (default: 0.25, an assumption)",
+    )  # fmt: skip
+    c.add_argument(
+        "--evaluations", type=Number(), metavar="E",
+        help="evaluations of a token in every layer, for the hours (default: 1 where tokens are"
+        " solved one by one, else 10, an assumption)",
+    )  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -226,18 +274,28 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
-    c.add_argument(
-        "--gpus",
-        type=Whole(1, 1_000_000),
-        metavar="N",
-        help="GPUs that a --dry-run plans for, at least 1",
-    )
+    _add_planned_for(c)
     c.add_argument(
         "--job-index", type=Whole(0), metavar="I",
         help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
     )  # fmt: skip
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
+
+    c = commands.add_parser(
+        "plan",
+        help="what a run will cost: parameters, FLOPs, hours, memory against the card",
+        description="Print what the run a YAML describes will cost, and train nothing; `train"
+        " --dry-run` prints the configuration as well. Nothing is downloaded, no GPU is needed."
+        " docs/scale.md says how the numbers are made.",
+    )
+    c.add_argument("config", metavar="CONFIG")
+    _add_planned_for(c)
+    c.add_argument(
+        "--job-index", type=Whole(0), metavar="I", help="plan point I of the YAML's sweep"
+    )
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_plan)
 
     c = commands.add_parser(
         "sweep",

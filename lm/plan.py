@@ -1,12 +1,20 @@
-"""What a run will cost, before it starts: parameters, tokens, FLOPs, memory per GPU."""
+"""What a run will cost, before it starts: parameters, tokens, FLOPs, hours, memory per GPU."""
 
 from __future__ import annotations
 
-from lm.build import build_model, vocabulary
-from lm.config import Config
-from lm.deepspeed_json import deepspeed_config
+from dataclasses import dataclass
 
-GIB = 2**30
+from lm import cost
+from lm.activations import for_gpu
+from lm.build import vocabulary
+from lm.cards import GIB, GPUS_A_HOST, Card, card, here
+from lm.config import Config, ConfigError
+from lm.cost import flops_of
+from lm.deepspeed_json import deepspeed_config
+from lm.memory import Planner, on_the_meta_device, sizes
+
+UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
+EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
 
 # Tokens of hub datasets, by their own cards (in GPT-2's): about so many.
 HUB_TOKENS = {
@@ -66,132 +74,138 @@ def _passes(p: dict, cfg: Config) -> str:
     return f"{count}: data repeats; after each pass {again}"
 
 
-def saved_bytes(cfg: Config) -> tuple[float, float]:
-    """Bytes that one block keeps for its backward: (per token, whatever the length). Counted on one
-    real layer of this shape at two lengths, not estimated. fprnn only."""
-    import torch
-
-    one = cfg.model_copy(deep=True)
-    one.model.n_layer, one.model.gradient_checkpointing = 1, False
-    one.solver.max_iters = 1  # what is kept does not depend on how near the solution is
-    block = build_model(one, 8).backbone.layers[0].train()
-    owned = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-    def count(tokens: int) -> int:
-        seen = {}
-
-        def pack(t):
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in owned:
-                seen[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        u = torch.randn(1, tokens, one.model.d_model, requires_grad=True)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-            torch.autocast("cpu", torch.bfloat16, enabled=cfg.train.precision == "bf16"),
-        ):
-            output = block(u, None)  # kept alive, so that no address is used twice
-        del output
-        return sum(seen.values())
-
-    short, long = count(64), count(256)
-    per_token = (long - short) / 192
-    return per_token, short - 64 * per_token
-
-
 def fprnn_parameters(cfg: Config, vocab_size: int) -> int | None:
     """Of the fixed-point model with a baseline's sizes (d_model, n_layer, …); None for fprnn."""
-    import torch
-
     if cfg.model.name == "fprnn":
         return None
     same = cfg.model_copy(deep=True)
     same.model.name = "fprnn"
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_model(same, vocab_size).parameters())
+    return sum(p.numel() for p in on_the_meta_device(same, vocab_size).parameters())
 
 
-def plan(cfg: Config, world_size: int) -> dict:
-    """Numbers of a run on `world_size` GPUs. Builds on the meta device; downloads nothing.
+@dataclass(frozen=True)
+class Where:
+    """What a run is planned for."""
 
+    world_size: int  # GPUs in all
+    card: Card
+    nodes: int  # hosts they are in
+    utilisation: float = UTILISATION
+    evaluations: float | None = None  # a token and layer; None: see `evaluations_of`
+
+
+def where(
+    cfg: Config,
+    world_size: int,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    utilisation: float | None = None,
+    evaluations: float | None = None,
+) -> Where:
+    """What the options of `fprnn plan` mean; None is what they are by default.
+
+    Raises:
+        ConfigError: no such card, GPUs that the hosts cannot share evenly, a utilisation above 1,
+            evaluations of a model that iterates nothing.
+    """
+    hosts = nodes or -(-world_size // GPUS_A_HOST)
+    if world_size % hosts:
+        even = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"{world_size} GPUs do not divide evenly among {hosts} hosts: give --nodes one of"
+            f" {', '.join(map(str, even))}, or --gpus a multiple of {hosts}"
+        )
+    if utilisation is not None and utilisation > 1:
+        raise ConfigError(
+            f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
+            " above 0 and at most 1"
+        )
+    if evaluations is not None and cfg.model.name != "fprnn":
+        raise ConfigError(
+            f"--evaluations is of model.name fprnn: {cfg.model.name} iterates nothing"
+        )
+    if utilisation is None:
+        utilisation = UTILISATION
+    return Where(world_size, card(gpu or here()), hosts, utilisation, evaluations)
+
+
+def evaluations_of(model, at: Where) -> float | None:
+    """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
+    EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
+    iterates nothing."""
+    if not hasattr(model, "solver"):
+        return None
+    if at.evaluations is not None:
+        return at.evaluations
+    solver = model.train().solver()
+    return 1.0 if solver["max_iters"] is None else EVALUATIONS
+
+
+def plan(cfg: Config, at: Where | int) -> dict:
+    """Numbers of a run. Builds it on the meta device and counts what a small one holds; downloads
+    nothing.
+
+    Args:
+        at: what for; a number is that of GPUs of the default card.
     Raises:
         ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
     """
-    import torch
-
+    if isinstance(at, int):
+        at = where(cfg, at)
     vocab_size = vocabulary(cfg)
-    with torch.device("meta"):
-        model = build_model(cfg, vocab_size)
-    n = sum(p.numel() for p in model.parameters())
-    embedding = model.get_input_embeddings().weight.numel()
-    m, t = cfg.model, cfg.train
-    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
+    model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
+    of = sizes(model, vocab_size, cfg.train.precision)
+    t, world_size = cfg.train, at.world_size
     tokens_per_step = cfg.tokens_per_step(world_size)
-
-    if m.name == "fprnn":
-        counts = (1, 5, 10, 20)  # token by token, an exact one takes 1
-        flops = {f"evaluations = {k}": model.flops_per_token(k) for k in counts}
-    else:  # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward
-        d, states = m.expand * m.d_model, m.d_state
-        if m.name == "transformer":
-            mixing = 6 * m.d_model * cfg.data.seq_len  # causal: half of all pairs
-        elif m.name in ("mamba", "mamba2"):
-            mixing = 27 * d * states  # Mamba's own count of its scan
-        elif m.name == "lstm":
-            mixing = 0
-        else:  # erase, write, read a (d_model/heads × d/heads) state per head and reflection
-            head = m.headdim if m.n_heads == "auto" else m.d_model // m.n_heads
-            steps = 1 if m.name == "gated_deltanet" else m.n_householder
-            mixing = 18 * m.d_model * m.expand * head * steps
-        matrices = 6 * (n - (0 if m.tie_embeddings else embedding))
-        flops = {m.name: matrices + mixing * m.n_layer}
-
-    micro_tokens = t.micro_batch_size * cfg.data.seq_len
-    shard = {"weights": 3, "gradients": 2, "optimizer": 1}  # from which ZeRO stage on
-    memory = {
-        name: n * size / (world_size if stage >= shard[name] else 1)
-        for name, size in [("weights", 4), ("gradients", 4), ("optimizer", 8)]
-    }
-    if m.name == "fprnn":
-        from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
-        from lm.model.scan import MAX_TEMPORARY
-
-        per_token, constant = saved_bytes(cfg)
-        boundary = 4 * m.d_model  # the fp32 residual stream
-        if m.gradient_checkpointing:
-            d = m.expand * m.d_model
-            kept = m.n_layer * micro_tokens * (boundary + 4 * d)  # each layer's input and y*
-            memory["activations"] = kept + micro_tokens * per_token + constant
-        else:
-            memory["activations"] = m.n_layer * (micro_tokens * (per_token + boundary) + constant)
-        memory["solver and scan temporaries"] = 3 * MAX_TEMPORARY
-        memory["logits"] = min(micro_tokens, LOSS_CHUNK_TOKENS) * vocab_size * 12
-    else:
-        half = 2 if t.precision == "bf16" else 4
-        d = m.expand * m.d_model
-        memory["activations (fused kernels)"] = (
-            micro_tokens * m.n_layer * (8 * d * half + 8 * m.d_model)
-        )
-        memory["logits"] = micro_tokens * vocab_size * (half + 8)
     tokens = tokens_per_step * t.steps
+    flops = flops_of(cfg, model, of)
+    evaluations = evaluations_of(model, at)
+    each = next(iter(flops.values())) if evaluations is None else model.flops_per_token(evaluations)
+    planner = Planner(cfg, world_size, at.card, of)
+    needed, change = planner.memory(), None
+    if not planner.fits(needed):
+        change = planner.smallest_change()
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
+    sent = cost.communication(of, world_size, stage, t.accumulation(world_size))
+    link = cost.link(at.card, at.nodes)
     dataset_tokens, dataset = training_data(cfg)
     return {
+        "at": at,
         "world_size": world_size,
         "zero_stage": stage,
         "vocab_size": vocab_size,
-        "parameters": n,
-        "parameters_without_embedding": n - embedding,
+        "parameters": of.parameters,
+        "parameters_without_embedding": of.parameters - of.embedding,
+        "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
         "sequences_per_step": t.sequences(world_size),
         "tokens_per_step": tokens_per_step,
         "tokens": tokens,
         "dataset_tokens": dataset_tokens,
         "dataset": dataset,
         "passes": tokens / dataset_tokens if dataset_tokens else None,
-        "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
         "flops_per_token": flops,
-        "memory_per_gpu": memory,
+        "evaluations": evaluations,
+        "flops": each * tokens,
+        "hours": cost.hours(each * tokens, world_size, at.card, t.precision, at.utilisation),
+        "memory": needed,
+        "limit": planner.limit,
+        "fits": planner.fits(needed),
+        "change": change,
+        "stages": {s: planner.memory(**_stage(cfg, s)) for s in range(4)},
+        "communication": sent,
+        "communication_seconds": sum(sent.values()) / link.bytes_per_second,
+        "link": link,
+        "checkpoint_bytes": cost.checkpoint_bytes(of, stage),
     }
+
+
+def _stage(cfg: Config, stage: int) -> dict:
+    """The keys that set a ZeRO stage, also where DeepSpeed's own JSON names one."""
+    changes = {"engine__zero_stage": stage}
+    own = cfg.engine.deepspeed
+    if isinstance(own, dict) and "stage" in own.get("zero_optimization", {}):
+        changes["engine__deepspeed__zero_optimization__stage"] = stage
+    return changes
 
 
 def _tokens(count: float | None, where: str) -> str:
@@ -206,35 +220,114 @@ def _amount(count: float) -> str:
 
 
 def describe(p: dict, cfg: Config):
-    """The plan as a rich table."""
+    """The plan as a rich table of one screen."""
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
-    rows = [("parameters", f"{p['parameters'] / 1e6:,.1f} M")]
+    for rows in (_what(p, cfg), _work(p, cfg), _memory(p)):
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """Model and data."""
+    of_all = f"{p['parameters'] / 1e6:,.1f} M"
+    rows = [("parameters", of_all)]
     if beside := p["parameters_of_fprnn"]:
         m = cfg.model
         share = f"{p['parameters'] / beside:.2f} of its {beside / 1e6:,.1f} M"
         sizes = f"{m.n_layer} layers, d_model {m.d_model}, as here"
         rows.append(("… beside fprnn", f"{share} ({sizes})"))
-    rows += [
+    return [
+        *rows,
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),
-        ("ranks (GPUs)", str(p["world_size"])),
+        ("ranks (GPUs)", _ranks(p["at"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
         ("passes over the data", _passes(p, cfg)),
     ]
+
+
+def _ranks(at: Where) -> str:
+    if not at.card.on_gpu:
+        return f"{at.world_size} (on this CPU)"
+    return f"{at.world_size} × {at.card.name} in {at.nodes} host{'s' * (at.nodes > 1)}"
+
+
+def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """FLOPs, hours, what is sent and saved."""
+    rows = []
     for name, flops in p["flops_per_token"].items():
         total = flops * p["tokens"]
         rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total:.2e} in all)"))
-    for name, size in p["memory_per_gpu"].items():
-        rows.append((f"memory: {name}", f"{size / GIB:,.2f} GiB"))
-    rows.append(
-        (f"memory per GPU, ZeRO-{p['zero_stage']}",
-         f"{sum(p['memory_per_gpu'].values()) / GIB:,.1f} GiB (estimate)")
-    )  # fmt: skip
-    for row in rows:
-        table.add_row(*row)
-    return table
+    at, precision = p["at"], cfg.train.precision
+    if p["hours"] is None:
+        rows.append(("hours", "not known of a CPU: a short run says its tokens/s"))
+    else:
+        assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
+        if p["evaluations"] is not None:
+            assumed += f", {p['evaluations']:g} evaluations"
+        rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
+    if at.world_size > 1:
+        sent, link = sum(p["communication"].values()), p["link"]
+        how = f"{p['communication_seconds']:.2g} s over {link.name} where nothing overlaps"
+        rows.append(("sent per update", f"{_size(sent)} a GPU, {how}"))
+    rows.append(("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB"))
+    return rows
+
+
+PARTS = {
+    "weights": "weights",
+    "master": "DeepSpeed's copy of them",
+    "gradients": "gradients",
+    "optimizer": "optimizer (AdamW)",
+    "buffers": "DeepSpeed's buffers",
+    "runtime": "CUDA, NCCL (assumed)",
+    "activations": "activations",
+    "temporaries": "a layer's solve, backward",
+    "loss": "logits and loss",
+    "update": "the update itself",
+}
+
+
+def _memory(p: dict) -> list[tuple[str, str]]:
+    """Memory by part and by ZeRO stage against the card, and what would make it fit."""
+    needed, at = p["memory"], p["at"]
+    worst = max(needed.moments, key=needed.moments.get)
+    out = {"a layer": ("loss", "update"), "loss": ("temporaries", "update"),
+           "update": ("activations", "temporaries", "loss", "buffers")}[worst]  # fmt: skip
+    rows = []
+    for name, said in PARTS.items():
+        size = getattr(needed, name)
+        if size:
+            apart = " (not at the same time)" if name in out else ""
+            rows.append((f"memory: {said}", f"{_size(size)}{apart}"))
+    for stage, of_stage in p["stages"].items():
+        left = p["limit"] - of_stage.total
+        verdict = "fits" if left >= 0 else f"{_size(-left)} too much"
+        verdict += ", as configured" if stage == p["zero_stage"] else ""
+        row = f"{_size(of_stage.total)} (estimate): {verdict}"
+        rows.append((f"memory per GPU, ZeRO-{stage}", row))
+    card = f"{_size(p['limit'])} of {_size(at.card.memory)} ({at.card.name})"
+    rows.append(("memory there is", card if at.card.on_gpu else f"{_size(p['limit'])} a rank"))
+    if not p["fits"]:
+        rows.append(("to make it fit", _change(p)))
+    return rows
+
+
+def _change(p: dict) -> str:
+    if p["change"] is None:
+        return "no ZeRO stage, checkpointing or micro-batch does: more GPUs, or a smaller model"
+    keys, needed = p["change"]
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    return f"{' '.join(texts)} (then {_size(needed.total)})"
+
+
+def _size(count: float) -> str:
+    """Bytes in GiB, small ones in MiB."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.2f} MiB"

@@ -16,8 +16,8 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "train", "sweep", "export", "import-reference", "eval", "generate", "agree", "budget", "report",
-    "doctor",
+    "train", "plan", "sweep", "export", "import-reference", "eval", "generate", "agree", "budget",
+    "report", "doctor",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
@@ -178,7 +178,7 @@ def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, p
     assert rows["tokens trained on"] == "2.517 B in 4,800 updates"
     assert rows["passes over the data"] == "0.26: nothing is read twice"
     assert rows[f"FLOPs per token, {flops}"].endswith("in all)")
-    assert rows["memory per GPU, ZeRO-1"].endswith("GiB (estimate)")
+    assert "GiB (estimate): fits" in rows["memory per GPU, ZeRO-1"]
     assert f"name: {name}\n" in result.stdout  # the resolved config, defaults and all
     assert "  weight_decay: 0.1\n" in result.stdout and "  timeout_s: 1800\n" in result.stdout
     assert list(cwd.iterdir()) == []
@@ -189,6 +189,24 @@ def test_a_dry_run_counts_the_gpus_it_is_asked_for(tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
     assert main(["train", "--config", path, "--dry-run", "--gpus", "5", "data.seq_len=7"]) == 0
     assert "15 of 7 tokens" in capsys.readouterr().out
+
+
+def test_plan_prints_what_a_dry_run_prints_after_the_configuration(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    options = ["--gpus", "8", "--gpu", "h200", "--nodes", "2", "data.seq_len=7"]
+    assert main(["plan", path, *options]) == 0
+    planned = capsys.readouterr().out
+    assert "8 × h200 in 2 hosts" in planned and "seq_len" not in planned
+    assert main(["train", "--config", path, "--dry-run", *options]) == 0
+    assert capsys.readouterr().out.endswith(planned)
+
+
+def test_what_is_planned_for_is_refused_where_something_is_trained(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    assert main(["train", "--config", path, "--gpu", "h200"]) == 1
+    assert "--gpu is for `fprnn plan` and a --dry-run" in capsys.readouterr().err
+    assert main(["plan", path, "--gpu", "h9000"]) == 1
+    assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
 
 
 def test_local_rank_is_accepted_before_the_command(tmp_path):
