@@ -53,6 +53,7 @@ Fraction1 = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 # Far above what a machine holds, and far below what no tensor can have.
 Size = Annotated[int, Field(gt=0, le=65_536)]
+Count = Annotated[int, Field(ge=0)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -179,8 +180,9 @@ class Data(Section):
     leading_eos: bool = False  # EOS before each document as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
     val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
-    shuffle_buffer: int = Field(1024, ge=1)  # blocks, for streamed sources
-    workers: int = Field(0, ge=0)  # loader processes per rank, for streamed sources
+    shuffle_buffer: int = Field(1024, ge=1)  # blocks of all streams together
+    streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
+    workers: Annotated[Count | Literal["auto"], FREE] = "auto"  # processes per rank that read them
 
     @model_validator(mode="after")
     def _path_for_local_sources(self):

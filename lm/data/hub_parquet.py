@@ -1,0 +1,212 @@
+"""Documents of parquet files on the hub, row group by row group: dealing, seeking, damage."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Iterator
+
+from lm.config import Data
+from lm.data.hub import HubFiles, open_hub, patiently
+from lm.data.sources import DataError, check_text_column, first_line
+
+POSITION = {"revision", "file", "groups_before", "row_group", "row"}  # keys of a state
+
+
+class HubDocuments:
+    """Iterator over the texts of one shard (index, count) of a hub dataset.
+
+    The row groups of all files, in order, are dealt out like cards: number u goes to the shard
+    u % count. Of fewer row groups than shards, several shards share one, each with every k-th row.
+    Only the text column is fetched, and of a resumed position only from its row group on. The
+    commit is part of the position: a dataset that changes meanwhile is read as it was.
+    """
+
+    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
+        if state is not None and state.keys() != POSITION:
+            raise DataError(
+                "the checkpoint's position in the stream is of an earlier version, which dealt out "
+                "whole files; a run that streams cannot go on from it: train anew under another "
+                "run name"
+            )
+        self._groups = open_groups(data, state["revision"] if state else None)
+        self._position = dict(state) if state else self._start()
+        found = self._groups.count_up_to(shard[1])
+        index, self._count = shard
+        if found >= self._count:
+            self._index, self._part, self._parts = index, 0, 1
+        else:
+            self._index, self._part, self._count = index % found, index // found, found
+            self._parts = -(-(shard[1] - self._index) // found)
+        self._texts = self._iterate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._texts)
+
+    def state_dict(self) -> dict:
+        """Where the next document is: commit, file, row group, row. Plain data."""
+        return dict(self._position)
+
+    def _start(self) -> dict:
+        revision = self._groups.files.revision
+        return {"revision": revision, "file": 0, "groups_before": 0, "row_group": 0, "row": 0}
+
+    def _iterate(self) -> Iterator[str]:
+        at = self._position
+        while at["file"] < len(self._groups.files.paths):
+            count = self._groups.count(at["file"])
+            while at["row_group"] < count:
+                number = at["groups_before"] + at["row_group"]
+                if number % self._count == self._index:
+                    column = self._groups.texts(at["file"], at["row_group"])
+                    first = at["row"] + (self._part - at["row"]) % self._parts
+                    for row in range(first, len(column), self._parts):
+                        at["row"] = row + 1
+                        text = column[row].as_py()
+                        if text and text.strip():
+                            yield text
+                at["row_group"] += 1
+                at["row"] = 0
+            at["file"] += 1
+            at["groups_before"] += count
+            at["row_group"] = 0
+
+
+def open_groups(data: Data, revision: str | None = None) -> RowGroups:
+    """The row groups of the configured dataset, with `data.text_field` as the column; shared by
+    the streams of a process."""
+    return _row_groups(open_hub(data, revision), data.text_field)
+
+
+@functools.lru_cache(maxsize=4)
+def _row_groups(files: HubFiles, field: str) -> RowGroups:
+    return RowGroups(files, field)
+
+
+class RowGroups:
+    """The row groups of a hub dataset's parquet files; a file's footer is read when it is needed.
+
+    Args:
+        field: the column of texts.
+    """
+
+    def __init__(self, files: HubFiles, field: str):
+        from huggingface_hub import HfFileSystem
+
+        self.files, self._field = files, field
+        self._hub = HfFileSystem()
+        self._counts: dict[int, int] = {}
+        self._footer = functools.lru_cache(maxsize=4)(self._read_footer)
+
+    def count(self, file: int) -> int:
+        """Row groups of a file, given by its number."""
+        if file not in self._counts:
+            self._counts[file] = self._footer(file).num_row_groups
+        return self._counts[file]
+
+    def count_up_to(self, enough: int) -> int:
+        """Row groups of all files, or at least `enough`: no more footers are read than that takes.
+
+        Raises:
+            DataError: there are none.
+        """
+        found = 0
+        for file in range(len(self.files.paths)):
+            if found >= enough:
+                break
+            found += self.count(file)
+        if not found:
+            raise DataError(f"{self.files.name} is empty: its files have no rows")
+        return found
+
+    def texts(self, file: int, row_group: int):
+        """The text column (rows,) of a row group, an array of pyarrow.
+
+        Raises:
+            DataError: it is damaged, on the hub itself: two reads in a row could not be decoded.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        metadata = self._footer(file)
+        for last in (False, True):
+            remote = _RemoteFile(functools.partial(self._fetch, file), self._size(file))
+            try:
+                with pq.ParquetFile(
+                    remote, metadata=metadata, page_checksum_verification=True
+                ) as parquet:
+                    column = parquet.read_row_group(row_group, columns=[self._field]).column(0)
+                column.validate(full=True)  # that every text is UTF-8, too
+                if len(column) != metadata.row_group(row_group).num_rows:
+                    raise pa.ArrowInvalid(f"{len(column)} rows where the footer says otherwise")
+                return column.combine_chunks()
+            except (pa.ArrowException, OSError) as error:
+                if last:
+                    raise DataError(
+                        f"{self.files.paths[file]} is damaged in row group {row_group}, column "
+                        f"`{self._field}`: {first_line(error)}; report it to the dataset's owner, "
+                        "or use another data.name"
+                    ) from None
+
+    def _read_footer(self, file: int):
+        """The metadata of a file, in two requests, neither larger than it must be."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path, size = self.files.paths[file], self._size(file)
+        try:
+            tail = self._fetch(file, max(0, size - 8), size)
+            length = int.from_bytes(tail[:4], "little")
+            if len(tail) < 8 or tail[4:] != b"PAR1" or length + 12 > size:
+                raise pa.ArrowInvalid("no parquet footer at its end")
+            footer = self._fetch(file, size - 8 - length, size)
+            metadata = pq.read_metadata(io.BytesIO(b"PAR1" + footer))
+            check_text_column(self.files.name, metadata.schema.to_arrow_schema(), self._field)
+        except pa.ArrowException as error:
+            raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
+        return metadata
+
+    def _size(self, file: int) -> int:
+        path = self.files.paths[file]
+        return patiently(f"looking up {path}", lambda: self._hub.info(path)["size"])
+
+    def _fetch(self, file: int, start: int, stop: int) -> bytes:
+        path = self.files.paths[file]
+
+        def attempt() -> bytes:
+            found = self._hub.cat_file(path, start=start, end=stop, cache_type="none")
+            if len(found) != stop - start:
+                raise ConnectionError(f"{len(found)} bytes came of {stop - start}")
+            return found
+
+        return patiently(f"reading bytes {start} to {stop} of {path}", attempt)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file that pyarrow reads; each of its reads is one request for exactly those bytes."""
+
+    def __init__(self, fetch, size: int):
+        self._fetch, self._size, self._at = fetch, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size < 0 else min(self._size, self._at + size)
+        found = self._fetch(self._at, stop) if stop > self._at else b""
+        self._at += len(found)
+        return found
