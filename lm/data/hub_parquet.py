@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lm.config import Data
 from lm.data.hub import HubFiles, open_hub, patiently
 from lm.data.sources import DataError, check_text_column, first_line
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+RECENT_BYTES = 2**26  # texts of the row groups read last that a process keeps
 POSITION = {"revision", "file", "groups_before", "row_group", "row"}  # keys of a state
 
 
@@ -99,6 +104,7 @@ class RowGroups:
         self.files, self._field = files, field
         self._hub = HfFileSystem()
         self._counts: dict[int, int] = {}
+        self._recent: dict[tuple[int, int], pa.Array] = {}  # the newest last
         self._footer = functools.lru_cache(maxsize=4)(self._read_footer)
 
     def count(self, file: int) -> int:
@@ -122,8 +128,24 @@ class RowGroups:
             raise DataError(f"{self.files.name} is empty: its files have no rows")
         return found
 
-    def texts(self, file: int, row_group: int):
-        """The text column (rows,) of a row group, an array of pyarrow.
+    def texts(self, file: int, row_group: int) -> pa.Array:
+        """The text column (rows,) of a row group. Those read last are kept, RECENT_BYTES of them:
+        several streams of a process may share one, or a small dataset come again at once.
+
+        Raises:
+            DataError: as `_read_texts`.
+        """
+        key = file, row_group
+        column = self._recent.pop(key, None)
+        if column is None:
+            column = self._read_texts(file, row_group)
+        self._recent[key] = column
+        while sum(kept.nbytes for kept in self._recent.values()) > RECENT_BYTES:
+            del self._recent[next(iter(self._recent))]
+        return column
+
+    def _read_texts(self, file: int, row_group: int) -> pa.Array:
+        """The text column of a row group, from the hub.
 
         Raises:
             DataError: it is damaged, on the hub itself: two reads in a row could not be decoded.

@@ -29,8 +29,8 @@ class ReaderError(Exception):
 class Readers:
     """Processes that each hold some keys; `take(key)` is the next answer for a key.
 
-    Answers of a key come in order, whatever the processes do meanwhile, and `ahead` of them are
-    asked for in advance. Nothing waits for a process at the end: it is killed.
+    Answers of a key come in order, whatever the processes do meanwhile. Once a key was taken, up to
+    `ahead` more answers are made in advance. Nothing waits for a process at the end: it is killed.
 
     Args:
         entry: "module:function"; the function is called in each process with `payload`, and returns
@@ -51,12 +51,10 @@ class Readers:
         self._connections = [ours for _, ours in started]
         self._owner = {key: i for i, held in enumerate(keys) for key in held}
         self._answers: dict[Hashable, deque] = {key: deque() for key in self._owner}
+        self._asked, self._ahead = dict.fromkeys(self._owner, 0), ahead
         self.close = util.Finalize(
             self, _kill, (self._processes, self._connections), exitpriority=100
         )  # called at exit before multiprocessing joins its children
-        for _ in range(ahead):
-            for key in self._owner:
-                self._ask(key)
 
     @property
     def pids(self) -> list[int]:
@@ -84,20 +82,23 @@ class Readers:
             ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
         """
         waiting = self._answers[key]
+        self._ask(key)
         while not waiting:
             self.check()
             sentinels = [process.sentinel for process in self._processes]
             for ready in connection.wait([*self._connections, *sentinels]):
                 if ready in self._connections:
                     self._receive(ready)
-        self._ask(key)
         return waiting.popleft()
 
     def _ask(self, key: Hashable) -> None:
-        try:
-            self._connections[self._owner[key]].send(key)
-        except OSError:
-            self._gone()
+        """Asks for the answer that is about to be taken, and for those ahead of it."""
+        while self._asked[key] + len(self._answers[key]) <= self._ahead:
+            try:
+                self._connections[self._owner[key]].send(key)
+            except OSError:
+                self._gone()
+            self._asked[key] += 1
 
     def _receive(self, ready: connection.Connection) -> None:
         try:
@@ -107,6 +108,7 @@ class Readers:
         if failure:
             raise RuntimeError(f"a loader worker failed:\n{failure}")
         self._answers[key].append(answer)
+        self._asked[key] -= 1
 
     def _gone(self) -> None:
         """The other end of a connection is closed: its process is dead or about to be."""
