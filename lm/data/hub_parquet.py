@@ -66,18 +66,26 @@ class HubDocuments:
             while at["row_group"] < count:
                 number = at["groups_before"] + at["row_group"]
                 if number % self._count == self._index:
-                    column = self._groups.texts(at["file"], at["row_group"])
-                    first = at["row"] + (self._part - at["row"]) % self._parts
-                    for row in range(first, len(column), self._parts):
-                        at["row"] = row + 1
-                        text = column[row].as_py()
-                        if text and text.strip():
-                            yield text
+                    yield from self._row_group_texts(at["file"], at["row_group"])
                 at["row_group"] += 1
                 at["row"] = 0
             at["file"] += 1
             at["groups_before"] += count
             at["row_group"] = 0
+
+    def _row_group_texts(self, file: int, row_group: int) -> Iterator[str]:
+        """From the position's row on; nothing is fetched where none of this shard is left."""
+        at = self._position
+        first = at["row"] + (self._part - at["row"]) % self._parts
+        rows = range(first, self._groups.rows(file, row_group), self._parts)
+        if not rows:
+            return
+        column = self._groups.texts(file, row_group)
+        for row in rows:
+            at["row"] = row + 1
+            text = column[row].as_py()
+            if text and text.strip():
+                yield text
 
 
 def open_groups(data: Data, revision: str | None = None) -> RowGroups:
@@ -112,6 +120,9 @@ class RowGroups:
         if file not in self._counts:
             self._counts[file] = self._footer(file).num_row_groups
         return self._counts[file]
+
+    def rows(self, file: int, row_group: int) -> int:
+        return self._footer(file).row_group(row_group).num_rows
 
     def count_up_to(self, enough: int) -> int:
         """Row groups of all files, or at least `enough`: no more footers are read than that takes.
@@ -160,7 +171,9 @@ class RowGroups:
                 with pq.ParquetFile(
                     remote, metadata=metadata, page_checksum_verification=True
                 ) as parquet:
-                    column = parquet.read_row_group(row_group, columns=[self._field]).column(0)
+                    # No threads: one that still reads at exit ends the process with an abort.
+                    table = parquet.read_row_group(row_group, [self._field], use_threads=False)
+                column = table.column(0)
                 column.validate(full=True)  # that every text is UTF-8, too
                 if len(column) != metadata.row_group(row_group).num_rows:
                     raise pa.ArrowInvalid(f"{len(column)} rows where the footer says otherwise")

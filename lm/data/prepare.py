@@ -124,6 +124,8 @@ def _tokenise(
     except BaseException:
         for file in files.values():
             file.discard()
+        for split in SPLITS:
+            (folder / f"{split}.bin").unlink(missing_ok=True)  # one without the other is no use
         raise
     with writing(folder):
         integrity.sync_folder(folder)

@@ -56,7 +56,7 @@ class BlockStream:
                 if not self._fruitful:
                     raise DataError(
                         f"shard {self._shard[0]} of {self._shard[1]} of the stream has no training "
-                        "document; use fewer ranks or data.workers"
+                        "document; use fewer ranks, or fewer data.streams"
                     )
                 self._epoch, self._fruitful = self._epoch + 1, False
                 self._documents = self._open(self._data, self._shard, None)

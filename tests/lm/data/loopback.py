@@ -59,6 +59,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}  # noqa: RUF012
     faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern, status) each answered once
     served: list[tuple[str, int]] = []  # noqa: RUF012 (path, bytes) of every answer with a body
+    breaks: list[int] = []  # noqa: RUF012 (place in a file, sent with a bit flipped once)
     sha = "a" * 40
 
     def do_GET(self):
@@ -115,7 +116,11 @@ class Hub(BaseHTTPRequestHandler):
         first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
         last = min(last, len(data) - 1)
         headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-        self.reply(206, data[first : last + 1], body, headers)
+        piece = bytearray(data[first : last + 1])
+        for place in [place for place in self.breaks if first <= place <= last]:
+            self.breaks.remove(place)
+            piece[place - first] ^= 4
+        self.reply(206, bytes(piece), body, headers)
 
     def json(self, value, body: bool):
         self.reply(200, json.dumps(value).encode(), body, {"Content-Type": "application/json"})
@@ -140,6 +145,7 @@ def serving(files: dict[str, bytes]):
     Hub.files = {"README.md": README.encode()} | files
     Hub.faults = []
     Hub.served = []
+    Hub.breaks = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}

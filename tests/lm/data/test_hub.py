@@ -7,7 +7,7 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lm.data.loopback import REPO, Hub, digest, run
+from tests.lm.data.loopback import REPO, Hub, digest, run, serving
 
 SENTENCE = """
 try:
@@ -50,13 +50,17 @@ def test_every_document_is_streamed_whatever_the_shards_and_faults(hub, all_text
         READ
         + """
 print(digest(list(documents(data))))
-for count in (3, 6):  # fewer than the four files, and more
+for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and more
     print(digest(sorted(t for i in range(count) for t in documents(data, (i, count)))))
 """,
         tmp_path,
         **hub,
     )
-    assert said.split() == [digest(all_texts), *2 * [digest(sorted(all_texts))]]
+    waiting, *digests = said.splitlines()
+    assert re.match(
+        r"waiting  [\d.]+ s for the Hugging Face hub, then attempt 2 at opening", waiting
+    )
+    assert digests == [digest(all_texts), *4 * [digest(sorted(all_texts))]]
     assert not Hub.faults
 
 
@@ -79,42 +83,67 @@ print(digest(head + list(again)), same)
 
 def test_a_missing_column_or_configuration_is_a_sentence(hub, tmp_path):
     said, _ = run(SENTENCE.format('{"text_field": "body"}'), tmp_path, **hub)
-    assert "has no column `body`; set data.text_field" in said and "\n" not in said
+    assert "has no column `body` (its columns: text, id, " in said and "\n" not in said
     said, _ = run(SENTENCE.format('{"name": "sample-7BT"}'), tmp_path, **hub)
     assert "sample-7BT" in said and "set data.name" in said and "\n" not in said
 
 
-def test_reading_retries_at_the_same_place_then_says_so(tmp_path, hub, all_texts):
-    """A fault that outlives the library's own retries: the iterator raises, ours starts again."""
-    said, _ = run(
-        READ
-        + """
-import datasets, lm.data.hub as hub
-hub.time.sleep = lambda s: None
-original, left = datasets.IterableDataset.iter, [3]
-def faulty(self, batch_size):
-    for n, batch in enumerate(original(self, batch_size)):
-        yield batch
-        if n == 250 and left[0]:
-            left[0] -= 1
-            raise OSError("connection reset")
-datasets.IterableDataset.iter = faulty
-print(digest(list(documents(data))), left[0])
-def dead(self, batch_size):
-    raise OSError("connection reset")
-    yield
-datasets.IterableDataset.iter = dead
+PATIENCE = """
+import time
+waited = []
+time.sleep = waited.append  # of `datasets` and huggingface_hub as well
 try:
-    next(documents(data))
+    print(digest(list(documents(data))))
 except DataError as e:
     print(e)
-""",
-        tmp_path,
-        **hub,
+print(sum(waited))
+"""
+
+
+@pytest.mark.parametrize("place, times", [("/revision/", 8), (r"001_.*parquet", 20)])
+def test_a_hub_in_trouble_for_minutes_is_waited_for(hub, all_texts, tmp_path, place, times):
+    """503 to every request, for longer than what the libraries bear of themselves."""
+    Hub.faults += [(place, 503)] * times
+    said, _ = run(READ + PATIENCE, tmp_path, **hub)
+    *waiting, found, waited = [line for line in said.splitlines() if " thrown " not in line]
+    assert found == digest(all_texts) and float(waited) > 25 and not Hub.faults
+    assert all(re.match(r"waiting  .*, then attempt \d at .*503 Service", line) for line in waiting)
+    assert waiting
+
+
+@pytest.mark.parametrize(
+    "place, what", [("/revision/", "opening dataset"), (r"001_.*parquet", "reading bytes")]
+)
+def test_a_hub_in_trouble_for_longer_is_a_sentence(hub, tmp_path, place, what):
+    Hub.faults += [(place, 503)] * 1000
+    said, _ = run(READ + PATIENCE, tmp_path, **hub)
+    *_, sentence, waited = said.splitlines()
+    assert re.match(
+        rf"{what} .* failed \d+ times in a row, waiting \d+ s in all: .*503.*resume=auto$", sentence
     )
-    first, second = said.splitlines()
-    assert first == f"{digest(all_texts)} 0"
-    assert re.search(r"failed 4 times in a row .*OSError: connection reset", second)
+    assert float(waited) > 240
+
+
+@pytest.mark.parametrize("status", [404, 401, 403])
+def test_a_hopeless_answer_is_a_sentence_at_once(hub, tmp_path, status):
+    Hub.faults += [("/revision/", status)] * 1000
+    said, _ = run(READ + PATIENCE, tmp_path, **hub)
+    sentence, waited = said.splitlines()
+    assert re.match(rf"opening dataset {REPO} \(sample-10BT\) failed: .*{status}", sentence)
+    assert ("HF_TOKEN" in sentence) == (status != 404) and float(waited) == 0
+
+
+def test_a_dataset_that_is_not_there_is_a_sentence_at_once(hub, tmp_path):
+    said, seconds = run(SENTENCE.format('{"dataset": "no/such"}'), tmp_path, **hub)
+    assert re.match(r"opening dataset no/such .* failed: .*; set data\.dataset$", said)
+    assert "\n" not in said and seconds < 20
+
+
+def test_a_dataset_of_other_files_is_a_sentence(tmp_path):
+    files = {f"{folder}/a.jsonl": b'{"text": "x"}\n' for folder in ("sample/10BT", "data/CC")}
+    with serving(files) as hub:
+        said, _ = run(SENTENCE.format("{}"), tmp_path, **hub)
+    assert re.search(r"is not of parquet files \(a\.jsonl is one of 1 files\)", said)
 
 
 def test_run_on_a_stream_prepares_validation_and_resumes_the_loader(hub, tmp_path):
