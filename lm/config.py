@@ -175,6 +175,7 @@ class Data(Section):
     path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
     dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
     name: str = "sample-10BT"  # its configuration
+    download: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     seq_len: int = Field(256, gt=0)
     leading_eos: bool = False  # EOS before each document as well as after it

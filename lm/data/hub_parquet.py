@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config import Data
 from lm.data.hub import HubFiles, open_hub, patiently
+from lm.data.hub_download import local_copy
 from lm.data.sources import DataError, check_text_column, first_line
 
 if TYPE_CHECKING:
@@ -91,12 +93,12 @@ class HubDocuments:
 def open_groups(data: Data, revision: str | None = None) -> RowGroups:
     """The row groups of the configured dataset, with `data.text_field` as the column; shared by
     the streams of a process."""
-    return _row_groups(open_hub(data, revision), data.text_field)
+    return _row_groups(open_hub(data, revision), data.text_field, data.download)
 
 
 @functools.lru_cache(maxsize=4)
-def _row_groups(files: HubFiles, field: str) -> RowGroups:
-    return RowGroups(files, field)
+def _row_groups(files: HubFiles, field: str, folder: str | None) -> RowGroups:
+    return RowGroups(files, field, folder)
 
 
 class RowGroups:
@@ -104,12 +106,13 @@ class RowGroups:
 
     Args:
         field: the column of texts.
+        folder: files are downloaded there whole and checked, instead of read in pieces.
     """
 
-    def __init__(self, files: HubFiles, field: str):
+    def __init__(self, files: HubFiles, field: str, folder: str | None = None):
         from huggingface_hub import HfFileSystem
 
-        self.files, self._field = files, field
+        self.files, self._field, self._folder = files, field, folder
         self._hub = HfFileSystem()
         self._counts: dict[int, int] = {}
         self._recent: dict[tuple[int, int], pa.Array] = {}  # the newest last
@@ -205,10 +208,33 @@ class RowGroups:
         return metadata
 
     def _size(self, file: int) -> int:
+        return self._about(file)["size"]
+
+    def _about(self, file: int) -> dict:
+        """What the hub says of a file: `size`, `lfs` with its sha256, …"""
         path = self.files.paths[file]
-        return patiently(f"looking up {path}", lambda: self._hub.info(path)["size"])
+        return patiently(f"looking up {path}", lambda: self._hub.info(path))
 
     def _fetch(self, file: int, start: int, stop: int) -> bytes:
+        """Bytes of a file, of its local copy where there is to be one."""
+        if self._folder is None:
+            return self._fetch_remote(file, start, stop)
+        about = self._about(file)
+        copy = local_copy(
+            self.files.paths[file],
+            about["size"],
+            (about.get("lfs") or {}).get("sha256"),
+            Path(self._folder),
+            functools.partial(self._fetch_remote, file),
+        )
+        try:
+            with open(copy, "rb") as local:
+                local.seek(start)
+                return local.read(stop - start)
+        except OSError as e:
+            raise DataError(f"{copy} cannot be read: {e.strerror}") from None
+
+    def _fetch_remote(self, file: int, start: int, stop: int) -> bytes:
         path = self.files.paths[file]
 
         def attempt() -> bytes:

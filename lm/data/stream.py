@@ -14,6 +14,7 @@ from lm.config import Data
 from lm.data.packing import MicroBatch, Packer, encode_documents, micro_batch
 from lm.data.readers import ReaderError, Readers
 from lm.data.sources import DataError, documents, is_validation
+from lm.errors import UserError
 
 BATCH = 64  # documents tokenised at a time
 AUTO_STREAMS = 16  # at most so many where the ranks are not more
@@ -312,7 +313,7 @@ def open_streams(payload: tuple) -> Callable[[int], tuple]:
                 )
             blocks = next(streams[number]).astype(np.int32)
             return blocks, streams[number].state_dict()
-        except DataError as e:  # as data: its class would be lost between processes
+        except UserError as e:  # as data: no traceback is wanted of what a sentence says
             return None, str(e)
 
     return answer

@@ -59,6 +59,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}  # noqa: RUF012
     faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern, status) each answered once
     served: list[tuple[str, int]] = []  # noqa: RUF012 (path, bytes) of every answer with a body
+    sha256: dict[str, str] = {}  # noqa: RUF012 (of the files that are in LFS)
     breaks: list[int] = []  # noqa: RUF012 (place in a file, sent with a bit flipped once)
     sha = "a" * 40
 
@@ -99,6 +100,9 @@ class Hub(BaseHTTPRequestHandler):
             folders |= {prefix + "/".join(below[:i]) for i in range(1, len(below))}
             if recursive or len(below) == 1:
                 entry = {"type": "file", "path": name, "size": len(data), "oid": self.etag(data)}
+                if name in self.sha256:
+                    pointer = {"oid": self.sha256[name], "size": len(data), "pointerSize": 134}
+                    entry["lfs"] = pointer
                 found.append(entry)
         depth = prefix.count("/")
         shown = {f for f in folders if recursive or f.count("/") == depth}
@@ -146,6 +150,7 @@ def serving(files: dict[str, bytes]):
     Hub.faults = []
     Hub.served = []
     Hub.breaks = []
+    Hub.sha256 = {}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -189,6 +190,47 @@ def test_damage_on_the_way_is_fetched_again(tmp_path):
         Hub.breaks = [in_text_column(files[name], 1)]
         said, _ = run(SHARDS + READ, tmp_path, **hub)
     assert said == digest(texts) and not Hub.breaks
+
+
+def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
+    """Where neither pages nor text show the damage: on the hub it stays, on the way it passes."""
+    files = made_corpus(1, 3, compression="zstd")
+    (name, *_) = files
+    texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
+    at = in_text_column(files[name], 1)
+    sha256 = hashlib.sha256(files[name]).hexdigest()
+    code = SHARDS + f"data.download = {str(tmp_path / 'copies')!r}" + READ
+    for on_the_hub in (True, False):
+        with serving(files | {name: flipped(files[name], at)} if on_the_hub else files) as hub:
+            Hub.sha256 = {name: sha256}
+            Hub.breaks = [] if on_the_hub else [at]
+            said, _ = run(code, tmp_path, **hub)
+        last = said.splitlines()[-1]
+        if on_the_hub:
+            assert "000.parquet was downloaded twice and is damaged: its sha256 is" in last
+            assert not list(tmp_path.rglob("copies/**/*.parquet*[!k]"))
+        else:
+            assert last == digest(texts)
+            assert corpus_bytes_served() == 2 * len(files[name])
+
+
+SHARED = """
+import subprocess
+program = "import sys; from lm.config import Data; from lm.data.sources import documents; "
+program += "data = Data(source='fineweb', download=sys.argv[1]); "
+program += "print(len(list(documents(data, (int(sys.argv[2]), 3)))))"
+started = [
+    subprocess.Popen([sys.executable, "-c", program, FOLDER, str(i)], stdout=subprocess.PIPE)
+    for i in range(3)
+]
+print(sum(int(process.communicate()[0].split()[-1]) for process in started))
+"""
+
+
+def test_readers_of_a_machine_share_one_download(tmp_path):
+    with serving(made_corpus(2, 3, 300)) as hub:
+        said, _ = run(SHARDS + f"FOLDER = {str(tmp_path / 'copies')!r}" + SHARED, tmp_path, **hub)
+        assert said == "1800" and corpus_bytes_served() == corpus_bytes()
 
 
 def test_a_truncated_file_is_a_sentence(tmp_path):
