@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,12 +168,11 @@ class RowGroups:
 
         metadata = self._footer(file)
         for last in (False, True):
-            remote = _RemoteFile(functools.partial(self._fetch, file), self._size(file))
+            source = self._column_as_file(file, row_group, metadata)
             try:
                 with pq.ParquetFile(
-                    remote, metadata=metadata, page_checksum_verification=True
+                    source, metadata=metadata, page_checksum_verification=True
                 ) as parquet:
-                    # No threads: one that still reads at exit ends the process with an abort.
                     table = parquet.read_row_group(row_group, [self._field], use_threads=False)
                 column = table.column(0)
                 column.validate(full=True)  # that every text is UTF-8, too
@@ -189,6 +187,25 @@ class RowGroups:
                         "or use another data.name"
                     ) from None
 
+    def _column_as_file(self, file: int, row_group: int, metadata) -> pa.BufferReader:
+        """The text column's bytes at their place in a buffer as long as the file is up to there;
+        memory before them is never touched, so that it is none. A Python file, which would fetch
+        what pyarrow asks for, is not safe: let go of by one of Arrow's threads while the
+        interpreter exits, it aborts the process (one exit in 80).
+        """
+        import numpy as np
+        import pyarrow as pa
+
+        group = metadata.row_group(row_group)
+        names = [group.column(i).path_in_schema for i in range(group.num_columns)]
+        column = group.column(names.index(self._field))
+        start = column.dictionary_page_offset or column.data_page_offset
+        stop = start + column.total_compressed_size
+        buffer = pa.allocate_buffer(stop)
+        found = self._fetch(file, start, stop)
+        np.frombuffer(buffer, np.uint8)[start:] = np.frombuffer(found, np.uint8)
+        return pa.BufferReader(buffer)
+
     def _read_footer(self, file: int):
         """The metadata of a file, in two requests, neither larger than it must be."""
         import pyarrow as pa
@@ -201,7 +218,7 @@ class RowGroups:
             if len(tail) < 8 or tail[4:] != b"PAR1" or length + 12 > size:
                 raise pa.ArrowInvalid("no parquet footer at its end")
             footer = self._fetch(file, size - 8 - length, size)
-            metadata = pq.read_metadata(io.BytesIO(b"PAR1" + footer))
+            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
             check_text_column(self.files.name, metadata.schema.to_arrow_schema(), self._field)
         except pa.ArrowException as error:
             raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
@@ -244,30 +261,3 @@ class RowGroups:
             return found
 
         return patiently(f"reading bytes {start} to {stop} of {path}", attempt)
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file that pyarrow reads; each of its reads is one request for exactly those bytes."""
-
-    def __init__(self, fetch, size: int):
-        self._fetch, self._size, self._at = fetch, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size < 0 else min(self._size, self._at + size)
-        found = self._fetch(self._at, stop) if stop > self._at else b""
-        self._at += len(found)
-        return found
