@@ -104,6 +104,8 @@ class StreamLoader:
         self._next = 0  # the first micro-batch that no rank has had
         self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
         self._readers: Readers | _Here | None = None
+        if self._count is not None:
+            self._numbers()  # refuses now, not when the model has been built
 
     @property
     def epoch(self) -> int:
