@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from lm.config_messages import all_keys, explain, nearest
-from lm.config_model import Fraction, Model, Section, Solver
+from lm.config_model import Count, Fraction, Model, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
@@ -42,13 +42,15 @@ class Data(Section):
     path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
     dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
     name: str = "sample-10BT"  # its configuration
+    download: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     seq_len: int = Field(256, gt=0)
     leading_eos: bool = False  # EOS before each document as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
     val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
-    shuffle_buffer: int = Field(1024, ge=1)  # blocks, for streamed sources
-    workers: int = Field(0, ge=0)  # loader processes per rank, for streamed sources
+    shuffle_buffer: int = Field(1024, ge=1)  # blocks of all streams together
+    streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
+    workers: Annotated[Count | Literal["auto"], FREE] = "auto"  # processes per rank that read them
 
     @model_validator(mode="after")
     def _path_for_local_sources(self):

@@ -33,6 +33,7 @@ Fraction1 = Annotated[float, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 # Far above what a machine holds, and far below what no tensor can have.
 Size = Annotated[int, Field(gt=0, le=65_536)]
+Count = Annotated[int, Field(ge=0)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
 

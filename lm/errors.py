@@ -24,7 +24,7 @@ EXTRAS = {
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
 
 
-# Exit statuses of both command lines (docs/reliability.md); 2 is a wrong command line, or a bar
+# Exit statuses of both command lines (docs/cluster.md); 2 is a wrong command line, or a bar
 # that was missed. Numbers of sysexits.h where it has one that says the same.
 FAILED = 1  # anything else that stopped it, a bug among them
 BAD_DATA = 65
@@ -70,6 +70,8 @@ class Stopped(TrainingError):
 
 class MissingPackageError(UserError, ImportError):
     """A package that is needed and not installed."""
+
+    exit_status = BAD_CONFIG
 
 
 def missing_package(name: str, purpose: str = "this command") -> MissingPackageError:

@@ -183,15 +183,19 @@ class Training:
 
     def _restore(self, path: Path, manifest: dict) -> None:
         """Where a checkpoint stands, beside weights and optimizer."""
-        own = path / self._own_file
-        state = read_state(own if own.exists() else path / RANK_FILE.format(0))
+        from lm.data.loader import merge_states
+
+        self.step = manifest["step"]
         if manifest["world_size"] == self.ranks.world_size:
+            state = read_state(path / self._own_file)
             torch.set_rng_state(state["rng"])
             if "cuda_rng" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_rng"])
         else:  # the ranks of then are not those of now
-            torch.manual_seed(self.cfg.seed + manifest["step"] * 1_000_003 + self.ranks.rank)
-        self.step = manifest["step"]
+            of_all = range(manifest["world_size"])
+            states = [read_state(path / RANK_FILE.format(rank)) for rank in of_all]
+            state = states[0] | {"loader": merge_states([s["loader"] for s in states])}
+            torch.manual_seed(self.cfg.seed + self.step * 1_000_003 + self.ranks.rank)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
         self.rollbacks = state.get("rollbacks", 0)

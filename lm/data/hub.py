@@ -1,67 +1,35 @@
-"""FineWeb, or another dataset of the Hugging Face hub, streamed: opening, retrying, positions."""
+"""The Hugging Face hub: reaching it, opening a dataset of parquet files there, waiting for it."""
 
 from __future__ import annotations
 
+import functools
+import random
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from lm.config import Data
+from lm.console import say
 from lm.data.sources import DataError, first_line
 
-ATTEMPTS = 4  # at opening, and at reading on from one place
+PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for
+LONGEST_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
 OFFLINE_HINT = "`data.source: builtin`, `parquet`, `jsonl` and `text` work offline"
+PASSING = (408, 425, 429)  # HTTP statuses below 500 that pass, as those from 500 on do
+
+Answer = TypeVar("Answer")
+_jitter = random.Random()  # of its own: the run's seed decides nothing here
 
 
-class HubDocuments:
-    """Iterator over a streamed hub dataset; faults are retried from the last good position.
+@dataclass(frozen=True)
+class HubFiles:
+    """The training files of a hub dataset's configuration, as they are in one commit."""
 
-    Shards are whole files when there are enough of them, else every count-th example.
-    """
-
-    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
-        self._data = data
-        self._dataset = _shard(_open_hub(data), *shard)
-        self._resume_from = state
-        if state:
-            self._dataset.load_state_dict(state)
-        self._texts = self._iterate()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._texts)
-
-    def state_dict(self) -> dict | None:
-        """The dataset's own position, plain data; None before the first document."""
-        return self._resume_from if self._resume_from else self._dataset.state_dict()
-
-    def _iterate(self) -> Iterator[str]:
-        failures, started = 0, False
-        while True:
-            try:
-                # `iter`, not `__iter__`: the latter would split once more over torch's workers.
-                for batch in self._dataset.iter(batch_size=1):
-                    failures, started, self._resume_from = 0, True, None
-                    (text,) = batch[self._data.text_field]
-                    if text and text.strip():
-                        yield text
-                return
-            except Exception as error:
-                _raise_if_hopeless(self._data, error)
-                failures += 1
-                if failures == ATTEMPTS:
-                    raise DataError(
-                        f"reading {_hub_name(self._data)} failed {failures} times in a row at the "
-                        f"same place: {first_line(error)}"
-                    ) from None
-                time.sleep(2 ** (failures - 1))
-                if started or self._resume_from:
-                    self._dataset.load_state_dict(self.state_dict())
-
-
-def _hub_name(data: Data) -> str:
-    return f"dataset {data.dataset} ({data.name})"
+    name: str  # for messages
+    revision: str  # the commit
+    paths: tuple[str, ...]  # hf://datasets/OWNER/NAME@COMMIT/…
 
 
 def check_hub(what: str) -> None:
@@ -86,51 +54,107 @@ def check_hub(what: str) -> None:
             time.sleep(1)
 
 
-def _open_hub(data: Data):
-    """The streaming dataset, its text column only. One 503 while opening is fatal to `datasets`,
-    so opening is tried ATTEMPTS times."""
+def open_hub(data: Data, revision: str | None = None) -> HubFiles:
+    """The files of `data.dataset` (`data.name`), of the newest commit or of the one given.
+
+    Raises:
+        DataError: no network; no such dataset or configuration, or no right to see it; none of its
+            files are parquet; a hub in trouble for longer than PATIENCE_S.
+    """
+    return _open_hub(data.dataset, data.name, revision)
+
+
+@functools.lru_cache(maxsize=4)  # the streams of one process share it
+def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
     import datasets
 
-    name = _hub_name(data)
+    name = f"dataset {dataset} ({config})"
     try:
         check_hub(name)
     except DataError as e:
         raise DataError(f"{e}; {OFFLINE_HINT}") from None
-    for attempt in range(ATTEMPTS):
+
+    def attempt():
+        return datasets.load_dataset_builder(dataset, name=config, revision=revision)
+
+    builder = patiently(f"opening {name}", attempt)
+    files = (builder.config.data_files or {}).get("train")
+    if not files:
+        raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
+    if other := [path for path in files if not path.endswith(".parquet")]:
+        raise DataError(
+            f"{name} is not of parquet files ({other[0].rpartition('/')[2]} is one of {len(files)}"
+            " files): download it and use `data.source: jsonl` or `text`"
+        )
+    commit = re.match(r"hf://datasets/[^@]+@([^/]+)/", files[0])
+    if not commit:
+        raise DataError(f"{name} was found at {files[0]}, which is not a file on the hub")
+    return HubFiles(name, commit[1], tuple(files))
+
+
+def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
+    """The attempt's answer. A fault of the network or of the server is waited out, for at most
+    PATIENCE_S in all, with pauses that double, less a random part of up to a half, so that many
+    readers do not come back at once.
+
+    Raises:
+        DataError: hopeless (not found, not allowed, no such configuration), or patience at an end.
+    """
+    waited, failures = 0.0, 0
+    while True:
         try:
-            return datasets.load_dataset(
-                data.dataset,
-                name=data.name,
-                split="train",
-                streaming=True,
-                columns=[data.text_field],
-            )
-        except Exception as e:
-            error = e
-            _raise_if_hopeless(data, error)
-        if attempt + 1 < ATTEMPTS:
-            time.sleep(2**attempt)
-    raise DataError(
-        f"{name} could not be opened in {ATTEMPTS} attempts: {first_line(error)}; {OFFLINE_HINT}"
+            return attempt()
+        except DataError:
+            raise
+        except Exception as error:
+            failures += 1
+            reason = first_line(error)
+            if not _is_passing(error):
+                raise DataError(f"{what} failed: {_advice(error) or reason}") from None
+            pause = min(LONGEST_PAUSE_S, 2.0 ** (failures - 1)) * _jitter.uniform(0.5, 1)
+            if waited + pause > PATIENCE_S:
+                raise DataError(
+                    f"{what} failed {failures} times in a row, waiting {waited:.0f} s in all: "
+                    f"{reason}; start again later with resume=auto"
+                ) from None
+        say(f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
+            f"{what}: {reason}")  # fmt: skip
+        time.sleep(pause)
+        waited += pause
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and those behind it."""
+    found = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether trying again may cure it. `datasets` says "not found" of a 503 as well, so what the
+    server answered counts, where it did."""
+    chain = _chain(error)
+    responses = [getattr(e, "response", None) for e in chain]
+    statuses = [r.status_code for r in responses if getattr(r, "status_code", None)]
+    if statuses:
+        return any(status >= 500 or status in PASSING for status in statuses)
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    return any(
+        isinstance(e, OSError) or type(e).__module__.partition(".")[0] in ("httpx", "httpx2")
+        for e in chain
     )
 
 
-def _raise_if_hopeless(data: Data, error: Exception) -> None:
-    """DataError for a fault that trying again will not cure."""
-    name, text = _hub_name(data), str(error)
-    if "FieldRef" in text or (isinstance(error, KeyError) and data.text_field in text):
-        raise DataError(
-            f"{name} has no column `{data.text_field}`; set data.text_field to the text's column"
-        ) from None
-    if isinstance(error, ValueError) and "BuilderConfig" in text:
-        raise DataError(f"{name}: {text.strip().splitlines()[0]}; set data.name") from None
-
-
-def _shard(dataset, index: int, count: int):
-    from datasets.distributed import split_dataset_by_node
-
-    if count == 1:
-        return dataset
-    if dataset.num_shards >= count:
-        return dataset.shard(num_shards=count, index=index)
-    return split_dataset_by_node(dataset, index, count, strategy="examples")
+def _advice(error: Exception) -> str | None:
+    """A sentence for a hopeless fault that a key of the config mends."""
+    if isinstance(error, ValueError) and "BuilderConfig" in str(error):
+        return f"{str(error).strip().splitlines()[0]}; set data.name"
+    statuses = [getattr(getattr(e, "response", None), "status_code", None) for e in _chain(error)]
+    if 401 in statuses or 403 in statuses:
+        return f"{first_line(error)}; log in (`hf auth login`) or set HF_TOKEN"
+    if isinstance(error, FileNotFoundError):
+        return f"{first_line(error)}; set data.dataset"
+    return None

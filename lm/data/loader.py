@@ -12,7 +12,9 @@ from lm.config import Config, Data
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
 from lm.data.prepare import open_corpus
 from lm.data.sources import DataError
-from lm.data.stream import StreamLoader
+from lm.data.stream import StreamLoader, merge_states
+
+__all__ = ["MapLoader", "StreamLoader", "build", "merge_states", "validation_blocks"]
 
 
 def build(

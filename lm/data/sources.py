@@ -55,7 +55,7 @@ def documents(data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = 
         DataError: here or while iterating; something is missing, unreadable or empty.
     """
     if data.source == "fineweb":
-        from lm.data.hub import HubDocuments
+        from lm.data.hub_parquet import HubDocuments
 
         return HubDocuments(data, shard, state)
     return LocalDocuments(data, shard, state)
@@ -211,25 +211,39 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    """The texts, row group by row group; checksums of pages are verified where there are any."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    group = None
     try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if field not in schema.names:
-                raise DataError(
-                    f"{path} has no column `{field}` (its columns: {', '.join(schema.names)}); "
-                    "set data.text_field"
-                )
-            kind = schema.field(field).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise DataError(f"{path}: column `{field}` holds {kind}, not strings")
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            check_text_column(path, file.schema_arrow, field)
             for group in range(file.num_row_groups):
                 column = file.read_row_group(group, columns=[field]).column(0)
+                column.validate(full=True)  # that every text is UTF-8, too
                 yield from (text for text in column.to_pylist() if text is not None)
-    except (pa.ArrowInvalid, OSError) as e:
-        raise DataError(f"{path} is not a whole parquet file: {first_line(e)}") from None
+    except (pa.ArrowException, OSError) as e:
+        if group is None:
+            raise DataError(f"{path} is not a whole parquet file: {first_line(e)}") from None
+        raise DataError(
+            f"{path} is damaged in row group {group}, column `{field}`: {first_line(e)}; "
+            "fetch or write it again"
+        ) from None
+
+
+def check_text_column(where, schema, field: str) -> None:
+    """Raises DataError unless the Arrow schema of `where` has the column, of strings."""
+    import pyarrow as pa
+
+    if field not in schema.names:
+        raise DataError(
+            f"{where} has no column `{field}` (its columns: {', '.join(schema.names)}); "
+            "set data.text_field"
+        )
+    kind = schema.field(field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"{where}: column `{field}` holds {kind}, not strings")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,12 +1,10 @@
-"""Rank- and worker-sharded, shuffled, exactly resumable micro-batches over a document stream."""
+"""Shuffled, exactly resumable micro-batches of a document stream, on any number of ranks."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.config import Data
 from lm.data.packing import MicroBatch, Packer, encode_documents, micro_batch
+from lm.data.readers import ReaderError, Readers
 from lm.data.sources import DataError, documents, is_validation
+from lm.errors import UserError
 
 BATCH = 64  # documents tokenised at a time
+AUTO_STREAMS = 16  # at most so many where the ranks are not more
+AUTO_WORKERS = 2  # of a rank, where text comes from the hub
 
 
 class BlockStream:
@@ -55,7 +57,7 @@ class BlockStream:
                 if not self._fruitful:
                     raise DataError(
                         f"shard {self._shard[0]} of {self._shard[1]} of the stream has no training "
-                        "document; use fewer ranks or data.workers"
+                        "document; use fewer ranks, or fewer data.streams"
                     )
                 self._epoch, self._fruitful = self._epoch + 1, False
                 self._documents = self._open(self._data, self._shard, None)
@@ -76,9 +78,13 @@ class BlockStream:
 class StreamLoader:
     """Endless micro-batches from a document stream, for sources too large to prepare.
 
-    The documents are split over ranks and, with `data.workers` > 0, over worker processes, which
-    tokenise and pack; their blocks are taken in turn and shuffled here, in a buffer whose contents
-    and generator are in the state. Resuming is exact, with workers as without.
+    The documents are dealt out to `data.streams` streams. Each packs its own into blocks and has a
+    shuffle buffer, with a generator from (seed, stream). Micro-batch g of the run is drawn from
+    stream g % streams, and goes to rank g % world_size: the order is a property of the seed and the
+    number of streams alone, and a run can go on with any number of ranks that divides it.
+
+    With `data.workers` > 0 the streams of a rank are read, tokenised and packed in processes of
+    their own, which changes nothing in the order.
     """
 
     def __init__(
@@ -91,116 +97,238 @@ class StreamLoader:
         world_size: int = 1,
         open_documents: Callable = documents,
     ):
-        self._args = (data, tokenizer, rank, world_size, open_documents)
-        self._size, self._buffer_size = micro_batch_size, data.shuffle_buffer
-        self._layout = {"rank": rank, "world_size": world_size, "workers": data.workers}
-        self._rng = np.random.default_rng([seed, rank])
-        self._streams: list[dict | None] = [None] * max(1, data.workers)
-        self._turn = 0  # the stream that is read next
-        self._buffer: list[np.ndarray] = []  # blocks to draw from
-        self._pending: deque[np.ndarray] = deque()  # blocks read that wait to enter it
-        self._reader: Iterator | None = None
+        self._data, self._tokenizer, self._open = data, tokenizer, open_documents
+        self._size, self._seed = micro_batch_size, seed
+        self._rank, self._world_size = rank, world_size
+        self._count = None if data.streams == "auto" else data.streams
+        self._next = 0  # the first micro-batch that no rank has had
+        self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
+        self._readers: Readers | _Here | None = None
+        if self._count is not None:
+            self._numbers()  # refuses now, not when the model has been built
 
     @property
     def epoch(self) -> int:
         """Completed passes of the stream that is furthest."""
-        return max((s["epoch"] for s in self._streams if s), default=0)
+        return max((stream.epoch for stream in self._streams.values()), default=0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        return micro_batch(np.stack([self._draw() for _ in range(self._size)]))
+        """Raises DataError when reading failed for good, or a worker died."""
+        self._deal()
+        stream = self._streams[(self._next + self._rank) % self._count]
+        try:
+            if self._readers is None:
+                self._readers = self._open_readers()
+            self._readers.check()
+            blocks = [stream.draw(self._readers) for _ in range(self._size)]
+        except DataError:
+            self.close()
+            raise
+        except ReaderError as e:
+            self.close()
+            raise DataError(
+                f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
+                "data.workers need less; resume=auto continues from the last checkpoint"
+            ) from None
+        self._next += self._world_size
+        return micro_batch(np.stack(blocks))
+
+    def close(self) -> None:
+        """Ends the workers; the position stays."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
 
     def state_dict(self) -> dict:
-        """Of this rank: plain data and a tensor of some shuffle_buffer × seq_len ids."""
-        blocks = [*self._buffer, *self._pending]
-        return self._layout | {
-            "streams": list(self._streams),
-            "turn": self._turn,
-            "blocks": torch.from_numpy(np.array(blocks, dtype=np.int32)),
-            "in_buffer": len(self._buffer),
-            "rng": self._rng.bit_generator.state,
+        """This rank's streams: plain data, and for each a tensor of the ids that wait in it. The
+        states of all ranks together (`merge_states`) are the run's."""
+        self._deal()
+        return {
+            "next_global_micro_batch": self._next,
+            "micro_batch_size": self._size,
+            "count": self._count,
+            "streams": {number: s.state_dict() for number, s in self._streams.items()},
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises DataError when the state is of another rank, world size or number of workers."""
-        for key, here in self._layout.items():
-            if state[key] != here:
-                raise DataError(
-                    f"the checkpoint's stream position is of {key} {state[key]}, this run has "
-                    f"{here}: a streamed source resumes with the same number of ranks and workers"
-                )
-        blocks = list(state["blocks"].numpy().astype(np.int64))
-        self._buffer = blocks[: state["in_buffer"]]
-        self._pending = deque(blocks[state["in_buffer"] :])
-        self._streams, self._turn = list(state["streams"]), state["turn"]
-        self._rng.bit_generator.state = state["rng"]
-        self._reader = None
+        """Goes on at the state's micro-batch, also on another number of ranks or workers.
 
-    def _draw(self) -> np.ndarray:
-        while len(self._buffer) < self._buffer_size:
+        Raises:
+            DataError: the state lacks streams of this rank, is of another micro-batch size or of an
+                earlier version, or the ranks do not divide the number of streams.
+        """
+        if "count" not in state:
+            raise DataError(
+                "the checkpoint's position in the stream is of an earlier version, which dealt out "
+                "whole files; a run that streams cannot go on from it: train anew under another "
+                "run name"
+            )
+        if state["micro_batch_size"] != self._size:
+            raise DataError(
+                f"the checkpoint's position in the stream is of train.micro_batch_size "
+                f"{state['micro_batch_size']}, this run has {self._size}: it must not change on "
+                "resuming"
+            )
+        self.close()
+        self._count, self._next = state["count"], state["next_global_micro_batch"]
+        self._streams = {}
+        wanted = self._numbers()
+        if missing := [number for number in wanted if number not in state["streams"]]:
+            raise DataError(
+                f"the checkpoint's data position of one rank lacks streams {missing} of rank "
+                f"{self._rank} of {self._world_size}: it was written by another number of ranks, "
+                "whose positions must be merged"
+            )
+        self._deal()
+        for number, stream in self._streams.items():
+            stream.load_state_dict(state["streams"][number])
+
+    def _numbers(self) -> list[int]:
+        """The streams that this rank draws from, in the order in which it does."""
+        if self._count % self._world_size:
+            fitting = [str(n) for n in range(1, self._count + 1) if self._count % n == 0]
+            raise DataError(
+                f"the stream of documents is dealt to {self._count} streams, which can be shared "
+                f"evenly by {', '.join(fitting)} ranks, not by {self._world_size}; a new run may "
+                f"set data.streams to a multiple of {self._world_size}"
+            )
+        first = self._next + self._rank
+        return [(first + turn) % self._count for turn in range(0, self._count, self._world_size)]
+
+    def _deal(self) -> None:
+        """Makes this rank's streams, once."""
+        if self._streams:
+            return
+        if self._count is None:
+            self._count = _auto_streams(self._data, self._world_size)
+        size = -(-self._data.shuffle_buffer // self._count)
+        for number in self._numbers():
+            self._streams[number] = ShuffledStream(number, size, self._seed)
+
+    def _open_readers(self) -> Readers | _Here:
+        numbers = list(self._streams)
+        workers = worker_count(self._data)
+        common = (self._data, self._tokenizer, self._count, self._open)
+        positions = {number: self._streams[number].position for number in numbers}
+        if not workers:
+            return _Here((*common, positions))
+        hands = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
+        payloads = [(*common, {number: positions[number] for number in hand}) for hand in hands]
+        return Readers("lm.data.stream:open_streams", payloads, hands)
+
+
+class ShuffledStream:
+    """One of the run's streams: its place, and a buffer of blocks that are drawn at random.
+
+    Args:
+        number: of the stream, from 0.
+        size: blocks in the buffer.
+    """
+
+    def __init__(self, number: int, size: int, seed: int):
+        self._number, self._size = number, size
+        self._rng = np.random.default_rng([seed, number])
+        self.position: dict | None = None  # where reading goes on; None: at the beginning
+        self._buffer: list[np.ndarray] = []  # blocks to draw from
+        self._pending: deque[np.ndarray] = deque()  # blocks read that wait to enter it
+
+    @property
+    def epoch(self) -> int:
+        return self.position["epoch"] if self.position else 0
+
+    def draw(self, readers: Readers | _Here) -> np.ndarray:
+        """A block (seq_len + 1,).
+
+        Raises:
+            DataError: reading failed. ReaderError: a worker did.
+        """
+        while len(self._buffer) < self._size:
             if not self._pending:
-                self._pending.extend(self._read())
+                blocks, position = readers.take(self._number)
+                if blocks is None:
+                    raise DataError(position)
+                self._pending.extend(blocks)
+                self.position = position
             self._buffer.append(self._pending.popleft())
         index = self._rng.integers(len(self._buffer))
         self._buffer[index], self._buffer[-1] = self._buffer[-1], self._buffer[index]
         return self._buffer.pop()
 
-    def _read(self) -> np.ndarray:
-        if self._reader is None:
-            self._reader = _open_reader(*self._args, list(self._streams), self._turn)
-        blocks, state = next(self._reader)
-        if blocks is None:
-            raise DataError(state)
-        self._streams[self._turn] = state
-        self._turn = (self._turn + 1) % len(self._streams)
-        return blocks
+    def state_dict(self) -> dict:
+        blocks = np.array([*self._buffer, *self._pending], dtype=np.int32)
+        return {
+            "position": self.position,
+            "blocks": torch.from_numpy(blocks),
+            "in_buffer": len(self._buffer),
+            "rng": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        blocks = list(state["blocks"].numpy())
+        self.position = state["position"]
+        self._buffer = blocks[: state["in_buffer"]]
+        self._pending = deque(blocks[state["in_buffer"] :])
+        self._rng.bit_generator.state = state["rng"]
 
 
-def _open_reader(data, tokenizer, rank, world_size, open_documents, states, turn) -> Iterator:
-    """(blocks, state of their stream) or (None, error sentence), from the streams in turn."""
-    count = len(states)
-
-    def arguments(index: int) -> tuple:
-        shard = (rank * count + index, world_size * count)
-        return data, tokenizer, shard, states[index], open_documents
-
-    if data.workers == 0:
-        return _read_stream(*arguments(0))
-    return iter(
-        torch.utils.data.DataLoader(
-            # Worker 0 is asked first, so it takes the stream whose turn it is.
-            _StreamDataset([arguments((turn + i) % count) for i in range(count)]),
-            batch_size=None,
-            num_workers=count,
-            collate_fn=_unchanged,
-            multiprocessing_context="spawn",  # threads of tokenizers and fsspec do not survive fork
-        )
-    )
+def merge_states(states: Sequence[dict]) -> dict:
+    """One state of a run from those of all its ranks, which any number of ranks can load."""
+    merged = dict(states[0])
+    if "streams" in merged:
+        merged["streams"] = {n: s for state in states for n, s in state["streams"].items()}
+    return merged
 
 
-def _read_stream(*arguments) -> Iterator[tuple]:
-    try:
-        stream = BlockStream(*arguments)
-        while True:
-            yield next(stream), stream.state_dict()
-    except DataError as e:  # as data: torch would wrap it in a traceback
-        yield None, str(e)
+def worker_count(data: Data) -> int:
+    """Loader processes of a rank: `data.workers`; `auto`: AUTO_WORKERS for text from the hub."""
+    if data.workers != "auto":
+        return data.workers
+    return AUTO_WORKERS if data.source == "fineweb" else 0
 
 
-class _StreamDataset(torch.utils.data.IterableDataset):
-    """One document stream per worker."""
+def _auto_streams(data: Data, world_size: int) -> int:
+    """The largest multiple of the ranks up to AUTO_STREAMS, and up to the row groups on the hub,
+    which are fetched once then; at least the ranks."""
+    if data.source != "fineweb":
+        return world_size
+    from lm.data.hub_parquet import open_groups
 
-    def __init__(self, arguments: list[tuple]):
-        self.arguments = arguments
-
-    def __iter__(self) -> Iterator[tuple]:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # the training decides when to stop
-            signal.signal(number, signal.SIG_IGN)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        return _read_stream(*self.arguments[torch.utils.data.get_worker_info().id])
+    most = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
+    return max(1, most // world_size) * world_size
 
 
-def _unchanged(item):
-    return item
+def open_streams(payload: tuple) -> Callable[[int], tuple]:
+    """The function that maps the number of a stream to its next (blocks (k, seq_len + 1) int32,
+    position after them), or to (None, sentence) where reading failed."""
+    data, tokenizer, count, open_documents, positions = payload
+    streams: dict[int, BlockStream] = {}
+
+    def answer(number: int) -> tuple:
+        try:
+            if number not in streams:
+                shard = (number, count)
+                streams[number] = BlockStream(
+                    data, tokenizer, shard, positions[number], open_documents
+                )
+            blocks = next(streams[number]).astype(np.int32)
+            return blocks, streams[number].state_dict()
+        except UserError as e:  # as data: no traceback is wanted of what a sentence says
+            return None, str(e)
+
+    return answer
+
+
+class _Here:
+    """What `Readers` does, without processes."""
+
+    def __init__(self, payload: tuple):
+        self.take = open_streams(payload)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

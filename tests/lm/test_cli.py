@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main, parser
+from lm.errors import BAD_CONFIG
 from tests.running import REFUSED
 
 ROOT = Path(__file__).parents[2]
@@ -203,9 +204,9 @@ def test_plan_prints_what_a_dry_run_prints_after_the_configuration(tmp_path, cap
 
 def test_what_is_planned_for_is_refused_where_something_is_trained(tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
-    assert main(["train", "--config", path, "--gpu", "h200"]) == 1
+    assert main(["train", "--config", path, "--gpu", "h200"]) == BAD_CONFIG
     assert "--gpu is for `fprnn plan` and a --dry-run" in capsys.readouterr().err
-    assert main(["plan", path, "--gpu", "h9000"]) == 1
+    assert main(["plan", path, "--gpu", "h9000"]) == BAD_CONFIG
     assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
 
 

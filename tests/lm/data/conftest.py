@@ -10,6 +10,7 @@ import pytest
 from lm.config import Config
 from lm.config import build as build_config
 from lm.data.tokenizer import train_bpe
+from tests.lm.data.loopback import serving
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
@@ -57,3 +58,13 @@ def bpe(jsonl):
         "tokenizer": {"vocab_size": 320},
     }
     return train_bpe(build_config(tree))
+
+
+@pytest.fixture
+def hub(shared):
+    """The environment for FineWeb's four shared files, as `sample-10BT` of the stand-in hub."""
+    shards = sorted((shared / "fineweb").glob("*.parquet"))
+    files = {"data/CC-MAIN-2013-20/000_00000.parquet": shards[0].read_bytes()}
+    files |= {f"sample/10BT/{path.name}": path.read_bytes() for path in shards}
+    with serving(files) as environment:
+        yield environment

@@ -17,7 +17,7 @@ from lm.data.loader import MapLoader, build, validation_blocks
 from lm.data.packing import IGNORE, block_count, encode_documents
 from lm.data.prepare import prepare
 from lm.data.sources import DataError, is_validation
-from lm.data.stream import StreamLoader
+from lm.data.stream import StreamLoader, merge_states
 
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
 
@@ -180,22 +180,58 @@ def test_ranks_of_a_stream_share_no_document(cfg, bpe, texts):
     assert index == [{0}, {1}]
 
 
-def test_stream_with_workers_resumes_exactly(cfg, bpe):
-    cfg.data.shuffle_buffer, cfg.data.workers = 20, 2
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_order_of_a_stream_does_not_depend_on_the_world_size(cfg, bpe, world_size):
+    cfg.data.streams, cfg.data.shuffle_buffer = 6, 30
+    alone = stream_loader(cfg, bpe)
+    ranks = [stream_loader(cfg, bpe, r, world_size) for r in range(world_size)]
+    for _ in range(24 // world_size):
+        assert all(same(next(alone), next(rank)) for rank in ranks)
+
+
+@pytest.mark.parametrize("before, after", [(1, 3), (3, 1), (2, 6), (6, 2), (3, 2), (2, 2)])
+def test_a_stream_goes_on_with_another_number_of_ranks(cfg, bpe, before, after):
+    cfg.data.streams, cfg.data.shuffle_buffer = 6, 30
+    alone = stream_loader(cfg, bpe)
+    ranks = [stream_loader(cfg, bpe, r, before) for r in range(before)]
+    for _ in range(20):
+        assert all(same(next(alone), next(rank)) for rank in ranks)
+    merged = merge_states([rank.state_dict() for rank in ranks])
+    ranks = [stream_loader(cfg, bpe, r, after) for r in range(after)]
+    for rank in ranks:
+        rank.load_state_dict(merged)
+    for _ in range(24 // after):
+        assert all(same(next(alone), next(rank)) for rank in ranks)
+
+
+@pytest.mark.parametrize("before, now", [(2, 0), (0, 3)])
+def test_workers_change_nothing_in_the_order_of_a_stream(cfg, bpe, before, now):
+    cfg.data.streams, cfg.data.shuffle_buffer, cfg.data.workers = 4, 20, before
     whole = stream_loader(cfg, bpe)
-    batches = take(whole, 13)
+    take(whole, 13)
     state = whole.state_dict()
     batches = take(whole, 40)
-    del whole
+    whole.close()
+    cfg.data.workers = now
     resumed = stream_loader(cfg, bpe)
     resumed.load_state_dict(state)
     assert all(same(a, b) for a, b in zip(take(resumed, 40), batches))
+    resumed.close()
 
 
 def test_stream_error_sentences(cfg, bpe):
-    state = stream_loader(cfg, bpe).state_dict()
-    with pytest.raises(DataError, match=r"world_size 1, this run has 2.*same number of ranks"):
-        stream_loader(cfg, bpe, 0, 2).load_state_dict(state)
+    cfg.data.streams = 6
+    ranks = [stream_loader(cfg, bpe, r, 2) for r in range(2)]
+    state = ranks[0].state_dict()
+    with pytest.raises(DataError, match=r"lacks streams .1, 3, 5. of rank 1 of 2"):
+        ranks[1].load_state_dict(state)
+    with pytest.raises(DataError, match=r"evenly by 1, 2, 3, 6 ranks, not by 4; .*multiple of 4"):
+        stream_loader(cfg, bpe, 0, 4).load_state_dict(state)
+    with pytest.raises(DataError, match=r"micro_batch_size 3, this run has 4"):
+        StreamLoader(cfg.data, bpe, 4, world_size=2).load_state_dict(state)
+    old = {"rank": 0, "world_size": 1, "workers": 0, "streams": [None], "turn": 0}
+    with pytest.raises(DataError, match=r"of an earlier version.*train anew"):
+        stream_loader(cfg, bpe).load_state_dict(old)
     cfg.data.val_fraction = 0.9999999
     with pytest.raises(DataError, match="has no training document"):
         next(stream_loader(cfg, bpe))

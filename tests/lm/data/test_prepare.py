@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 
+from lm.data import integrity
 from lm.data.packing import encode_documents
 from lm.data.prepare import open_corpus, prepare
 from lm.data.sources import DataError, is_validation
+from lm.outputs import OutputError
 
 
 def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
@@ -32,8 +36,8 @@ def test_it_is_done_once(cfg, bpe):
     assert open_corpus(cfg.run_dir).meta == corpus.meta
 
 
-@pytest.mark.parametrize("change", ["killed", "cut", "setting", "file"])
-def test_it_is_redone_when_needed(cfg, bpe, jsonl, tmp_path, change):
+@pytest.mark.parametrize("change", ["killed", "setting", "file"])
+def test_it_is_redone_when_needed_and_said(cfg, bpe, jsonl, tmp_path, capsys, change):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(jsonl.read_bytes())
     cfg.data.path = str(path)
@@ -41,19 +45,20 @@ def test_it_is_redone_when_needed(cfg, bpe, jsonl, tmp_path, change):
     folder = cfg.run_dir / "data"
     if change == "killed":
         (folder / "meta.json").unlink()
-    elif change == "cut":
-        (folder / "train.bin").write_bytes(b"\0")
     elif change == "setting":
         cfg.data.leading_eos = True
     else:
         with path.open("a") as file:
             file.write(json.dumps({"text": "one more"}) + "\n")
-    if change in ("killed", "cut"):
+    if change == "killed":
         with pytest.raises(DataError, match="no prepared corpus, or an incomplete one"):
             open_corpus(cfg.run_dir)
     done = []
     after = prepare(cfg, bpe, cfg.run_dir, lambda *d: done.append(d)).meta
-    assert done and (after == before) == (change in ("killed", "cut"))
+    assert done and (after == before) == (change == "killed")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "prepared anew" in said
+    assert ("has no meta.json" if change == "killed" else "other text, another split") in said
 
 
 def test_another_tokenizer_is_noticed(cfg, bpe, shared):
@@ -86,3 +91,123 @@ def test_error_sentences(cfg, bpe, tmp_path):
     (tmp_path / "e.jsonl").touch()
     cfg.data.path = str(tmp_path / "e.jsonl")
     fails(cfg, bpe, "corpus is empty")
+
+
+def damaged(run_dir, name: str, change: str) -> None:
+    path = run_dir / "data" / name
+    data = bytearray(path.read_bytes())
+    if change == "zeroed":
+        data[:] = bytes(len(data))
+    elif change == "one bit":
+        data[len(data) // 2] ^= 1
+    elif change == "cut":
+        del data[-2:]
+    path.write_bytes(data)
+    if change == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+@pytest.mark.parametrize("change", ["zeroed", "one bit", "cut", "missing"])
+def test_damage_is_a_sentence_and_nothing_is_tokenised_over_it(cfg, bpe, name, change):
+    prepare(cfg, bpe, cfg.run_dir)
+    damaged(cfg.run_dir, name, change)
+    done = []
+    with pytest.raises(DataError, match=rf"data/{name} is damaged: .*; delete .*/data, and") as e:
+        prepare(cfg, bpe, cfg.run_dir, lambda *d: done.append(d))
+    assert not done and "\n" not in str(e.value)
+    shutil.rmtree(cfg.run_dir / "data")  # as the sentence says
+    assert prepare(cfg, bpe, cfg.run_dir).meta.complete
+
+
+def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch):
+    monkeypatch.setattr(integrity, "ALWAYS_BYTES", 1000)  # train.bin has more, val.bin less
+    read, original = [], integrity.read_through
+
+    def counted(path, *args):
+        read.append(path.name)
+        return original(path, *args)
+
+    monkeypatch.setattr(integrity, "read_through", counted)
+    assert prepare(cfg, bpe, cfg.run_dir).meta.train_tokens * 2 > 1000
+    assert read == []  # just written
+    prepare(cfg, bpe, cfg.run_dir)
+    prepare(cfg, bpe, cfg.run_dir)
+    assert set(read) <= {"val.bin"}
+    path = cfg.run_dir / "data" / "train.bin"
+    stat = path.stat()
+    damaged(cfg.run_dir, "train.bin", "one bit")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a copy may: the rest tells
+    with pytest.raises(DataError, match=r"train.bin is damaged: its sha256 is"):
+        prepare(cfg, bpe, cfg.run_dir)
+    damaged(cfg.run_dir, "train.bin", "one bit")  # the same bit: mended
+    read.clear()
+    prepare(cfg, bpe, cfg.run_dir)
+    prepare(cfg, bpe, cfg.run_dir)
+    assert read.count("train.bin") == 1
+
+
+def test_data_of_version_0_1_gets_checksums_or_is_refused(cfg, bpe, capsys):
+    meta = prepare(cfg, bpe, cfg.run_dir).meta
+    path = cfg.run_dir / "data" / "meta.json"
+
+    def as_it_was():
+        old = json.loads(path.read_text())
+        del old["sha256"]
+        path.write_text(json.dumps(old))
+        (path.parent / "verified.json").unlink()
+
+    as_it_was()
+    assert open_corpus(cfg.run_dir).meta.sha256 is None
+    assert prepare(cfg, bpe, cfg.run_dir).meta == meta
+    assert "had no checksums" in " ".join(capsys.readouterr().out.split())
+    as_it_was()
+    ids = np.fromfile(path.parent / "train.bin", np.uint16)
+    ids[100] = len(bpe)
+    ids.tofile(path.parent / "train.bin")
+    with pytest.raises(DataError, match=r"train.bin is damaged: it holds the id 320, the vocab"):
+        prepare(cfg, bpe, cfg.run_dir)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])
+def test_a_damaged_meta_json_is_a_sentence(cfg, bpe, text):
+    prepare(cfg, bpe, cfg.run_dir)
+    path = cfg.run_dir / "data" / "meta.json"
+    path.write_text(text)
+    for act in (lambda: open_corpus(cfg.run_dir), lambda: prepare(cfg, bpe, cfg.run_dir)):
+        with pytest.raises(DataError, match=r"meta\.json is damaged: .*; delete "):
+            act()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_that_looks_whole(cfg, bpe, split):
+    folder = cfg.run_dir / "data"
+    folder.mkdir(parents=True)
+    (folder / f"{split}.tmp").symlink_to("/dev/full")  # it takes no byte: ENOSPC
+    with pytest.raises(OutputError, match=rf"{split}.tmp cannot be written: No space left") as e:
+        prepare(cfg, bpe, cfg.run_dir)
+    assert "\n" not in str(e.value) and list(folder.iterdir()) == []
+    assert prepare(cfg, bpe, cfg.run_dir).meta.complete
+
+
+def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
+    order = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(handle):
+        order.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))))
+        fsync(handle)
+
+    def noted_replace(old, new):
+        order.append(("name", os.path.basename(new)))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    prepare(cfg, bpe, cfg.run_dir)
+    last = order.index(("sync", "meta.tmp"))
+    for split in ("train", "val"):
+        named = order.index(("name", f"{split}.bin"))
+        assert order.index(("sync", f"{split}.tmp")) < named < last
+        assert ("sync", "data") in order[named:last]
+    assert order[last + 1 :] == [("name", "meta.json"), ("sync", "data")]

@@ -165,3 +165,23 @@ def test_truncated_parquet(tmp_path, texts):
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
     fails("not UTF-8 text: invalid byte at offset 3", source="text", path=str(tmp_path))
+
+
+def test_a_flipped_bit_in_local_parquet_with_checksums(tmp_path, texts):
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"text": texts}), path, row_group_size=100, write_page_checksum=True,
+        use_dictionary=False, compression="none",
+    )  # fmt: skip
+    data = bytearray(path.read_bytes())
+    column = pq.read_metadata(path).row_group(1).column(0)
+    data[column.data_page_offset + column.total_compressed_size // 2] ^= 4
+    path.write_bytes(data)
+    where = r"a\.parquet is damaged in row group 1, column `text`: .*CRC.*; fetch or write it again"
+    fails(where, source="parquet", path=str(tmp_path))
+
+
+def test_local_parquet_whose_text_is_not_utf8(tmp_path, texts):
+    table = pa.table({"text": pa.array([b"a", b"\xff"]).cast(pa.string(), safe=False)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    fails("is damaged in row group 0, column `text`: .*UTF8", source="parquet", path=str(tmp_path))

@@ -1,0 +1,250 @@
+"""What a stream fetches from the hub, at its start and on resuming; damage there and on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.lm.data.loopback import Hub, corpus_bytes_served, digest, run, serving
+
+SHARDS = """
+import itertools, json, sys, time
+from lm.data.hub import _open_hub
+from lm.data.hub_parquet import _row_groups
+data = Data(source="fineweb")
+def forget():  # what a process keeps: each reader is one of its own
+    _open_hub.cache_clear(), _row_groups.cache_clear()
+"""
+
+
+def made_corpus(files: int = 4, groups: int = 16, rows: int = 1000, **options) -> dict[str, bytes]:
+    """Files of groups × rows documents whose text says where each is."""
+    rng, made = random.Random(0), {}
+    for number in range(files):
+        texts = [f"{number} {row} {rng.randbytes(120).hex()}" for row in range(groups * rows)]
+        table = pa.table({"id": range(len(texts)), "text": texts})
+        sink = io.BytesIO()
+        pq.write_table(table, sink, row_group_size=rows, use_dictionary=False, **options)
+        made[f"sample/10BT/{number:03d}.parquet"] = sink.getvalue()
+    first = made["sample/10BT/000.parquet"]
+    return made | {"data/CC-MAIN-2013-20/000_00000.parquet": first}
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, bytes]:
+    return made_corpus()
+
+
+def corpus_bytes() -> int:
+    return sum(len(data) for name, data in Hub.files.items() if name.startswith("sample/"))
+
+
+@pytest.mark.parametrize("readers", range(1, 9))
+def test_readers_together_fetch_the_corpus_about_once(hub, tmp_path, readers):
+    code = f"""
+count = 0
+for index in range({readers}):
+    forget()
+    count += sum(1 for text in documents(data, (index, {readers})))
+print(count)
+"""
+    said, _ = run(SHARDS + code, tmp_path, **hub)
+    assert said == "2400"
+    ratio = corpus_bytes_served() / corpus_bytes()
+    print(f"{readers} readers of 4 files: {ratio:.3f} times the corpus")
+    assert 0.9 < ratio < 1.1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_pass_of_the_loader_fetches_the_corpus_about_once(tmp_path, bpe, ranks):
+    """Until the first stream of each rank has gone through its documents."""
+    bpe.save_pretrained(tmp_path / "bpe")
+    code = f"""
+from transformers import PreTrainedTokenizerFast
+from lm.data.stream import StreamLoader
+tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tmp_path / "bpe")!r})
+data.workers, data.seq_len, data.shuffle_buffer = 0, 512, 24
+for rank in range({ranks}):
+    forget()
+    loader = StreamLoader(data, tokenizer, 4, 0, rank, {ranks})
+    while not loader.epoch:
+        next(loader)
+print(len(loader._streams))
+"""
+    with serving(made_corpus(4, 3, 500)) as hub:
+        said, _ = run(SHARDS + code, tmp_path, **hub)
+    assert int(said) == {1: 12, 2: 6, 3: 4, 8: 1}[ranks]
+    assert corpus_bytes_served() < 1.1 * corpus_bytes()
+
+
+RESUME = """
+source = documents(data)
+head = list(itertools.islice(source, 50_000))
+print(json.dumps(source.state_dict()))
+"""
+
+
+def test_resuming_after_50000_documents_fetches_one_row_group_at_once(large, tmp_path):
+    with serving(large) as hub:
+        position, _ = run(SHARDS + RESUME, tmp_path, **hub)
+        Hub.served.clear()
+        code = f"""
+state = json.loads({position!r})
+began, worked = time.perf_counter(), time.process_time()
+print(next(documents(data, state=state))[:8])
+print(time.perf_counter() - began, time.process_time() - worked)
+"""
+        said, _ = run(SHARDS + code, tmp_path, **hub)
+        fetched = corpus_bytes_served()
+    text, times = said.splitlines()
+    assert text == "3 2000 " + text[-1]  # files of 16,000: document 50,000 is this one
+    seconds, cpu_seconds = map(float, times.split())
+    row_group = corpus_bytes() / 64
+    print(f"first document after {seconds:.2f} s, {cpu_seconds:.2f} s of them on the processor; "
+          f"{fetched / row_group:.2f} row groups fetched")  # fmt: skip
+    assert cpu_seconds < 3 and fetched < 2 * row_group  # a busy machine takes longer by the clock
+
+
+def test_a_position_is_of_its_commit(large, tmp_path):
+    """The dataset gets another commit, with other files, while a run is stopped."""
+    with serving(large) as hub:
+        position, _ = run(SHARDS + RESUME, tmp_path, **hub)
+        old = Hub.sha
+        Hub.sha = "b" * 40
+        try:
+            code = f"""
+state = json.loads({position!r})
+source = documents(data, state=state)
+next(source)
+print(state["revision"], source.state_dict()["revision"], documents(data).state_dict()["revision"])
+"""
+            said, _ = run(SHARDS + code, tmp_path, **hub)
+        finally:
+            Hub.sha = old
+    assert said.split()[1:] == [said.split()[0], "b" * 40] and said.split()[0] == old
+
+
+def test_a_position_of_version_0_1_is_refused(hub, tmp_path):
+    code = """
+try:
+    documents(data, state={"examples_iterable": {}, "epoch": 0})
+except DataError as e:
+    print(e)
+"""
+    said, _ = run(SHARDS + code, tmp_path, **hub)
+    assert "is of an earlier version" in said and said.endswith("train anew under another run name")
+
+
+READ = """
+import hashlib
+try:
+    texts = list(documents(data))
+    print(hashlib.sha1("\\0".join(texts).encode()).hexdigest())
+except DataError as e:
+    print(e)
+"""
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
+
+
+def in_text_column(data: bytes, group: int) -> int:
+    """A place in the middle of a row group's texts."""
+    metadata = pq.read_metadata(io.BytesIO(data)).row_group(group)
+    column = metadata.column(metadata.num_columns - 1)
+    return column.data_page_offset + column.total_compressed_size // 2
+
+
+def test_a_flipped_bit_is_found_where_pages_have_checksums(tmp_path):
+    files = made_corpus(1, 3, write_page_checksum=True, compression="none")
+    (name, *_) = files
+    files[name] = flipped(files[name], in_text_column(files[name], 1))
+    with serving(files) as hub:
+        said, _ = run(SHARDS + READ, tmp_path, **hub)
+    assert "000.parquet is damaged in row group 1, column `text`: " in said
+    assert "CRC" in said and "report it to the dataset's owner" in said and "\n" not in said
+
+
+def test_text_that_is_no_text_is_found_without_checksums(tmp_path):
+    files = made_corpus(1, 3, compression="none")
+    (name, *_) = files
+    at = in_text_column(files[name], 1)
+    data = files[name]
+    files[name] = data[:at] + bytes([data[at] ^ 128]) + data[at + 1 :]
+    with serving(files) as hub:
+        said, _ = run(SHARDS + READ, tmp_path, **hub)
+    assert "000.parquet is damaged in row group 1, column `text`: " in said and "\n" not in said
+
+
+def test_damage_on_the_way_is_fetched_again(tmp_path):
+    """A proxy that breaks one answer: the second one is whole."""
+    files = made_corpus(1, 3, write_page_checksum=True)
+    (name, *_) = files
+    texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
+    with serving(files) as hub:
+        Hub.breaks = [in_text_column(files[name], 1)]
+        said, _ = run(SHARDS + READ, tmp_path, **hub)
+    assert said == digest(texts) and not Hub.breaks
+
+
+def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
+    """Where neither pages nor text show the damage: on the hub it stays, on the way it passes."""
+    files = made_corpus(1, 3, compression="zstd")
+    (name, *_) = files
+    texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
+    at = in_text_column(files[name], 1)
+    sha256 = hashlib.sha256(files[name]).hexdigest()
+    code = SHARDS + f"data.download = {str(tmp_path / 'copies')!r}" + READ
+    for on_the_hub in (True, False):
+        with serving(files | {name: flipped(files[name], at)} if on_the_hub else files) as hub:
+            Hub.sha256 = {name: sha256}
+            Hub.breaks = [] if on_the_hub else [at]
+            said, _ = run(code, tmp_path, **hub)
+        last = said.splitlines()[-1]
+        if on_the_hub:
+            assert "000.parquet was downloaded twice and is damaged: its sha256 is" in last
+            assert not list(tmp_path.rglob("copies/**/*.parquet*[!k]"))
+        else:
+            assert last == digest(texts)
+            assert corpus_bytes_served() == 2 * len(files[name])
+
+
+SHARED = """
+import subprocess
+program = "import sys; from lm.config import Data; from lm.data.sources import documents; "
+program += "data = Data(source='fineweb', download=sys.argv[1]); "
+program += "print(len(list(documents(data, (int(sys.argv[2]), 3)))))"
+started = [
+    subprocess.Popen([sys.executable, "-c", program, FOLDER, str(i)], stdout=subprocess.PIPE)
+    for i in range(3)
+]
+print(sum(int(process.communicate()[0].split()[-1]) for process in started))
+"""
+
+
+def test_readers_of_a_machine_share_one_download(tmp_path):
+    with serving(made_corpus(2, 3, 300)) as hub:
+        said, _ = run(SHARDS + f"FOLDER = {str(tmp_path / 'copies')!r}" + SHARED, tmp_path, **hub)
+        assert said == "1800" and corpus_bytes_served() == corpus_bytes()
+
+
+def test_a_truncated_file_is_a_sentence(tmp_path):
+    files = made_corpus(1, 3)
+    (name, *_) = files
+    files[name] = files[name][:-100]
+    with serving(files) as hub:
+        said, _ = run(SHARDS + READ, tmp_path, **hub)
+    assert "000.parquet is not a whole parquet file" in said and "\n" not in said
+
+
+def test_positions_are_plain_data(hub, tmp_path):
+    code = "print(json.dumps(documents(data).state_dict()))"
+    said, _ = run(SHARDS + code, tmp_path, **hub)
+    assert json.loads(said)["revision"] == Hub.sha

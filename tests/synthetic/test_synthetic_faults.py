@@ -1,0 +1,130 @@
+"""The synthetic trainer under faults: signals, NaN, a second process, damage, a full disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lm.checkpoint import listed, newest
+from lm.errors import DIVERGED, FAILED, PREEMPTED
+from lm.metrics import read_metrics
+from tests.running import ENV, ROOT
+
+SMALL = (
+    "model={d_model: 8, n_layer: 1, d_state: 2, expand: 1}", "task={name: word_problem, group: Z3}",
+    "train={steps: 40, batch_size: 4, length: 4, threads: 1}", "optim.warmup=0",
+    "eval={every: 100, lengths: 4, examples: 8}", "checkpoint.every=10",
+    "log={every: 1, probe_every: 0}", "bars=[]", "solver.state_noise=0", "train.adversary=0",
+)  # fmt: skip
+
+
+def start(out, *overrides, fault=None):
+    module = ["tests.faults", fault] if fault else ["synthetic"]
+    args = ["train", "--config", "configs/synthetic/small/s3.yaml", f"out_dir={out}", "name=x"]
+    return subprocess.Popen(
+        [sys.executable, "-m", *module, *args, *SMALL, *overrides], cwd=ROOT, env=ENV,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def finished(out, *overrides, fault=None):
+    """(exit status, stdout, stderr) of a run."""
+    process = start(out, *overrides, fault=fault)
+    shown = process.communicate(timeout=120)
+    return process.returncode, *shown
+
+
+def trace(run_dir):
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in read_metrics(run_dir) if "loss" in r}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    status, _, error = finished(out)
+    assert status == 0, error
+    return trace(out / "x")
+
+
+def wait_for_step(run_dir, step, process):
+    until = time.monotonic() + 60
+    while max(trace(run_dir), default=0) < step:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
+def test_ctrl_c_and_a_closed_terminal_save_and_stop(tmp_path, whole, number):
+    process = start(tmp_path, "train.steps=4000", "optim.schedule=constant")
+    wait_for_step(tmp_path / "x", 13, process)
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == PREEMPTED and "checkpoint saved: the same command" in error
+    step = int(newest(tmp_path / "x/checkpoints").name.removeprefix("step-"))
+    assert step >= 13 and max(trace(tmp_path / "x")) == step
+    assert not (tmp_path / "x/lease.json").exists()
+
+
+def test_a_kill_loses_nothing_that_was_saved(tmp_path, whole):
+    process = start(tmp_path)
+    wait_for_step(tmp_path / "x", 25, process)
+    process.kill()
+    process.communicate()
+    status, output, _ = finished(tmp_path)
+    assert status == 0 and "resumed  at update" in output and "taken over" in output
+    assert trace(tmp_path / "x") == whole
+
+
+def test_nan_goes_back_and_on_with_the_next_batches(tmp_path, whole):
+    """Update 16 is NaN. Updates 11 to 40 then have the batches of 17 to 46."""
+    status, output, error = finished(
+        tmp_path, "optim.schedule=constant", fault="synthetic_nan_at=16"
+    )
+    assert status == 0, error
+    assert "note: update 16: the loss is nan" in output
+    assert "back to the checkpoint of update 10" in " ".join(output.split())
+    records = trace(tmp_path / "x")
+    assert sorted(records) == list(range(1, 41))
+    assert [r["rollback"]["from"] for r in read_metrics(tmp_path / "x") if "rollback" in r] == [16]
+
+
+def test_nan_too_often_is_the_end(tmp_path):
+    status, _, error = finished(tmp_path, "train.rollbacks=0", fault="synthetic_nan_at=16")
+    assert status == DIVERGED
+    assert "stopped at update 16: the loss is nan" in error and "0 of 0 rollbacks made" in error
+
+
+def test_a_second_process_is_refused(tmp_path):
+    first = start(tmp_path, "train.steps=100000")
+    wait_for_step(tmp_path / "x", 3, first)
+    status, _, error = finished(tmp_path, "train.steps=100000")
+    assert status == FAILED and f"is in use by process {first.pid}" in error
+    first.kill()
+    first.communicate()
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, whole):
+    assert finished(tmp_path)[0] == 0
+    for path in listed(tmp_path / "x/checkpoints")[1:]:
+        os.truncate(path / "state.pt", 100)
+    (tmp_path / "x/result.json").unlink()
+    status, output, _ = finished(tmp_path)
+    assert status == 0 and "passed over" in output and "resumed  at update 30" in output
+    assert trace(tmp_path / "x") == whole
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        status, _, error = finished(disk, "model.d_model=64")
+        assert status == FAILED and "Traceback" not in error
+        assert "cannot be written" in error and error.count("\n") == 1
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
