@@ -1,0 +1,77 @@
+"""How long a checkpoint holds training up: seconds of an update, of a save's copy, of all of it.
+
+    python benchmarks/save.py                  # the paper's 160M model, updates of 128 tokens
+    python benchmarks/save.py --config configs/lm/demo.yaml --tokens 256
+
+An update of so few tokens is the shortest there is to hide a save behind: real ones take longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from lm import engine as ds
+from lm.build import build_model
+from lm.checkpoint import Checkpoints
+from lm.config import load
+from lm.kernels import available
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--config", default="configs/lm/fpmamba_160m_fineweb2b.yaml", metavar="YAML")
+    p.add_argument("--tokens", type=int, default=128, help="of an update (default: 128)")
+    p.add_argument("--saves", type=int, default=3, help="default: 3")
+    p.add_argument("--folder", help="on the disk to be measured (default: a temporary one)")
+    args = p.parse_args()
+    overrides = (
+        "train.global_batch_size=null", "train.micro_batch_size=1", "train.precision=fp32",
+        f"data.seq_len={args.tokens}", "solver={}", "model.gradient_checkpointing=false",
+    )  # fmt: skip
+    cfg = load(args.config, overrides)
+    ranks = ds.start(cfg)
+    available(ranks.device.type)
+    vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
+    model = build_model(cfg, vocab_size)
+    count = sum(p.numel() for p in model.parameters())
+    engine = ds.Engine(cfg, model, ranks)
+    ids = torch.randint(vocab_size, (1, args.tokens))
+    batch = {"input_ids": ids, "labels": ids}
+    print(f"{count / 1e6:.1f} M parameters, ZeRO-{engine.zero_stage}, {ranks.device}")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        measure(engine, ranks, cfg, batch, Path(folder), args.saves)
+    ds.stop()
+
+
+def measure(engine, ranks, cfg, batch, folder, saves) -> None:
+    """Updates alone, then a save after each, its writing behind the updates that follow."""
+    made = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
+    alone = [seconds(lambda: engine.step([batch])) for _ in range(3)][1:]
+    print(f"update   {min(alone):.2f} s alone")
+    for step in range(1, saves + 1):
+        made.save(step, lambda step=step: engine.state_files(folder, step))
+        beside = seconds(lambda: engine.step([batch]))
+        made.finish()
+        (saved,) = made.news()
+        print(
+            f"save {step}   blocked {saved.blocked_s:.2f} s = {saved.blocked_s / min(alone):.2f}"
+            f" updates; {saved.bytes / 2**30:.2f} GiB on the disk after {saved.seconds:.1f} s"
+            f" ({saved.bytes / 2**20 / saved.seconds:,.0f} MiB/s); an update beside it"
+            f" {beside:.2f} s",
+            flush=True,
+        )
+
+
+def seconds(fn) -> float:
+    began = time.perf_counter()
+    fn()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
