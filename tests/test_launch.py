@@ -14,6 +14,7 @@ import pytest
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 SCRIPTS = (
+    "again.sh",
     "deepspeed.sh",
     "slurm.sbatch",
     "slurm_array.sbatch",
@@ -443,3 +444,41 @@ def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(
     assert fake_python.lines("saved") == [f"saved after {number.name.removeprefix('SIG')}"]
     expected = ["scontrol requeue 71231_3"] if requeued else []
     assert fake_python.lines("scontrol") == expected
+
+
+def again(tmp_path, times, *statuses):
+    """(exit status, runs made, what was said) of a command that ends so, one status a run."""
+    log = tmp_path / "runs"
+    cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
+    command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
+    done = subprocess.run(
+        [LAUNCH / "again.sh", str(times), "bash", "-c", command], capture_output=True, text=True,
+        timeout=30,
+    )  # fmt: skip
+    return done.returncode, log.read_text().count("run"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "times, ends, status, runs",
+    [
+        (5, ("exit 77", "kill -9 $$", "exit 0"), 0, 3),
+        (1, ("exit 77", "exit 77", "exit 0"), 77, 2),
+        (0, ("exit 77",), 77, 1),
+        *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),
+    ],
+)
+def test_again_after_what_may_heal_and_so_often(tmp_path, times, ends, status, runs):
+    ended, made, said = again(tmp_path, times, *ends)
+    assert (ended, made) == (status, runs)
+    assert said.count(": again, at most") == runs - 1
+
+
+def test_a_signal_to_again_goes_on_and_ends_it(tmp_path):
+    command = f"trap 'exit 77' TERM; touch {tmp_path / 'ready'}; while true; do sleep 0.05; done"
+    process = subprocess.Popen([LAUNCH / "again.sh", "5", "bash", "-c", command])
+    until = time.monotonic() + 20
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 77

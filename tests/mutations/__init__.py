@@ -1,4 +1,4 @@
-"""One-line mistakes in the formulas of lm/model and lm/kernels, each of which a test must catch.
+"""One-line mistakes in lm/model, lm/kernels and what keeps a run whole: a test must catch each.
 
     python -m tests.mutations [--sample N] [--only TEXT] [--jobs N] [--quick] [--check]
 
@@ -52,9 +52,9 @@ class MutationError(Exception):
 
 def all_mutations():
     """Every Mutation there is."""
-    from tests.mutations import of_cell, of_cpu_cell, of_kernels, of_model, of_solver
+    from tests.mutations import of_cell, of_cpu_cell, of_kernels, of_model, of_running, of_solver
 
-    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels
+    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running
     return [mutation for part in parts for mutation in part.MUTATIONS]
 
 

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# usage: launch/again.sh TIMES COMMAND ...
+# Run COMMAND (launch/deepspeed.sh CONFIG, say), and once more whenever it ends by itself in a way
+# that may heal: a hang (77), a process that was killed (137, 134, 139). At most TIMES times; what is
+# asked of this script by TERM, INT or USR1 is passed on, and ends it. docs/cluster.md has the table.
+set -uo pipefail
+
+if [ $# -lt 2 ] || ! [[ $1 =~ ^[0-9]+$ ]]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
+left=$1 asked='' run=''; shift
+for name in TERM INT USR1; do
+    trap "asked=1; [ -z \"\$run\" ] || kill -s $name \"\$run\" 2>/dev/null" "$name"
+done
+
+while true; do
+    "$@" &
+    run=$!
+    while kill -0 "$run" 2>/dev/null; do wait "$run"; status=$?; done  # a signal cuts a wait short
+    case $status in 77 | 134 | 137 | 139) ;; *) exit "$status" ;; esac
+    if [ -n "$asked" ] || [ "$left" = 0 ]; then exit "$status"; fi
+    echo "$(date '+%F %T') ended with status $status: again, at most $left times" >&2
+    left=$((left - 1))
+done

@@ -1,0 +1,196 @@
+"""Mutations of what keeps a run whole: checkpoints, lease, ranks, going on elsewhere."""
+
+from tests.mutations import Mutation
+
+CHECKPOINT = "lm/checkpoint.py"
+LEASE = "lm/lease.py"
+ENGINE = "lm/engine.py"
+RESHARD = "lm/reshard.py"
+TRAIN = "lm/train.py"
+SAVING = "tests/lm/test_saving.py::"
+HOLDING = "tests/lm/test_lease.py::"
+ELASTIC = ("tests/lm/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
+TWO_RANKS = ("tests/lm/test_elastic.py::test_2_1_2_ranks_and_stages_1_3_0",)
+BACK = (
+    "tests/lm/test_recovery.py::test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data",
+)
+
+
+def saving(*names):
+    return tuple(SAVING + name for name in names)
+
+
+def holding(*names):
+    return tuple(HOLDING + name for name in names)
+
+
+MUTATIONS = [
+    Mutation(
+        "running: what is saved is not copied",
+        CHECKPOINT,
+        'value.detach().to("cpu", copy=True)',
+        "value.detach()",
+        saving("test_what_is_saved_is_what_was_there_at_the_time"),
+    ),
+    Mutation(
+        "running: a tensor that occurs twice is copied twice",
+        CHECKPOINT,
+        "if key not in copies or not value.numel():",
+        "if True:",
+        saving("test_a_snapshot_copies_each_tensor_once"),
+    ),
+    Mutation(
+        "running: a checkpoint gets its name before its manifest",
+        CHECKPOINT,
+        "        write_json(job.partial / MANIFEST, manifest)\n",
+        "",
+        saving("test_what_is_saved_is_what_was_there_at_the_time"),
+    ),
+    Mutation(
+        "running: files are not synced",
+        CHECKPOINT,
+        "            torch.save(state, file)\n        sync(path)\n",
+        "            torch.save(state, file)\n",
+        saving("test_files_are_synced_before_the_name_is_given"),
+    ),
+    Mutation(
+        "running: the folder of names is not synced",
+        CHECKPOINT,
+        "            job.partial.rename(path)\n            sync(self.folder)\n",
+        "            job.partial.rename(path)\n",
+        saving("test_files_are_synced_before_the_name_is_given"),
+    ),
+    Mutation(
+        "running: damaged checkpoints count as kept",
+        CHECKPOINT,
+        "whole = [path for path in listed(self.folder) if self._is_intact(path)]",
+        "whole = listed(self.folder)",
+        saving("test_a_damaged_one_does_not_count_for_those_to_keep"),
+    ),
+    Mutation(
+        "running: one too few is kept",
+        CHECKPOINT,
+        "whole[: -self.settings.keep]",
+        "whole[: 1 - self.settings.keep]",
+        saving("test_old_ones_go_and_those_of_keep_every_stay"),
+    ),
+    Mutation(
+        "running: keep_every keeps the others",
+        CHECKPOINT,
+        "if not every or step_of(path) % every:",
+        "if not every or not step_of(path) % every:",
+        saving("test_old_ones_go_and_those_of_keep_every_stay"),
+    ),
+    Mutation(
+        "running: checkpoints are sorted by name",
+        CHECKPOINT,
+        "if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)",
+        "if p.is_dir() and NAME.fullmatch(p.name)))",
+        saving("test_the_order_is_that_of_the_numbers"),
+    ),
+    Mutation(
+        "running: the digest is not compared",
+        CHECKPOINT,
+        "if _digest(file) != digest:",
+        "if False:",
+        saving("test_damage_is_passed_over_with_a_sentence"),
+    ),
+    Mutation(
+        "running: nothing whole is a new beginning",
+        CHECKPOINT,
+        "    if found:\n        raise CheckpointError(",
+        "    if False:\n        raise CheckpointError(",
+        saving("test_damage_is_passed_over_with_a_sentence"),
+    ),
+    Mutation(
+        "running: a rank that failed keeps it to itself",
+        CHECKPOINT,
+        "            self.ranks.raise_any(job.error)\n            self._thread.join()\n",
+        "            self._thread.join()\n",
+        saving("test_all_ranks_know_of_one_that_could_not_write"),
+    ),
+    Mutation(
+        "running: a living holder is taken for dead",
+        LEASE,
+        "        if lives:\n            raise LeaseError(",
+        "        if lives is None:\n            raise LeaseError(",
+        holding("test_the_second_is_refused_and_told_who_holds_it"),
+    ),
+    Mutation(
+        "running: a number that another process has now is the holder",
+        LEASE,
+        'return started == holder["started"]',
+        "return True",
+        holding("test_a_number_that_now_is_another_process_is_dead"),
+    ),
+    Mutation(
+        "running: a lease on another host is never waited for",
+        LEASE,
+        "            if now != before:\n                return True\n",
+        "",
+        holding("test_one_on_another_host_that_lives_is_refused"),
+    ),
+    Mutation(
+        "running: a holder does not look whether the lease is still its own",
+        LEASE,
+        "                self._taken_by = found or {}\n",
+        "                pass\n",
+        holding("test_a_holder_that_was_suspended_finds_out"),
+    ),
+    Mutation(
+        "running: another's lease is given back",
+        LEASE,
+        "if _read(self.path) == self.own:",
+        "if True:",
+        holding("test_a_holder_that_was_suspended_finds_out"),
+    ),
+    Mutation(
+        "running: the first moment is lost on another layout",
+        ENGINE,
+        "piece = whole[name].flatten()[source].to(flat)",
+        'piece = whole[name].flatten()[source].to(flat) * (key != "exp_avg")',
+        ELASTIC,
+    ),
+    Mutation(
+        "running: AdamW's count begins anew on another layout",
+        ENGINE,
+        '{"step": torch.tensor(float(updates))}',
+        '{"step": torch.tensor(0.0)}',
+        ELASTIC,
+    ),
+    Mutation(
+        "running: the schedule is one update behind on another layout",
+        ENGINE,
+        "self.scheduler.last_epoch = updates - 1",
+        "self.scheduler.last_epoch = updates - 2",
+        ELASTIC,
+    ),
+    Mutation(
+        "running: a rank takes the first rank's part of a moment",
+        ENGINE,
+        "first = self.ranks.rank * count",
+        "first = 0",
+        ("tests/lm/test_elastic.py::test_two_ranks_from_any_stage_to_any -m slow",),
+    ),
+    Mutation(
+        "running: every micro-batch counts alike",
+        ENGINE,
+        "return [count / mean for count in counts]",
+        "return [1.0 for _ in counts]",
+        TWO_RANKS,
+    ),
+    Mutation(
+        "running: a rollback keeps the spoilt gradients",
+        TRAIN,
+        "        self._build_model()\n        self._restore(*found)\n",
+        "        self.engine.load(found[0])\n        self._restore(*found)\n",
+        BACK,
+    ),
+    Mutation(
+        "running: a rollback goes back in the data, too",
+        TRAIN,
+        "        self.batches.load_state_dict(after)\n",
+        "",
+        BACK,
+    ),
+]
