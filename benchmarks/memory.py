@@ -117,7 +117,7 @@ def measure(path, overrides):
         "planned_still": kept_still,
         "measured_still": still,
         "planned_optimizer": planned.optimizer,
-        "measured_optimizer": optimizer_states(engine.optimizer),
+        "measured_optimizer": optimizer_states(engine.deepspeed.optimizer),
         "measured_weights": sum(p.nbytes for p in model.parameters()),
         "measured_gradients": gradients,
         "parts": planned._asdict(),

@@ -29,6 +29,7 @@ from lm.ranks import Ranks
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+LAST_WAIT_S = 20.0  # for the files of other ranks, when this one ends by an error
 NAME = re.compile(r"step-(\d+)")
 
 
@@ -132,6 +133,16 @@ class Checkpoints:
             raise
         self.published = job.step
 
+    def close(self) -> None:
+        """Before the directory is given up, whatever has happened: the save under way is published,
+        or given up where another rank does not write its files any more."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        self._thread.join(None if self.ranks.world_size == 1 else LAST_WAIT_S)
+        job.cancelled.set()
+        self._thread.join()
+
     def news(self) -> list[Saved]:
         """What was published since the last call (on rank 0)."""
         return [self._news.get() for _ in range(self._news.qsize())]
@@ -143,9 +154,11 @@ class Checkpoints:
 
     def _write(self, job: _Job) -> None:
         try:
-            own = {
-                name: _write_file(job.partial / name, state) for name, state in job.files.items()
-            }
+            own = {}
+            for name, state in job.files.items():
+                if job.cancelled.is_set():
+                    return
+                own[name] = _write_file(job.partial / name, state)
             job.files = {}  # the copy's memory
             write_json(_part(job.partial, self.ranks.rank), {"files": own})
             job.written.set()
@@ -196,7 +209,7 @@ class Checkpoints:
             manifest = read_json(path / MANIFEST, ("files",))
             if self._intact.get(path) != _looks(path, manifest):
                 self._intact[path] = _looks(path, verify(path))
-        except (UserError, OSError):
+        except Exception:  # whatever damage does: the new checkpoint is there already
             return False
         return True
 
@@ -304,9 +317,16 @@ def verify(path: Path) -> dict:
         )
     try:
         manifest = read_json(path / MANIFEST, ("step", "world_size", "files"))
-        files = [(path / name, *entry) for name, entry in manifest["files"].items()]
-    except (DamagedError, AttributeError, TypeError) as e:
+        entries = manifest["files"].items()
+        files = [(path / name, size, digest) for name, (size, digest) in entries]
+    except (DamagedError, AttributeError, TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e})") from None
+    named = NAME.fullmatch(path.name)
+    if not files or (named and manifest["step"] != int(named[1])):
+        raise CheckpointError(
+            f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
+            f" {manifest['step']})"
+        )
     for file, size, digest in files:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is incomplete: {file.name} is missing")

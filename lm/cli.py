@@ -234,7 +234,7 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     c.add_argument(
         "--nodes", type=Whole(1, 1_000_000), metavar="M",
-        help="hosts that they are in, evenly (default: 8 GPUs each)",
+        help="hosts that they are in, evenly, at least 1 (default: 8 GPUs each)",
     )  # fmt: skip
     c.add_argument(
         "--gpu", metavar="NAME",

@@ -82,8 +82,9 @@ class Train(Section):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0)  # optimizer updates
-    # sequences an update, over all ranks: on any number of ranks the same training
-    global_batch_size: Annotated[int | None, FIXED] = Field(None, gt=0)
+    # sequences an update, over all ranks: on any number of ranks the same training (a checkpoint
+    # knows what it was, and another is refused)
+    global_batch_size: int | None = Field(None, gt=0)
     micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0)

@@ -18,10 +18,9 @@ import torch.distributed as torch_dist
 
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
-from lm.errors import Diverged, TrainingError
+from lm.errors import Diverged, DivergedAlone, TrainingError
 from lm.metrics import Busy
 from lm.optim import lr_factor, parameter_groups
-from lm.outputs import writing
 from lm.ranks import Ranks, launched
 
 
@@ -208,19 +207,23 @@ class Engine:
             batches: `accumulation` micro-batches.
             stop: this rank was asked to stop. alive: called after each micro-batch.
         Raises:
-            Diverged: the loss or its gradient is NaN or infinite on some rank; no weight has moved.
+            Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
+                spoilt.
         """
         self.deepspeed.train()
         total, stats = torch.zeros((), device=self.ranks.device), []
         shares = self._shares(batches)
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            with self.busy.working():
-                output = self.forward(batch)
-            loss = output.loss * share
+            try:
+                with self.busy.working():
+                    output = self.forward(batch)
+                loss = output.loss * share
+                if getattr(output, "fixed_point", None) is not None:
+                    stats.append(output.fixed_point)
+            except FloatingPointError as e:
+                loss = self._spoilt(e)
             total += loss.detach().float() / len(batches)
-            if getattr(output, "fixed_point", None) is not None:
-                stats.append(output.fixed_point)
-            self.deepspeed.backward(loss)
+            self._backward(loss)
             alive()
             if i < len(batches) - 1:
                 self.deepspeed.step()
@@ -236,6 +239,29 @@ class Engine:
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0)
 
+    def _spoilt(self, error: FloatingPointError) -> torch.Tensor:
+        """A loss of NaN in the place of one that a forward pass has not come to. Its backward meets
+        the other ranks as theirs do, and its sum tells them.
+
+        Raises:
+            Diverged: there are no others. DivergedAlone: under ZeRO-3, whose forward already waits.
+        """
+        if self.ranks.world_size == 1:
+            raise Diverged(str(error)) from None
+        if self.zero_stage == 3:
+            raise DivergedAlone(f"rank {self.ranks.rank}: {error}") from None
+        parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
+        return sum(p.float().sum() for p in parameters) * float("nan")
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Raises Diverged, of one rank among several DivergedAlone, where the gradient of a solve
+        is NaN or infinite."""
+        try:
+            self.deepspeed.backward(loss)
+        except FloatingPointError as e:
+            kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
+            raise kind(f"rank {self.ranks.rank}: {e}") from None
+
     def _shares(self, batches: list) -> list[float]:
         """What each micro-batch's mean loss counts for in the mean of all: 1, but for one with
         fewer targets (a corpus' last block). So the loss does not depend on how an update is cut
@@ -247,14 +273,15 @@ class Engine:
 
     def state_files(self, folder: Path, step: int) -> dict[str, object]:
         """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
-        rank calls it. (A script that turns such files into plain weights is put into `folder`.)"""
+        rank calls it."""
         taken = _Taken()
         own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, taken
+        self.deepspeed._copy_recovery_script = lambda _: None  # else rank 0 writes a file, the
+        # others wait for it, and a full disk would be an error of rank 0 alone
         try:
-            with writing(folder):
-                self.deepspeed.save_checkpoint(
-                    str(folder), tag="any", client_state={"step": step}, save_latest=False
-                )
+            self.deepspeed.save_checkpoint(
+                str(folder), tag="any", client_state={"step": step}, save_latest=False
+            )
         finally:
             self.deepspeed.checkpoint_engine = own
         return taken.files
@@ -277,7 +304,8 @@ class Engine:
             moments: {"exp_avg", "exp_avg_sq": {parameter name: its shape}}.
         """
         for flat, parts in self._optimizer_parts():
-            state = {"step": torch.tensor(float(updates))}
+            on = flat.device if self.base_optimizer.defaults["fused"] else "cpu"
+            state = {"step": torch.tensor(float(updates), device=on)}
             for key, whole in moments.items():
                 state[key] = torch.zeros_like(flat)
                 for name, target, source in parts:

@@ -62,6 +62,10 @@ class Diverged(TrainingError):
     exit_status = DIVERGED
 
 
+class DivergedAlone(Diverged):
+    """One rank found it in the middle of what the ranks do together: they cannot go back."""
+
+
 class Stopped(TrainingError):
     """A signal asked for it; the checkpoint is saved."""
 

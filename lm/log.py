@@ -30,6 +30,13 @@ def describe(record: dict) -> str:
     return "  ".join(parts)
 
 
+def iterations(record: dict) -> str:
+    """ℓ* of each layer, of a record that has a probe."""
+    if "probe" not in record:
+        return ""
+    return "  ℓ* " + " ".join(f"{v:.1f}" for v in record["probe"]["num_iters"]["mean"])
+
+
 def _flat(record: dict, prefix: str = "") -> dict[str, float]:
     """Nested records → flat names with numbers, for wandb and TensorBoard."""
     flat = {}

@@ -262,3 +262,16 @@ def read_metrics(run_dir: Path) -> list[dict]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def affine(flops_per_token):
+    """Evaluations a token → FLOPs, taken while the weights are whole; None for a model that cannot
+    say."""
+    if flops_per_token is None:
+        return None
+    at_zero, at_one = flops_per_token(0), flops_per_token(1)
+    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
+
+
+def mean(values) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -11,7 +11,8 @@ from lm.errors import require
 from lm.metrics import read_metrics
 from lm.outputs import DamagedError, check_folder, read_json, write_json
 from lm.run_dir import RunDir, RunDirError
-from lm.train import result
+
+RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 
 
 def summarise(run_dir: Path) -> dict:
@@ -47,6 +48,22 @@ def summarise(run_dir: Path) -> dict:
     write_json(run.summary, summary)
     summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
     return summary
+
+
+def result(run_dir: Path) -> dict:
+    """`result.json` of a finished run.
+
+    Raises:
+        RunDirError: the run has not finished. DamagedError: the file is damaged.
+    """
+    run = RunDir(run_dir)
+    value = run.read_result(RESULT)
+    reached = value["validation"]
+    if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
+        raise DamagedError(
+            f"{run.result} is damaged: its validation must hold perplexity and tokens"
+        )
+    return value
 
 
 def _checkpoint(run: RunDir) -> Path | None:

@@ -43,6 +43,7 @@ class RunDir:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self._lease: Lease | None = None
+        self.previous: Run | None = None  # the config of the run that is continued
 
     def __str__(self) -> str:
         return str(self.path)
@@ -62,9 +63,9 @@ class RunDir:
         return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def claim(self, cfg: Run, overwrite: bool, say=print) -> None:
-        """Make the directory ours, new or the same run continued, and write its config.yaml. What a
-        continued run may change is said by the fields of the schema (`lm.resuming`). It stays ours
-        until `release`.
+        """Make the directory ours, new or the same run continued; it stays ours until `release`.
+        What a continued run may change is said by the fields of the schema (`lm.resuming`); its
+        config.yaml stays as it was until `confirm`.
 
         A directory whose run never got to its first step (a start that failed) is made anew.
 
@@ -121,10 +122,16 @@ class RunDir:
                     f"{self} already holds a run: continue it with resume=auto, choose another"
                     " `name`, or delete it with --overwrite"
                 )
-            _continued(cfg, self.config, say)
-        elif self.holds_run:
+            self.previous = _continued(cfg, self.config, say)
+            self.failure.unlink(missing_ok=True)
+            return
+        if self.holds_run:
             self._clear()
         self.failure.unlink(missing_ok=True)
+        self.confirm(cfg)
+
+    def confirm(self, cfg: Run) -> None:
+        """The run goes on with this config: nothing is left that could refuse it."""
         with writing(self.checkpoints):
             self.checkpoints.mkdir(exist_ok=True)
         write_text(self.config, cfg.to_yaml())
@@ -145,12 +152,7 @@ class RunDir:
 def comparable(cfg: Run) -> dict:
     """A configuration by dotted keys, its model and solver sections `settled`."""
     tree = cfg.model_dump(mode="json")
-    flat = _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
-    if flat.get("train.global_batch_size", 0) is None:  # one that is not said, by what it is
-        train = cfg.train
-        size = train.sequences(train.world_size or 1)
-        flat["train.global_batch_size"] = size if train.world_size else f"{size} a rank"
-    return flat
+    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
 
 
 def settled(model: dict) -> dict:
@@ -172,11 +174,13 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _continued(cfg: Run, saved: Path, say) -> None:
+def _continued(cfg: Run, saved: Path, say) -> Run:
     """Refuse what a continued run may not change, and say what changes its training.
 
     Args:
         saved: the config.yaml that it was trained with so far.
+    Returns:
+        what it holds.
     Raises:
         RunDirError: it is a run of another config.
     """
@@ -203,3 +207,4 @@ def _continued(cfg: Run, saved: Path, say) -> None:
     if "train.steps" in changed:
         before, now = changed["train.steps"]
         say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
+    return was

@@ -18,20 +18,23 @@ from lm.checkpoint import (
     read_state,
     to_resume,
 )
-from lm.config import Config
+from lm.config import Config, load
 from lm.console import Progress, say
 from lm.deepspeed_json import layout
-from lm.errors import Diverged, Stopped, exit_status, sentence
-from lm.log import Writer, describe
+from lm.errors import Diverged, DivergedAlone, Stopped, UserError, exit_status, sentence
+from lm.lease import LeaseError
+from lm.log import Writer, describe, iterations
 from lm.metrics import (
     FailureWatch,
     Spikes,
     Throughput,
     adjoint_metrics,
+    affine,
     fixed_point_metrics,
     imbalance,
     is_due,
-    probe,
+    mean,
+    read_metrics,
 )
 from lm.optim import optimizer_order
 from lm.outputs import DamagedError, write_json
@@ -40,10 +43,10 @@ from lm.ranks import Ranks
 from lm.reshard import gathered
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
+from lm.validation import Validation
 from lm.watchdog import Watchdog
 
 RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
-RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -90,7 +93,7 @@ class Training:
         self.rollbacks = 0
         self.began = time.perf_counter()
         self.writer: Writer | None = None  # on rank 0
-        self.signals = StopSignals()
+        self.signals = on_exit.enter_context(StopSignals())
         self.spikes = Spikes(cfg.train.spike)
         self.stats: list = []  # reports of the solver since the last record
         self.accumulation = cfg.train.accumulation(ranks.world_size)
@@ -98,6 +101,7 @@ class Training:
         self.layout = layout(cfg, ranks.world_size)
         about = {**self.layout, "global_batch_size": cfg.train.sequences(ranks.world_size)}
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
+        on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_model()
@@ -115,7 +119,7 @@ class Training:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             ranks.first(lambda: bool(prepare.prepare(cfg, self.tokenizer, folder, progress)))
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
-        self.batches, self.validation = built
+        self.batches, self.held_out = built
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -125,10 +129,12 @@ class Training:
         )
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        flops = _affine(getattr(self.model, "flops_per_token", None))
+        flops = affine(getattr(self.model, "flops_per_token", None))
         self.engine = self._engine()
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
+        watch = self.watch if self.solves else None
+        self.validation = Validation(cfg, self.ranks, self.held_out, watch)
 
     def _engine(self) -> ds.Engine:
         """With the weights and the optimizer of the checkpoint that is resumed, where there is
@@ -164,22 +170,37 @@ class Training:
             path, manifest = self.found
             self._check_batch(path, manifest)
             self._restore(path, manifest)
-            if path.resolve().parent == folder.resolve() and self.cfg.resume != "auto":
+            if self.step > self.cfg.train.steps:
+                raise CheckpointError(
+                    f"{path} has {self.step} updates, and train.steps is only"
+                    f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
+                )
+            if self.cfg.resume != "auto":
                 self.ranks.first(drop_after, folder, self.step)
             say(f"resumed  {path} at update {self.step}")
+        self.ranks.first(self.run.confirm, self.cfg)
         if self.ranks.is_main:
+            if self.step < self.cfg.train.steps:
+                self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
             self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
 
     def _check_batch(self, path: Path, manifest: dict) -> None:
         """Raises CheckpointError where an update would be of another size."""
-        before = manifest.get("global_batch_size")  # None: of a run that did not say it yet
+        before = manifest.get("global_batch_size")
+        if before is None:  # of a run of 0.1, whose config says it for one rank
+            before = self.ranks.first(self._batch_of_0_1, path, manifest["world_size"])
         now = self.checkpoints.about["global_batch_size"]
         if before not in (None, now):
             raise CheckpointError(
                 f"{path} was trained with {before} sequences an update, this run has {now}: set"
                 f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
             )
+
+    def _batch_of_0_1(self, path: Path, world_size: int) -> int:
+        own = path.resolve().parent == self.run.checkpoints.resolve()
+        config = self.run.previous if own else load(RunDir(path.parent.parent).config)
+        return config.train.sequences(world_size)
 
     def _restore(self, path: Path, manifest: dict) -> None:
         """Where a checkpoint stands, beside weights and optimizer."""
@@ -195,10 +216,12 @@ class Training:
             of_all = range(manifest["world_size"])
             states = [read_state(path / RANK_FILE.format(rank)) for rank in of_all]
             state = states[0] | {"loader": merge_states([s["loader"] for s in states])}
-            torch.manual_seed(self.cfg.seed + self.step * 1_000_003 + self.ranks.rank)
+            seed = self.cfg.seed + self.step * 1_000_003 + self.ranks.rank
+            torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
         self.rollbacks = state.get("rollbacks", 0)
+        self.checkpoints.published = self.step
 
     @property
     def _own_file(self) -> str:
@@ -247,30 +270,68 @@ class Training:
         self.began = time.perf_counter()
         self.speed.restart()
         bar = Progress("training", total=steps, start=self.step, unit="updates")
-        with self.signals, watchdog, bar:
+        with watchdog, bar:
+            self._catch_up()
             while self.step < steps:
                 self.run.check_ours()
                 try:
                     update = self._update()
-                except (Diverged, FloatingPointError) as e:
+                except DivergedAlone:
+                    raise
+                except Diverged as e:
                     self._roll_back(e)
                     continue
                 self._record(update, bar)
                 self._probe_if_due()
                 self._save_if_due(update.stopping)
                 if self.step % self.cfg.eval.every == 0 and self.step < steps:
-                    self.validate()
-                    self.speed.restart()
+                    self._validate()
             self.checkpoints.finish()
             self._log_saves()
         self.seconds += time.perf_counter() - self.began
 
+    def _catch_up(self) -> None:
+        """What a stop or a kill has left undone.
+
+        Raises:
+            Stopped: a signal came before the first update.
+        """
+        (asked,) = self.ranks.sum(self.signals.asked)
+        if asked:
+            raise Stopped(f"stopped by a signal at update {self.step}: continue with resume=auto")
+        if (
+            self.step
+            and self.step % self.cfg.eval.every == 0
+            and not self.ranks.first(
+                lambda: any(
+                    r["step"] == self.step and "validation" in r
+                    for r in read_metrics(self.run.path)
+                )
+            )
+        ):
+            self._validate()
+
+    def _micro_batches(self) -> list:
+        """Of the next update.
+
+        Raises:
+            DataError: on every rank, where one cannot read.
+        """
+        micro, error = [], None
+        try:
+            for _ in range(self.accumulation):
+                micro.append(next(self.batches))
+                self.alive()
+        except UserError as e:
+            error = e
+        (failed,) = self.ranks.sum(error is not None)
+        if failed:
+            self.ranks.raise_any(error)
+        return micro
+
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
-        micro = []
-        for _ in range(self.accumulation):
-            micro.append(next(self.batches))
-            self.alive()
+        micro = self._micro_batches()
         update = self.engine.step(micro, self.signals.asked, self.alive)
         if what := self.spikes.look(update.loss):
             raise Diverged(what)
@@ -291,7 +352,8 @@ class Training:
         self.checkpoints.finish()
         found = None
         if self.rollbacks < most:
-            found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
+            with contextlib.suppress(CheckpointError):  # none is whole
+                found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
         if found is None:
             stands = self.checkpoints.published
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
@@ -335,7 +397,7 @@ class Training:
             "lr": self.lr,
             "grad_norm": update.norm,
             "tokens": self.step * cfg.tokens_per_step(self.ranks.world_size),
-            **self.speed.read(_mean(solver.get("evaluations", []))),
+            **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
             **imbalance(self.engine.busy.read(), self._gather_host),
@@ -356,9 +418,9 @@ class Training:
         validates = self.step % self.cfg.eval.every == 0 or self.step == self.cfg.train.steps
         if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
             return
-        record = {"step": self.step, **self._probed()}
+        record = {"step": self.step, **self.validation.probed(self.engine)}
         self._write(record)
-        say(f"update {self.step:>6}{_iterations(record)}")
+        say(f"update {self.step:>6}{iterations(record)}")
         self.speed.restart()
 
     def _save_if_due(self, stopping: bool) -> None:
@@ -374,51 +436,18 @@ class Training:
                 " resume=auto"
             )
 
-    def _probed(self) -> dict:
-        """ℓ* of each layer, on the same micro-batch each time: what changes is the model."""
-        if not self.solves:
-            return {}
-        batch = self.validation[0]
-        report = probe(self.engine.deepspeed, batch["input_ids"].to(self.ranks.device))
-        rows = (batch["labels"] != -100).any(-1)
-        return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
-
-    def validate(self, final: bool = False) -> dict:
-        """Loss and perplexity of the held-out text, ℓ*; at the end also what n-grams reach."""
-        with Progress("validating", unit="batches") as bar:
-
-            def progress(done, total):
-                self.alive()
-                bar.update(done, total)
-
-            scores = self.engine.validate(self.validation, progress)
-        record = {"step": self.step, "validation": scores, **self._probed()}
-        if final and self.ranks.is_main:
-            record["baselines"] = self._baselines()
-        self._write(record)
-        say(
-            f"update {self.step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{_iterations(record)}"
-        )
-        if self.solves:
-            self.watch.look(record["probe"]["failed"], f"validation after update {self.step}")
-        return record
-
-    def _baselines(self) -> dict:
-        from lm.data import loader, prepare
-        from lm.data.ngram import ngram_baselines
-
-        corpus = prepare.open_corpus(self.run.path)
-        size = self.cfg.train.micro_batch_size
-        targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
-        return ngram_baselines(corpus.train, targets, self.vocab_size)
+    def _validate(self) -> None:
+        self._write(self.validation.measure(self.engine, self.step, self.alive))
+        self.speed.restart()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            self.alive = lambda: None
-            final = self.validate(final=True)
+            final = self.validation.measure(self.engine, self.step, lambda: None)
+            if self.ranks.is_main:
+                final["baselines"] = self.validation.ngrams(self.run, self.vocab_size)
+            self._write(final)
             tokens = steps * self.cfg.tokens_per_step(self.ranks.world_size)
             result = {
                 "updates": steps,
@@ -435,7 +464,10 @@ class Training:
     def _has_result(self, steps: int) -> bool:
         """Whether result.json is there, whole, and of so many updates."""
         try:
-            return self.run.is_finished and self.run.read_result(RESULT)["updates"] == steps
+            return (
+                self.run.is_finished
+                and self.run.read_result(("updates", "validation"))["updates"] == steps
+            )
         except DamagedError as e:
             say(f"note: {e}: it is written anew")
             return False
@@ -451,42 +483,6 @@ class Training:
 
 def _leave_word(run: RunDir, ranks: Ranks, error: Exception) -> None:
     """failure.json, for whoever looks at the run from outside."""
-    if ranks.is_main:
+    if ranks.is_main and not isinstance(error, LeaseError):
         with contextlib.suppress(Exception):  # the disk may be what failed
             run.write_failure(sentence(error) or repr(error), exit_status(error))
-
-
-def _affine(flops_per_token):
-    """Evaluations a token → FLOPs, taken while the weights are whole; None for a model that cannot
-    say."""
-    if flops_per_token is None:
-        return None
-    at_zero, at_one = flops_per_token(0), flops_per_token(1)
-    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
-
-
-def _mean(values) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _iterations(record: dict) -> str:
-    """ℓ* of each layer, of a record that has a probe."""
-    if "probe" not in record:
-        return ""
-    return "  ℓ* " + " ".join(f"{v:.1f}" for v in record["probe"]["num_iters"]["mean"])
-
-
-def result(run_dir: Path) -> dict:
-    """`result.json` of a finished run.
-
-    Raises:
-        RunDirError: the run has not finished. DamagedError: the file is damaged.
-    """
-    run = RunDir(run_dir)
-    value = run.read_result(RESULT)
-    reached = value["validation"]
-    if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
-        raise DamagedError(
-            f"{run.result} is damaged: its validation must hold perplexity and tokens"
-        )
-    return value

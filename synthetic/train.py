@@ -13,6 +13,7 @@ from lm.checkpoint import CheckpointError, Checkpoints
 from lm.console import Progress, say
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
+from lm.lease import LeaseError
 from lm.log import Writer, describe
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
@@ -55,6 +56,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.start(run)
         training.fit()
         return training.conclude()
+    except LeaseError:
+        raise  # the directory is another's
     except Exception as e:
         with contextlib.suppress(Exception):  # the disk may be what failed
             run.write_failure(sentence(e) or repr(e), exit_status(e))
@@ -98,6 +101,7 @@ class Training:
         self.longest = min(self.longest_of_all, start)
         self.shortest = shortest
         self.writer: Writer | None = None
+        self.checkpoints: Checkpoints | None = None
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -144,6 +148,7 @@ class Training:
             say(f"resumed  at update {self.step}")
         if self.step < self.cfg.train.steps and self.solved_at is None:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
+        run.confirm(self.cfg)
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
 
     def _introduce(self) -> None:
@@ -217,7 +222,7 @@ class Training:
                 self._probe_if_due()
                 self._try_out_if_due()
                 self._save_if_due(signals.asked)
-            self.checkpoints.finish()
+            self._finish_save()
         self.seconds += time.perf_counter() - self.began
 
     def _batches(self):
@@ -291,7 +296,10 @@ class Training:
         failed, most, after = self.step + 1, self.cfg.train.rollbacks, self.batch_number
         made, seen = self.rollbacks, self.seen
         self.checkpoints.finish()
-        saved = newest_state(self.run, self.device, say) if made < most else None
+        saved = None
+        if made < most:
+            with contextlib.suppress(CheckpointError):  # none is whole
+                saved = newest_state(self.run, self.device, say)
         if saved is None:
             raise Diverged(
                 f"stopped at update {failed}: {error} ({made} of {most} rollbacks made:"
@@ -299,6 +307,7 @@ class Training:
             ) from None
         self.load_state_dict(saved)
         self.rollbacks, self.batch_number, self.seen = made + 1, after, seen
+        self.state = None  # what comes next does not continue what the checkpoint had read
         self.batches = self._batches()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
@@ -327,8 +336,7 @@ class Training:
             **adjoint_metrics(self.model),
         }
         self.writer.write(record)
-        for saved in self.checkpoints.news():
-            self.writer.write({"step": self.step, "checkpoint": saved.record()})
+        self._log_saves()
         self.watch.look(record.get("failed", []), f"update {self.step}")
         bar.update(self.step, steps, describe(record))
         self._begin_window()
@@ -384,12 +392,20 @@ class Training:
         elif self.longest == full and score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
+    def _finish_save(self) -> None:
+        self.checkpoints.finish()
+        self._log_saves()
+
+    def _log_saves(self) -> None:
+        for saved in self.checkpoints.news():
+            self.writer.write({"step": self.step, "checkpoint": saved.record()})
+
     def _save_if_due(self, stopping: bool) -> None:
         last = self.step == self.cfg.train.steps or self.solved_at is not None
         if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
             self.checkpoints.save(self.step, lambda: {STATE: self.state_dict()})
         if stopping:
-            self.checkpoints.finish()
+            self._finish_save()
             raise Stopped(
                 f"stopped by a signal after update {self.step}, checkpoint saved: the same command"
                 " continues"
@@ -417,7 +433,9 @@ class Training:
         return result
 
     def close(self) -> None:
-        """The log, whatever happened."""
+        """The save under way and the log, whatever happened."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         if self.writer is not None:
             self.writer.close()
 

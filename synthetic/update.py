@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from lm.model.noise import Adversary
+from lm.signals import STOP
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import answer
@@ -30,12 +33,23 @@ class Batches(torch.utils.data.Dataset):
 
 def batches_from(task, cfg: Config, lengths: tuple[int, int], first: int):
     """Training batches from number `first` on."""
-    return iter(
-        torch.utils.data.DataLoader(
-            Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
-            num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
-        )
+    loader = torch.utils.data.DataLoader(
+        Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
+        num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
+        worker_init_fn=_leave_signals_to_the_trainer,
     )  # fmt: skip
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # workers are born with it
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _leave_signals_to_the_trainer(_worker) -> None:
+    """A launcher and a terminal send theirs to every process of a group."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
 
 
 class MaxIters:

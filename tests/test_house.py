@@ -40,20 +40,21 @@ FLOORS = {
     3: ("build", "checkpoint", "deepspeed_json", "log"),
     4: ("activations", "engine", "preflight"),
     5: ("exported", "memory", "probes", "reshard"),
-    6: ("cost", "train"),
-    7: ("evaluate", "export", "generate", "plan", "report"),
-    8: ("reference", "agree"),
-    9: ("budget",),
-    10: ("cli",),
-    11: ("__main__",),
+    6: ("cost", "validation"),
+    7: ("train",),
+    8: ("evaluate", "export", "generate", "plan", "report"),
+    9: ("reference", "agree"),
+    10: ("budget",),
+    11: ("cli",),
+    12: ("__main__",),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "kernels", "log", "metrics", "model", "old_keys", "optim", "outputs", "ranks",
-    "resuming", "run_dir", "signals", "tasks",
+    "errors", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim", "outputs",
+    "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from multiprocessing import connection, resource_tracker, util
 
+from lm.errors import UserError
+
 # What a launcher or a terminal sends to the whole group: the trainer decides when to stop.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
 
 
-class ReaderError(Exception):
+class ReaderError(UserError, RuntimeError):
     """A reader process is gone; the message says how."""
 
 

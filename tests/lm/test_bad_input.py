@@ -197,7 +197,7 @@ def test_sizes_that_no_machine_has(capsys, override):
 def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
     from lm.preflight import check
 
-    monkeypatch.setattr("lm.train.require", lambda *_: None)
+    monkeypatch.setattr("lm.preflight.require", lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
         check(tiny("log.wandb=true"), 1)

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from lm import console, metrics
 from lm.config import Config
-from lm.metrics import Throughput, Writer, fixed_point_metrics, read_metrics
+from lm.log import Writer
+from lm.metrics import Throughput, fixed_point_metrics, read_metrics
+from lm.run_dir import RunDir
 
 
 def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
@@ -247,7 +249,7 @@ def record(step: int) -> dict:
 
 
 def test_jsonl_is_on_disk_after_every_write(tmp_path):
-    writer = Writer(Config(), tmp_path)
+    writer = Writer(Config(), RunDir(tmp_path))
     for step in (1, 2):
         writer.write(record(step))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -258,11 +260,11 @@ def test_jsonl_is_on_disk_after_every_write(tmp_path):
 
 
 def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
-    writer = Writer(Config(), tmp_path)
+    writer = Writer(Config(), RunDir(tmp_path))
     for step in (1, 2, 3, 4):
         writer.write(record(step))
     writer.close()
-    writer = Writer(Config(), tmp_path, resumed_at=2)
+    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
     assert read_metrics(tmp_path) == [record(1), record(2)]
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
@@ -271,7 +273,7 @@ def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
 
 def test_a_run_from_the_start_begins_a_new_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
-    Writer(Config(), tmp_path).close()
+    Writer(Config(), RunDir(tmp_path)).close()
     assert read_metrics(tmp_path) == []
 
 
@@ -279,7 +281,7 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     whole = json.dumps(record(1)) + "\n"
     (tmp_path / "metrics.jsonl").write_text(whole + json.dumps(record(2))[:-3])
     assert read_metrics(tmp_path) == [record(1)]
-    writer = Writer(Config(), tmp_path, resumed_at=2)
+    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
     writer.write(record(3))
     writer.close()
     assert read_metrics(tmp_path) == [record(1), record(3)]
@@ -292,7 +294,7 @@ def test_no_file_has_no_metrics(tmp_path):
 def test_tensorboard_files_hold_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = Writer(Config(log={"tensorboard": True}), tmp_path)
+    writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
     writer.write(record(1))
     writer.write(record(2))
     writer.close()
@@ -312,7 +314,7 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    writer = Writer(Config(name="offline", log={"wandb": True}), tmp_path)
+    writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
     run = writer.wandb
     writer.write(record(1))
     writer.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.errors import EXTRAS, MissingPackageError, missing_package, require
+from lm.errors import BAD_CONFIG, EXTRAS, MissingPackageError, missing_package, require
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -128,7 +128,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, small_export, packa
     )  # fmt: skip
     extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == BAD_CONFIG, done.stderr
     assert last.startswith("error: ") and f"needs the package {package}, which is not" in last
     assert last.endswith(f"pip install 'fprnn{extra}'") and "Traceback" not in done.stderr
 

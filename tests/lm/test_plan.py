@@ -313,7 +313,7 @@ def test_deepspeeds_buffer_is_the_first_thing_that_is_made_smaller():
 
 
 def test_where_nothing_fits_the_plan_says_so():
-    cfg = paper("train.world_size=null", "model.n_layer=400")
+    cfg = paper("model.n_layer=400")
     p = plan(cfg, where(cfg, 1, "a100-40g"))
     assert p["change"] is None
     assert "more GPUs, or a smaller model" in shown(p, cfg)["to make it fit"]
@@ -359,7 +359,7 @@ def test_hosts_are_linked_by_infiniband():
     assert cost.link(CARDS["h100-80g"], 1) == ("NVLink", 450e9)
     assert cost.link(CARDS["l40s"], 1) == ("PCIe", 25e9)
     assert cost.link(CARDS["h100-80g"], 2) == ("InfiniBand", 50e9)
-    cfg = paper("train.world_size=null")
+    cfg = paper()
     assert plan(cfg, where(cfg, 16))["at"].nodes == 2  # eight GPUs a host
 
 
@@ -397,7 +397,7 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
     monkeypatch.setattr(memory, "build_model", record)
     monkeypatch.setattr(activations, "build_model", record)
     cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
-    p = plan(cfg, cfg.train.world_size)
+    p = plan(cfg, 4)
     assert built[0] == ({"meta"}, 12)
     assert all(layers == 2 for _, layers in built[1:])  # what is counted on, not trained
     assert p["sequences_per_step"] == 256
@@ -408,7 +408,7 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
 
 def parameters(name: str) -> int:
     cfg = config.load(LM / f"{name}_fineweb2b.yaml")
-    return plan(cfg, cfg.train.world_size)["parameters"]
+    return plan(cfg, 4)["parameters"]
 
 
 def test_the_papers_baseline_has_half_of_the_parameters_and_the_matched_one_as_many():

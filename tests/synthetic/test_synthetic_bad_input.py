@@ -11,10 +11,9 @@ import pytest
 
 from lm.arguments import Number, Whole
 from lm.build import check_section
-from lm.checkpoint import CheckpointError
 from lm.config import ConfigError
-from lm.errors import MissingPackageError
-from lm.outputs import OutputError
+from lm.errors import BAD_CONFIG, MissingPackageError
+from lm.outputs import DamagedError, OutputError
 from synthetic import config
 from synthetic.cli import main, parser
 from synthetic.lengths import parse_ranges
@@ -158,7 +157,7 @@ def test_a_model_that_cannot_be_deletes_no_run(capsys, trained, tmp_path, overri
 def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
     words = "mixer_rank is 7: of monarch it is the block size"
     demo = str(ROOT / "configs/lm/demo.yaml")
-    assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == 1
+    assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == BAD_CONFIG
     assert words in capsys.readouterr().err
     first = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}"])
     second = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}", *MONARCH, "name=second"])
@@ -258,7 +257,7 @@ def test_a_damaged_result(tmp_path, text):
     cfg = config.load(S3, [f"out_dir={tmp_path}"])
     cfg.run_dir.mkdir()
     (cfg.run_dir / "result.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"result\.json is damaged"):
+    with pytest.raises(DamagedError, match=r"result\.json is damaged"):
         result(cfg)
 
 

@@ -10,7 +10,9 @@ import torch
 
 from lm.checkpoint import CheckpointError, listed, newest
 from lm.config import ConfigError
+from lm.errors import BAD_CONFIG
 from lm.metrics import read_metrics
+from lm.run_dir import RunDirError
 from synthetic import config, tasks
 from synthetic.cli import main, parse
 from synthetic.evaluate import evaluate_run
@@ -154,9 +156,9 @@ def test_the_state_crosses_the_segments_of_a_stream(cfg, babi):
 
 def test_a_run_of_another_config_is_refused_and_a_finished_one_kept(cfg):
     train(cfg())
-    with pytest.raises(CheckpointError, match=r"another config .*task.group was 'Z3', is 'Z4'"):
+    with pytest.raises(RunDirError, match=r"another config .*task.group was 'Z3', is 'Z4'"):
         train(cfg("task.group=Z4"))
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(RunDirError, match="already holds a run"):
         train(cfg("resume=never"))
     before = losses(cfg().run_dir)
     train(cfg())  # nothing left to do but to evaluate again
@@ -344,7 +346,7 @@ def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
     path = tmp_path / "sweep.yaml"
     path.write_text(json.dumps(tree))
     command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
-    assert main(command) == 1
+    assert main(command) == BAD_CONFIG
     assert "is a sweep: say which of its points to train, --job-index 0 to 5" in (
         capsys.readouterr().err
     )

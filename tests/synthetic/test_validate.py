@@ -12,7 +12,7 @@ import pytest
 from lm import config as base
 from lm.checkpoint import listed
 from lm.config import ConfigError
-from lm.errors import Stopped, TrainingError
+from lm.errors import BAD_CONFIG, Stopped, TrainingError
 from synthetic import config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
@@ -108,7 +108,7 @@ def test_what_cannot_be_validated_is_refused(tmp_path, text, overrides, message)
 
 
 def test_overrides_alone_are_refused(capsys):
-    assert main(["validate", "model.d_model=32"]) == 1
+    assert main(["validate", "model.d_model=32"]) == BAD_CONFIG
     assert "needs a config with a `model:` section" in capsys.readouterr().err
 
 
