@@ -274,7 +274,7 @@ def _part(partial: Path, rank: int) -> Path:
 
 
 def _looks(path: Path, manifest: dict) -> tuple:
-    stats = [(name, (path / name).stat()) for name in sorted(manifest["files"])]
+    stats = [(name, (path / name).stat()) for name in (MANIFEST, *sorted(manifest["files"]))]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 

@@ -243,12 +243,13 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     c.add_argument(
         "--utilisation", type=Number(), metavar="U",
-        help="share of the card's peak that is reached, at most 1 (default: 0.25, an assumption)",
+        help="share of the card's peak that is reached, above 0 and at most 1 (default: 0.25, an"
+        " assumption)",
     )  # fmt: skip
     c.add_argument(
         "--evaluations", type=Number(), metavar="E",
-        help="evaluations of a token in every layer, for the hours (default: 1 where tokens are"
-        " solved one by one, else 10, an assumption)",
+        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where tokens"
+        " are solved one by one, else 10, an assumption)",
     )  # fmt: skip
 
 

@@ -116,6 +116,8 @@ def exit_status(error: BaseException) -> int:
     """With what a command line ends on an error."""
     if isinstance(error, FloatingPointError):
         return DIVERGED
+    if _missing(error) is not None:
+        return BAD_CONFIG
     return getattr(error, "exit_status", FAILED)
 
 

@@ -24,6 +24,38 @@ def nan_at(count: int) -> None:
     Engine.forward = forward
 
 
+def nonfinite_at(count: int) -> None:
+    """The count-th forward pass in training finds a number that is not finite, inside a block."""
+    from lm.engine import Engine
+
+    real, passes = Engine.forward, [0]
+
+    def forward(self, batch):
+        if self.deepspeed.training:
+            passes[0] += 1
+            if passes[0] == count:
+                raise FloatingPointError("block 0 has made NaN")
+        return real(self, batch)
+
+    Engine.forward = forward
+
+
+def no_data_at(count: int) -> None:
+    """The count-th micro-batch cannot be read."""
+    from lm.data.loader import MapLoader
+    from lm.data.sources import DataError
+
+    real, read = MapLoader.__next__, [0]
+
+    def following(self):
+        read[0] += 1
+        if read[0] == count:
+            raise DataError("the disk with the text is gone")
+        return real(self)
+
+    MapLoader.__next__ = following
+
+
 def stop_at(count: int) -> None:
     """SIGSTOP before the count-th update, as of a node that hangs."""
     from lm.engine import Engine
@@ -70,7 +102,9 @@ def synthetic_nan_at(count: int) -> None:
     synthetic.train.loss_of = loss_of
 
 
-FAULTS = {f.__name__: f for f in (nan_at, stop_at, sleep_at, synthetic_nan_at)}
+FAULTS = {
+    f.__name__: f for f in (nan_at, nonfinite_at, no_data_at, stop_at, sleep_at, synthetic_nan_at)
+}
 
 
 def main() -> int:

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from lm.engine import _free_port
-from lm.errors import HANG
+from lm.errors import BAD_DATA, DIVERGED, HANG
+from lm.metrics import read_metrics
 from tests.running import ENV, ROOT, command, losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
@@ -68,6 +69,39 @@ def test_a_collective_that_takes_too_long_is_an_error(stopped_rank):
     error = first.communicate(timeout=120)[1]
     assert first.returncode not in (0, HANG) and time.monotonic() - began < 60
     assert "imed out" in error or "timeout" in error
+
+
+def ended(processes):
+    """(exit status, stderr) of each rank, once all have ended by themselves."""
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    return [(process.returncode, error) for process, error in zip(processes, errors)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
+    settings = ("train.grad_accum_steps=2", f"engine.zero_stage={stage}", "log.every=1")
+    ends = ended(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
+    assert [status for status, _ in ends] == [0, 0], ends
+    (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
+    assert (rollback["from"], rollback["number"]) == (6, 1)
+    assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
+
+
+def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
+    """The others wait inside the same forward pass: nobody can go back with them."""
+    settings = ("train.grad_accum_steps=1", "engine.zero_stage=3", "engine.timeout_s=20")
+    first, second = two_ranks(tmp_path, *settings, fault="nonfinite_at=6")
+    error = second.communicate(timeout=120)[1]
+    assert second.returncode == DIVERGED and "rank 1: block 0 has made NaN" in error
+    assert first.wait(timeout=60) != 0
+
+
+def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
+    ends = ended(two_ranks(tmp_path, "train.grad_accum_steps=1", fault="no_data_at=6"))
+    assert [status for status, _ in ends] == [BAD_DATA, BAD_DATA], ends
+    assert all("error: the disk with the text is gone" in error for _, error in ends)
+    word = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert word == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
 
 
 GROUPS = """

@@ -148,6 +148,18 @@ def flipped(path):
 
 
 DAMAGES = {
+    "manifest of another update": lambda path: (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace('"step": ', '"step": 1')
+    ),
+    "manifest without files": lambda path: (path / "manifest.json").write_text(
+        '{"step": 3, "world_size": 1, "files": {}}'
+    ),
+    "manifest of null": lambda path: (path / "manifest.json").write_text(
+        '{"step": 3, "world_size": 1, "files": null}'
+    ),
+    "manifest of short entries": lambda path: (path / "manifest.json").write_text(
+        '{"step": 3, "world_size": 1, "files": {"model.pt": [1]}}'
+    ),
     "empty manifest": lambda path: (path / "manifest.json").write_text(""),
     "half a manifest": lambda path: (path / "manifest.json").write_text('{"step": 3, "fi'),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
@@ -309,3 +321,28 @@ def test_files_are_synced_before_the_name_is_given(tmp_path, monkeypatch):
     assert "step-000001.partial" in names[manifest:named]
     assert names[named + 1] == tmp_path.name
     assert json.loads((tmp_path / "step-000001/manifest.json").read_text())["step"] == 1
+
+
+def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path, monkeypatch):
+    real = checkpoints._write_file
+
+    def slow(path, state):
+        time.sleep(0.3)
+        return real(path, state)
+
+    monkeypatch.setattr(checkpoints, "_write_file", slow)
+    made = saver(tmp_path)
+    made.save(1, lambda: state(1))
+    made.close()  # the training has failed elsewhere, meanwhile
+    assert verify(tmp_path / "step-000001") and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_save_that_waits_for_a_dead_rank_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "LAST_WAIT_S", 0.3)
+    alone = Ranks(0, 2)  # the other one is gone
+    monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
+    made = Checkpoints(tmp_path, alone, Checkpoint())
+    made.save(1, lambda: state(1))
+    began = time.monotonic()
+    made.close()
+    assert 0.2 < time.monotonic() - began < 5 and newest(tmp_path) is None

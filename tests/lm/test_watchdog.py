@@ -1,7 +1,9 @@
 """A training that stands still ends, and says where each thread stood."""
 
+import signal
 import subprocess
 import sys
+import time
 
 from lm.errors import HANG
 from tests.running import ENV, ROOT
@@ -48,3 +50,12 @@ def test_a_training_that_moves_is_left_alone(tmp_path):
 def test_a_mark_of_an_earlier_hang_does_not_end_the_next(tmp_path):
     (tmp_path / "hang").touch()
     assert start(tmp_path, 0, steps=5, end="finish").wait(timeout=30) == 0
+
+
+def test_a_process_that_was_suspended_as_a_whole_is_no_hang(tmp_path):
+    process = start(tmp_path / "stacks", 0, limit=1.0, steps=20, end="finish")
+    time.sleep(1.5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=30) == 0

@@ -21,12 +21,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def start(out, *overrides, fault=None):
+def start(out, *overrides, fault=None, own_group=False):
     module = ["tests.faults", fault] if fault else ["synthetic"]
     args = ["train", "--config", "configs/synthetic/small/s3.yaml", f"out_dir={out}", "name=x"]
     return subprocess.Popen(
         [sys.executable, "-m", *module, *args, *SMALL, *overrides], cwd=ROOT, env=ENV,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=own_group,
     )  # fmt: skip
 
 
@@ -128,3 +128,20 @@ def test_a_full_disk_is_a_sentence(tmp_path):
         assert "cannot be written" in error and error.count("\n") == 1
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_to_the_whole_group_leaves_the_loaders_alone(tmp_path, number):
+    """As Slurm and a closing terminal send it."""
+    process = start(tmp_path, "train.steps=4000", "train.workers=2", own_group=True)
+    wait_for_step(tmp_path / "x", 13, process)
+    os.killpg(process.pid, number)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == PREEMPTED and "checkpoint saved" in error
+
+
+def test_every_save_is_in_the_log(tmp_path, whole):
+    assert finished(tmp_path)[0] == 0
+    saves = [r["checkpoint"] for r in read_metrics(tmp_path / "x") if "checkpoint" in r]
+    assert [s["step"] for s in saves] == [10, 20, 30, 40]
+    assert all(s["bytes"] > 1000 and 0 < s["blocked_s"] <= s["seconds"] for s in saves)
