@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm import config as base
-from lm.config import Fraction1, Section
+from lm.config import Section
+from lm.config_model import Fraction1
 from lm.resuming import FIXED, FREE, NOTED
 from synthetic.lengths import parse_ranges
 
