@@ -265,9 +265,9 @@ def _fill(
     texts = itertools.islice(documents(data), sum(files.documents.values()), None)
     shards = _shards(texts, BATCH if enough else SHARD_DOCUMENTS)
     encode = encoder((data, tokenizer, dtype))
-    first = list(itertools.islice(shards, SMALL))
+    first = list(itertools.islice(shards, SMALL + 1))
     shards = itertools.chain(first, shards)
-    workers = 1 if enough or len(first) < SMALL else worker_count(data)
+    workers = 1 if enough or len(first) <= SMALL else worker_count(data)
     results = map(encode, shards)
     if workers > 1:
         results = _in_order(shards, (data, tokenizer, dtype), workers)
