@@ -115,12 +115,7 @@ class Training:
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             ranks.first(lambda: bool(prepare.prepare(cfg, self.tokenizer, folder, progress)))
-            failed = None
-            try:
-                prepare.ensure_here(cfg, self.tokenizer, folder)
-            except Exception as e:
-                failed = e
-            ranks.raise_any(failed)
+        ranks.each(prepare.ensure_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.validation = built
 

@@ -462,6 +462,7 @@ def command(*args, **env) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # two commands and a training
 def test_the_command_and_a_run_after_it(tmp_path):
     env = {cache.VARIABLE: str(tmp_path / "cache")}
     tiny = "configs/tiny/lm.yaml"
