@@ -10,6 +10,7 @@ from lm.arguments import SEED, Number, Whole, counts, names, run
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
+  fprnn prepare configs/lm/demo.yaml
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn export runs/demo runs/demo/hf
   fprnn eval runs/demo/hf --tasks catbabi_mini
@@ -72,6 +73,27 @@ def _planned(cfg, args):
     check_config(cfg, gpus)
     check_folder(cfg.run_dir)
     return describe(plan(cfg, at), cfg)
+
+
+def _prepare(args) -> int:
+    from lm import config
+    from lm.console import say
+    from lm.data.ahead import prepare_config, summary
+
+    tree = config.load_tree(args.config)
+    config.set_overrides(tree, args.override)
+    indices = [args.job_index]
+    if args.job_index is None and tree.get("sweep"):
+        indices = range(len(config.sweep_points(tree, args.config)))
+    done = []
+    for index in indices:
+        cfg = config.load(args.config, args.override, index)
+        config.refuse_sweep(cfg, args.config)
+        made_of = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
+        if made_of not in done:  # most points of a sweep share theirs
+            done.append(made_of)
+            say(summary(cfg, prepare_config(cfg)))
+    return 0
 
 
 def _sweep(args) -> int:
@@ -248,8 +270,8 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     c.add_argument(
         "--evaluations", type=Number(), metavar="E",
-        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where tokens"
-        " are solved one by one, else 10, an assumption)",
+        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where"
+        " tokens are solved one by one, else 10, an assumption)",
     )  # fmt: skip
 
 
@@ -297,6 +319,24 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_plan)
+
+    c = commands.add_parser(
+        "prepare",
+        help="tokenizer and tokenised corpus, made ahead of runs in the corpus cache",
+        description="Make what a run needs before it trains, for all runs that share it: the"
+        " tokenizer, and the tokenised text, in the folder of data.cache. A second call verifies"
+        " what is there; one that was stopped goes on. Of a sweep without --job-index all points"
+        " are prepared. After it, runs on local sources start without a network. Of a stream"
+        " (fineweb) it makes the validation split and, with data.download, downloads all files;"
+        " such a run still asks the hub for the list of its files, and without data.download for"
+        " its text.",
+    )
+    c.add_argument("config", metavar="CONFIG")
+    c.add_argument(
+        "--job-index", type=Whole(0), metavar="I", help="prepare point I of the YAML's sweep"
+    )
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_prepare)
 
     c = commands.add_parser(
         "sweep",

@@ -43,6 +43,11 @@ class Data(Section):
     dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
     name: str = "sample-10BT"  # its configuration
     download: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
+    # a folder of tokenised corpora that runs share; auto: $FPRNN_CACHE, else in the home;
+    # null: none, each run has its own
+    cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
+    # processes that tokenise a large corpus; auto: as many as CPUs
+    prepare_workers: Annotated[Size | Literal["auto"], FREE] = "auto"
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     seq_len: int = Field(256, gt=0)
     leading_eos: bool = False  # EOS before each document as well as after it

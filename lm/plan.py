@@ -45,18 +45,18 @@ def training_data(cfg: Config) -> tuple[float | None, str]:
     unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
     if not (cfg.run_dir / "tokenizer").is_dir():
         return unknown
-    from lm.data.prepare import fingerprint, open_corpus
+    from lm.data.prepare import training_tokens
     from lm.data.sources import DataError
     from lm.data.tokenizer import load_tokenizer
 
     try:
-        meta = open_corpus(cfg.run_dir).meta
-        wanted = fingerprint(d, load_tokenizer(cfg, cfg.run_dir))
+        found = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir)
     except DataError:  # not there, or of another tokenizer
         return unknown
-    if meta.fingerprint != wanted:
+    if found is None:
         return unknown
-    return meta.train_tokens, f"as tokenised in {cfg.run_dir}"
+    tokens, folder = found
+    return tokens, f"as tokenised in {folder}"
 
 
 def _passes(p: dict, cfg: Config) -> str:

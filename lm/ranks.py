@@ -48,6 +48,15 @@ class Ranks:
             raise box[1]
         return box[0]
 
+    def each(self, fn, *args) -> None:
+        """Every rank calls fn; where one fails, all raise the first one's error."""
+        error = None
+        try:
+            fn(*args)
+        except Exception as e:
+            error = e
+        self.raise_any(error)
+
     def raise_any(self, error: Exception | None) -> None:
         """Every rank says whether it has failed; where one has, all raise the first one's error."""
         errors = [error]

@@ -107,7 +107,8 @@ class Training:
         self._build_model()
 
     def _open_data(self) -> None:
-        """Rank 0 tokenises, the others open what it wrote."""
+        """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
+        cache of its own, one of them does so again."""
         from lm.data import loader, prepare
         from lm.data.tokenizer import load_tokenizer
 
@@ -118,6 +119,7 @@ class Training:
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             ranks.first(lambda: bool(prepare.prepare(cfg, self.tokenizer, folder, progress)))
+        ranks.each(prepare.ensure_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
 

@@ -1,10 +1,18 @@
-"""Shared by all tests: one thread, offline, GPU tests skipped without a GPU, a tiny config."""
+"""Shared by all tests: one thread, offline, a corpus cache outside the home, GPU tests skipped
+without a GPU, a tiny config."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "FPRNN_TEST_CACHE" not in os.environ:  # of all processes of a session, pytest-xdist's too
+    os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")
+    atexit.register(shutil.rmtree, os.environ["FPRNN_TEST_CACHE"], ignore_errors=True)
+os.environ["FPRNN_CACHE"] = os.environ["FPRNN_TEST_CACHE"]
 
 import pytest
 import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,24 @@ def open_groups(data: Data, revision: str | None = None) -> RowGroups:
 @functools.lru_cache(maxsize=4)
 def _row_groups(files: HubFiles, field: str, folder: str | None) -> RowGroups:
     return RowGroups(files, field, folder)
+
+
+def download_all(data: Data, progress: Callable[[int, int], None] | None = None) -> int:
+    """Downloads every file of the dataset to `data.download`, where it does not lie there.
+
+    Args:
+        progress: called with (files there, all files).
+
+    Raises:
+        DataError: as `local_copy`, or the hub does not answer. OutputError: no space.
+    """
+    groups = open_groups(data)
+    count = len(groups.files.paths)
+    for file in range(count):
+        groups.count(file)  # its footer is read from a whole copy
+        if progress:
+            progress(file + 1, count)
+    return count
 
 
 class RowGroups:

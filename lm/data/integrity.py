@@ -22,16 +22,38 @@ RECORD = "verified.json"  # beside the files: how the larger ones were when they
 class Writer:
     """Writes token ids to a file and takes their checksum on the way.
 
+    Args:
+        keep: tokens of the file as it is that stay; what comes after them is cut off.
+
     Raises:
         OutputError: in each method, where the system refuses (no space, no right).
+        DataError: at first, where the file has fewer tokens than are to stay.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype):
+    def __init__(self, path: Path, dtype: np.dtype, keep: int = 0):
         self._path, self._dtype = path, dtype
         self._sha256 = hashlib.sha256()
-        self.tokens = 0
+        self.tokens = keep
         with writing(path):
-            self._file = open(path, "wb")  # noqa: SIM115 (finish or discard closes it)
+            self._file = open(path, "r+b" if keep else "wb")  # noqa: SIM115 (closed by finish, …)
+        if keep:
+            self._read(keep * dtype.itemsize)
+
+    def _read(self, size: int) -> None:
+        with writing(self._path):
+            while size and (raw := self._file.read(min(CHUNK, size))):
+                self._sha256.update(raw)
+                size -= len(raw)
+            if not size:
+                self._file.truncate()
+        if size:
+            self._file.close()
+            raise DataError(f"{self._path} is {size} bytes shorter than it was")
+
+    @property
+    def sha256(self) -> str:
+        """Of what was added so far."""
+        return self._sha256.hexdigest()
 
     def add(self, ids: np.ndarray) -> None:
         raw = ids.astype(self._dtype).tobytes()
@@ -40,19 +62,28 @@ class Writer:
         self._sha256.update(raw)
         self.tokens += len(ids)
 
-    def finish(self, path: Path) -> str:
-        """Moves the file to its place once the disk has it; returns its checksum."""
+    def sync(self) -> None:
+        """Returns when the disk has what was added."""
         with writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def finish(self, path: Path) -> str:
+        """Moves the file to its place once the disk has it; returns its checksum."""
+        self.sync()
+        with writing(self._path):
             self._file.close()
             os.replace(self._path, path)
-        return self._sha256.hexdigest()
+        return self.sha256
+
+    def close(self) -> None:
+        """Leaves the file as it is."""
+        with contextlib.suppress(OSError):  # what could not be written is not wanted
+            self._file.close()
 
     def discard(self) -> None:
         """Frees the space of a file that was not finished."""
-        with contextlib.suppress(OSError):  # what could not be written is not wanted
-            self._file.close()
+        self.close()
         self._path.unlink(missing_ok=True)
 
 
@@ -83,7 +114,7 @@ def sync_folder(folder: Path) -> None:
 
 def remember(folder: Path, names: list[str]) -> None:
     """Notes that these files are what their checksums say, until they change."""
-    record = _recorded(folder) | {name: _state(folder / name) for name in names}
+    record = _recorded(folder) | {name: state(folder / name) for name in names}
     write_json(folder / RECORD, record)
 
 
@@ -92,7 +123,7 @@ def is_remembered(path: Path) -> bool:
     and inode. A file of up to ALWAYS_BYTES is never taken on trust."""
     if path.stat().st_size <= ALWAYS_BYTES:
         return False
-    return _recorded(path.parent).get(path.name) == _state(path)
+    return _recorded(path.parent).get(path.name) == state(path)
 
 
 def read_through(
@@ -129,7 +160,7 @@ def _recorded(folder: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _state(path: Path) -> list[int]:
+def state(path: Path) -> list[int]:
     """The times cannot be set back by a copy or `touch`: the change time is the system's own."""
     stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]

@@ -1,240 +1,194 @@
-"""Pretokenises a corpus once, to memory-mapped train.bin and val.bin in the run directory."""
+"""Pretokenises a corpus once: in the cache, for every run that wants it, or in a run directory."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config, Data
 from lm.console import say
-from lm.data import integrity
-from lm.data.packing import encode_documents
-from lm.data.sources import DataError, documents, first_line, is_validation, source_files
-from lm.outputs import writing
+from lm.data import cache, integrity
+from lm.data.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
+from lm.data.sources import DataError, source_files
+from lm.data.tokenising import documents_done, tokenise
+from lm.outputs import DamagedError, OutputError, read_json, write_json, writing
 
-SPLITS = ("train", "val")
-COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
-BATCH = 256  # documents tokenised at a time
-STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does not say
+__all__ = ["Corpus", "Meta", "fingerprint", "open_corpus", "prepare", "prepare_ahead"]
+
+RECORD = "corpus.json"  # in RUN/data: which corpus of the cache the run uses
+Progress = Callable[[int, int], None]  # is called with (documents, tokens) done so far
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What meta.json holds. `complete`: train.bin is the whole training corpus; for a stream it is
-    only what went by until enough validation tokens were found (good for n-gram baselines).
-    `sha256`: of each file, by name; None where version 0.1 wrote it."""
+class Record:
+    """What RUN/data/corpus.json holds.
 
+    Fields:
+        corpus: the folder in the cache; relative to RUN/data where `data.cache` is a relative path.
+        settings: a digest of what made it, but for the text.
+        fingerprint: of `fingerprint`, when the run began.
+        sha256: of each file.
+    """
+
+    corpus: str
+    settings: str
     fingerprint: str
-    dtype: str
-    complete: bool
-    train_tokens: int
-    train_documents: int
-    val_tokens: int
-    val_documents: int
-    sha256: dict[str, str] | None = None
+    sha256: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The token streams `train` (n,) and `val` (m,), memory-mapped read-only, and their counts."""
+class Prepared:
+    """What `prepare_ahead` has made, or found."""
 
-    train: np.ndarray
-    val: np.ndarray
+    folder: Path
     meta: Meta
+    made: bool
+    seconds: float
 
 
 def prepare(
     cfg: Config,
     tokenizer: PreTrainedTokenizerFast,
     run_dir: Path,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Corpus:
-    """Tokenises the source into `run_dir/data`, unless that is done already for the same source and
-    tokenizer. In a distributed run one process calls this; the others then call `open_corpus`.
+    """Tokenises the source into the cache of `data.cache`, or without one into `run_dir/data`,
+    unless that is done already for the same text and tokenizer. Of a run on several nodes one
+    process calls this; the others then call `ensure_here`.
 
-    What is prepared already is verified: the files are read and their checksums compared, those
-    above integrity.ALWAYS_BYTES only if they changed since they were last found whole.
+    A run goes on with the corpus that it began with, also when the source has changed since or is
+    gone. What is prepared already is verified: the files are read and their checksums compared,
+    those above integrity.ALWAYS_BYTES only if they changed since they were last found whole.
 
     Of a stream (`fineweb`) it reads only until `data.val_tokens` held-out tokens are there.
 
-    Args:
-        progress: called with (documents, tokens) done so far.
-
     Raises:
         DataError: unreadable or empty source, no validation document, fewer tokens than a block;
-            prepared files that are damaged. OutputError: no space or no right to write them.
+            prepared files that are damaged; a corpus that is gone and cannot be made again.
+        OutputError: no space or no right to write them.
     """
     folder = Path(run_dir) / "data"
-    wanted = fingerprint(cfg.data, tokenizer)
-    meta = _read_meta(folder)
-    if meta is not None and meta.fingerprint == wanted:
-        _verify(folder, meta, len(tokenizer))
+    wanted = cache.digest(cache.settings(cfg.data, tokenizer))
+    record = _read_record(folder)
+    if record is not None and record.settings != wanted:
+        say(f"data     {folder} is of another split or tokenizer: prepared anew")
+        record = None
+    entry = None
+    if read_meta(folder) is None:
+        entry = _entry(cfg, tokenizer, folder, record, progress)
+    if entry is None:
+        meta = _in_run(cfg.data, tokenizer, folder, progress)
+        entry = folder
     else:
-        if meta is not None:
-            say(f"data     {folder} is of other text, another split or tokenizer: prepared anew")
-        elif (folder / "train.bin").exists():
-            say(
-                f"data     {folder} has no meta.json, so that it was left unfinished: prepared anew"
-            )
-        meta = _tokenise(cfg.data, tokenizer, folder, wanted, progress)
-    _check(meta, cfg.data)
-    return open_corpus(run_dir)
+        meta = read_meta(entry)
+        verify(entry, meta, len(tokenizer))
+    if record is not None and record.sha256 != meta.sha256:
+        raise DataError(
+            f"{folder.parent} was trained on another corpus than the one that {entry} holds now"
+            f" (the sha256 of its files differ from those in {folder / RECORD}): train anew under"
+            " another `name`"
+        )
+    check_enough(meta, cfg.data)
+    if entry != folder:
+        _write_record(folder, entry, wanted, cfg.data, tokenizer, meta, record)
+    return open_folder(entry)
 
 
 def open_corpus(run_dir: Path) -> Corpus:
-    """The corpus prepared in `run_dir/data`; that it is what was written, `prepare` has verified.
+    """The corpus that a run uses; that it is what was written, `prepare` has verified.
 
     Raises:
         DataError: it is not there, or its files are not of the recorded length.
     """
     folder = Path(run_dir) / "data"
-    meta = _read_meta(folder)
-    if meta is None:
-        raise DataError(f"{folder} holds no prepared corpus, or an incomplete one: run `prepare`")
-    _check_sizes(folder, meta)
-    return Corpus(_map(folder / "train.bin", meta), _map(folder / "val.bin", meta), meta)
-
-
-def _tokenise(
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    fingerprint: str,
-    progress: Callable[[int, int], None] | None,
-) -> Meta:
-    stream = data.source == "fineweb"
-    dtype = np.dtype(np.uint16 if len(tokenizer) < 65_536 else np.uint32)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "meta.json").unlink(missing_ok=True)  # from here on it is not prepared
-    files = {}
-    try:
-        for split in SPLITS:
-            files[split] = integrity.Writer(folder / f"{split}.tmp", dtype)
-        counts = _write_splits(data, tokenizer, files, progress)
-        sums = {f"{split}.bin": files[split].finish(folder / f"{split}.bin") for split in SPLITS}
-    except BaseException:
-        for file in files.values():
-            file.discard()
-        for split in SPLITS:
-            (folder / f"{split}.bin").unlink(missing_ok=True)  # one without the other is no use
-        raise
-    with writing(folder):
-        integrity.sync_folder(folder)
-    meta = Meta(
-        fingerprint=fingerprint,
-        dtype=dtype.name,
-        complete=not stream,
-        train_tokens=files["train"].tokens,
-        train_documents=counts["train"],
-        val_tokens=files["val"].tokens,
-        val_documents=counts["val"],
-        sha256=sums,
-    )
-    integrity.remember(folder, list(sums))
-    integrity.write_json(folder / "meta.json", asdict(meta))  # last: now they are whole
-    return meta
-
-
-def _write_splits(
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    files: dict[str, integrity.Writer],
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, int]:
-    """Writes the tokens of both splits; returns how many documents each has."""
-    enough = (data.val_tokens or STREAM_VAL_TOKENS) + 1 if data.source == "fineweb" else None
-    counts = dict.fromkeys(SPLITS, 0)
-    source = documents(data)
-    while batch := list(itertools.islice(source, BATCH)):
-        held_out = [is_validation(text, data.val_fraction) for text in batch]
-        for split in SPLITS:
-            texts = [text for text, is_val in zip(batch, held_out) if is_val == (split == "val")]
-            ids = encode_documents(tokenizer, texts, data.leading_eos)
-            if len(ids) and ids.max() >= len(tokenizer):
-                raise DataError(
-                    f"the tokenizer made the id {ids.max()}, but its vocabulary has "
-                    f"{len(tokenizer)}: its files do not belong together"
-                )
-            files[split].add(ids)
-            counts[split] += len(texts)
-        if progress:
-            progress(sum(counts.values()), sum(file.tokens for file in files.values()))
-        if enough and files["val"].tokens >= enough:
-            break
-    return counts
-
-
-def _verify(folder: Path, meta: Meta, vocab_size: int) -> None:
-    """Raises DataError where a file is not what was written, or holds ids of no token. The files of
-    version 0.1, which have no checksums, are given them."""
-    _check_sizes(folder, meta)
-    sums = dict(meta.sha256 or {})
-    for name in (f"{split}.bin" for split in SPLITS):
-        path = folder / name
-        known = sums.get(name)
-        if known and integrity.is_remembered(path):
-            continue
-        if path.stat().st_size > integrity.ALWAYS_BYTES:
-            say(f"data     verifying {path} ({path.stat().st_size / 1e9:.1f} GB)")
-        found, largest = integrity.read_through(path, np.dtype(meta.dtype))
-        if known and found != known:
-            raise _damaged(path, f"its sha256 is {found}, in meta.json {known}")
-        if largest >= vocab_size:
-            raise _damaged(path, f"it holds the id {largest}, the vocabulary has {vocab_size}")
-        sums[name] = found
-        integrity.remember(folder, [name])
-    if sums != meta.sha256:
-        say(f"data     {folder} had no checksums (version 0.1 wrote none): they are added")
-        integrity.write_json(folder / "meta.json", asdict(replace(meta, sha256=sums)))
-
-
-def _check_sizes(folder: Path, meta: Meta) -> None:
-    width = np.dtype(meta.dtype).itemsize
-    for split, tokens in (("train", meta.train_tokens), ("val", meta.val_tokens)):
-        path = folder / f"{split}.bin"
-        if not path.is_file():
-            raise _damaged(path, "it is missing")
-        if (size := path.stat().st_size) != tokens * width:
-            raise _damaged(path, f"it has {size} bytes, in meta.json {tokens * width}")
-
-
-def _damaged(path: Path, how: str) -> DataError:
-    return DataError(
-        f"{path} is damaged: {how}; delete {path.parent}, and the next start prepares it again from"
-        " the source"
-    )
-
-
-def _check(meta: Meta, data: Data) -> None:
-    found = meta.train_documents + meta.val_documents
-    if not meta.val_documents:
+    record = _read_record(folder)
+    if (folder / "meta.json").exists() or record is None:
+        return open_folder(folder)
+    if (entry := _find(folder, record)) is None:
         raise DataError(
-            f"none of the {found} documents fell to validation (data.val_fraction "
-            f"{data.val_fraction:g}); raise data.val_fraction or add documents"
+            f"{folder.parent} uses the corpus {_place(folder, record)}, which is not there:"
+            f" continue the run with resume=auto, or `fprnn prepare {folder.parent}/config.yaml`,"
+            " and it is made again"
         )
-    if not meta.train_documents:
+    return open_folder(entry)
+
+
+def ensure_here(cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path) -> None:
+    """Makes the corpus that a run uses on this node too, where its cache is not that of the node
+    that `prepare` ran on. Any number of processes may call it.
+
+    Raises:
+        DataError, OutputError: as `prepare`.
+    """
+    folder = Path(run_dir) / "data"
+    record = _read_record(folder)
+    if (folder / "meta.json").exists() or record is None or _find(folder, record):
+        return
+    entry = _entry(cfg, tokenizer, folder, record, None)
+    if entry is None or read_meta(entry).sha256 != record.sha256:
         raise DataError(
-            f"all {found} documents fell to validation (data.val_fraction "
-            f"{data.val_fraction:g}); lower data.val_fraction or add documents"
+            f"{_place(folder, record)}, the corpus of {folder.parent}, is not on this node: set"
+            " data.cache to a folder that all nodes share"
         )
-    if meta.complete and meta.train_tokens < data.seq_len + 1:
+
+
+def prepare_ahead(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
+) -> Prepared:
+    """Makes the corpus of a config in the cache, or verifies the one that is there.
+
+    Raises:
+        DataError, OutputError: as `prepare`.
+    """
+    began = time.monotonic()
+    root = cache.root(cfg.data)
+    if root is None:
         raise DataError(
-            f"data.seq_len {data.seq_len} is longer than the corpus, which has "
-            f"{meta.train_tokens} training tokens; lower data.seq_len or add text"
+            "data.cache is null, which puts the corpus into each run directory: there is no place"
+            " to prepare it ahead of a run; set data.cache to a folder, or auto"
         )
+    entry = cache.corpus_folder(root, cfg.data, tokenizer)
+    made = _make(entry, cfg.data, tokenizer, progress)
+    meta = read_meta(entry)
+    if not made:
+        verify(entry, meta, len(tokenizer))
+    check_enough(meta, cfg.data)
+    return Prepared(entry, meta, made, time.monotonic() - began)
+
+
+def training_tokens(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path
+) -> tuple[int, Path] | None:
+    """(training tokens, folder) of what a run has prepared of this source with this tokenizer; None
+    where it has not.
+
+    Raises:
+        DataError: what it has is damaged or gone.
+    """
+    folder = Path(run_dir) / "data"
+    wanted = fingerprint(cfg.data, tokenizer)
+    record = _read_record(folder)
+    if not (folder / "meta.json").exists() and record is not None:
+        entry = _find(folder, record)
+        if entry is None or record.fingerprint != wanted:
+            return None
+        return open_folder(entry).meta.train_tokens, entry
+    meta = open_folder(folder).meta
+    return (meta.train_tokens, folder) if meta.fingerprint == wanted else None
 
 
 def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Changes when the tokens would: source, files (size and time), split, tokenizer."""
+    """Changes when the tokens would: source, files (size and time), split, tokenizer. Of what lies
+    in a run directory; the cache looks at what is in the files."""
     keys = {"source", "text_field", "val_fraction", "leading_eos"}
     parts = {key: getattr(data, key) for key in keys}
     if data.source == "fineweb":
@@ -248,30 +202,184 @@ def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _read_meta(folder: Path) -> Meta | None:
-    """What meta.json holds; None where there is none.
+def _in_run(
+    data: Data, tokenizer: PreTrainedTokenizerFast, folder: Path, progress: Progress | None
+) -> Meta:
+    """The corpus in a run directory, made or verified."""
+    wanted = fingerprint(data, tokenizer)
+    meta = read_meta(folder)
+    if meta is not None and meta.fingerprint == wanted:
+        verify(folder, meta, len(tokenizer))
+        return meta
+    if meta is not None:
+        say(f"data     {folder} is of other text, another split or tokenizer: prepared anew")
+    elif (folder / "train.bin").exists():
+        say(f"data     {folder} has no meta.json, so that it was left unfinished: prepared anew")
+    return tokenise(data, tokenizer, folder, wanted, progress)
+
+
+def _entry(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    record: Record | None,
+    progress: Progress | None,
+) -> Path | None:
+    """The folder in the cache that holds the corpus of a run, made where it is not there; None: it
+    goes into the run directory.
+
+    Args:
+        folder: RUN/data.
+        record: of the run, where it began before.
+    """
+    data = cfg.data
+    if record is not None and (found := _find(folder, record)) is not None:
+        _say_changed(data, tokenizer, record, found)
+        return found
+    root = cache.root(data)
+    if root is None:
+        return None
+    entry = _same_entry(data, tokenizer, folder, record, root)
+    if data.cache == "auto" and read_meta(entry) is None and not cache.is_usable(root):
+        say(
+            f"note: {root} cannot be written: the corpus goes into {folder}, for this run alone"
+            f" (data.cache, or {cache.VARIABLE}, names a folder for all)"
+        )
+        return None
+    _make(entry, data, tokenizer, progress)
+    return entry
+
+
+def _same_entry(
+    data: Data,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    record: Record | None,
+    root: Path,
+) -> Path:
+    """Where the corpus belongs in the cache; of a run that began before, the one it began with.
+
+    Raises:
+        DataError: the source cannot be read, or it is not what the run began with.
+    """
+    if record is None:
+        return cache.corpus_folder(root, data, tokenizer)
+    gone = _place(folder, record)
+    mend = f"bring back {gone}, or the text as it was, or train anew under another `name`"
+    try:
+        entry = cache.corpus_folder(root, data, tokenizer)
+    except DataError as e:
+        raise DataError(
+            f"{folder.parent} uses the corpus {gone}, which is not there, and it cannot be made"
+            f" again: {e}; {mend}"
+        ) from None
+    if entry.name != gone.name:
+        raise DataError(
+            f"{folder.parent} uses the corpus {gone}, which is not there, and the source is another"
+            f" text than then: {mend}"
+        )
+    say(f"data     {gone} is not there: looked for, and made again, in {root}")
+    return entry
+
+
+def _make(
+    entry: Path, data: Data, tokenizer: PreTrainedTokenizerFast, progress: Progress | None
+) -> bool:
+    """Makes an entry of the cache, once; returns whether it was made here.
+
+    Raises:
+        DataError, OutputError: as `prepare`.
+    """
+
+    def make(check: Callable[[], None]) -> None:
+        address = entry.name.partition("-")[2]
+        meta = tokenise(data, tokenizer, entry, address, progress, check)
+        text = data.path or (data.dataset if data.source == "fineweb" else data.source)
+        with contextlib.suppress(OutputError):  # for people, who look into the cache
+            write_json(entry / "about.json", {"text": text, "documents": meta.documents})
+
+    try:
+        return cache.make_once(
+            entry,
+            lambda: read_meta(entry) is not None,
+            make,
+            lambda: f" ({documents_done(entry)} documents so far)",
+        )
+    except OutputError as e:
+        raise OutputError(
+            f"{e} (the corpus cache; data.cache, or {cache.VARIABLE}, names another folder, and"
+            " data.cache=null is the run directory)"
+        ) from None
+
+
+def _say_changed(
+    data: Data, tokenizer: PreTrainedTokenizerFast, record: Record, entry: Path
+) -> None:
+    try:
+        changed = fingerprint(data, tokenizer) != record.fingerprint
+    except (DataError, OSError):
+        changed = True
+    if changed:
+        say(
+            f"note: the source is not what it was when the run began, or elsewhere: the run goes on"
+            f" with its corpus, {entry}"
+        )
+
+
+def _place(folder: Path, record: Record) -> Path:
+    """Where a record says that the corpus is."""
+    return Path(os.path.normpath(folder / record.corpus))
+
+
+def _find(folder: Path, record: Record) -> Path | None:
+    """The folder of a recorded corpus, where the record says or in this machine's cache."""
+    there = _place(folder, record)
+    for place in (there, cache.default_root() / there.name):
+        if (place / "meta.json").is_file():
+            return place
+    return None
+
+
+def _read_record(folder: Path) -> Record | None:
+    """What corpus.json holds; None where there is none.
 
     Raises:
         DataError: it is damaged.
     """
-    path = folder / "meta.json"
-    try:
-        meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
-        if meta.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta.dtype!r}")
-        for key in COUNTS:
-            if type(getattr(meta, key)) is not int:
-                raise ValueError(f"{key} is {getattr(meta, key)!r}")
-        return meta
-    except FileNotFoundError:
+    path = folder / RECORD
+    if not path.exists():
         return None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
-    except (ValueError, TypeError) as e:
-        raise _damaged(path, f"it does not hold what it should ({first_line(e)})") from None
+    try:
+        found = read_json(path, ("corpus", "settings", "fingerprint", "sha256"))
+        return Record(**{key: found[key] for key in Record.__dataclass_fields__})
+    except DamagedError as e:
+        raise DataError(
+            f"{e}; delete it, and the next start looks up or makes the corpus that the source has"
+            " now"
+        ) from None
 
 
-def _map(path: Path, meta: Meta) -> np.ndarray:
-    if path.stat().st_size == 0:  # mmap refuses an empty file
-        return np.empty(0, dtype=meta.dtype)
-    return np.memmap(path, dtype=meta.dtype, mode="r")
+def _write_record(
+    folder: Path,
+    entry: Path,
+    settings: str,
+    data: Data,
+    tokenizer: PreTrainedTokenizerFast,
+    meta: Meta,
+    before: Record | None,
+) -> None:
+    """Notes in RUN/data which corpus the run uses."""
+    place = str(entry)
+    if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
+        place = os.path.relpath(entry, folder.resolve())
+    if before is not None:
+        began_with = before.fingerprint
+    else:
+        began_with = fingerprint(data, tokenizer)
+    record = Record(place, settings, began_with, meta.sha256)
+    if record == before:
+        return
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    counts = {"documents": meta.documents, "tokens": meta.tokens}
+    integrity.write_json(folder / RECORD, asdict(record) | counts)

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing import connection, resource_tracker, util
 
 from lm.errors import UserError
@@ -33,6 +33,8 @@ class Readers:
 
     Answers of a key come in order, whatever the processes do meanwhile. Once a key was taken, up to
     `ahead` more answers are made in advance. Nothing waits for a process at the end: it is killed.
+    Work that does not come of itself is dealt to processes without keys by `send`, `wait` and
+    `receive`.
 
     Args:
         entry: "module:function"; the function is called in each process with `payload`, and returns
@@ -61,6 +63,11 @@ class Readers:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
+
+    @property
+    def connections(self) -> list[connection.Connection]:
+        """One a process."""
+        return list(self._connections)
 
     def check(self) -> None:
         """Costs microseconds.
@@ -97,20 +104,51 @@ class Readers:
         """Asks for the answer that is about to be taken, and for those ahead of it."""
         while self._asked[key] + len(self._answers[key]) <= self._ahead:
             try:
-                self._connections[self._owner[key]].send(key)
+                self._connections[self._owner[key]].send((key,))
             except OSError:
                 self._gone()
             self._asked[key] += 1
 
     def _receive(self, ready: connection.Connection) -> None:
+        key, answer = self.receive(ready)
+        self._answers[key].append(answer)
+        self._asked[key] -= 1
+
+    def send(self, to: connection.Connection, key: Hashable, what: object) -> None:
+        """Asks an idle process for its function's answer to (key, what).
+
+        Raises:
+            ReaderError: a process has died.
+        """
+        try:
+            to.send((key, what))
+        except OSError:
+            self._gone()
+
+    def wait(self, busy: Iterable[connection.Connection]) -> list[connection.Connection]:
+        """Those that have an answer, once there is one.
+
+        Raises:
+            ReaderError: a process has died.
+        """
+        sentinels = [process.sentinel for process in self._processes]
+        found = connection.wait([*busy, *sentinels])
+        self.check()
+        return [ready for ready in found if ready not in sentinels]
+
+    def receive(self, ready: connection.Connection) -> tuple[Hashable, object]:
+        """(key, answer) of a process.
+
+        Raises:
+            ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
+        """
         try:
             key, answer, failure = ready.recv()
         except (EOFError, OSError):
             self._gone()
         if failure:
             raise RuntimeError(f"a loader worker failed:\n{failure}")
-        self._answers[key].append(answer)
-        self._asked[key] -= 1
+        return key, answer
 
     def _gone(self) -> None:
         """The other end of a connection is closed: its process is dead or about to be."""
@@ -161,8 +199,8 @@ def work(ours: connection.Connection, parent: int, entry: str, payload: bytes) -
         make: Callable = getattr(importlib.import_module(module), function)
         answer = make(pickle.loads(payload))
         while True:
-            key = ours.recv()
-            ours.send((key, answer(key), None))
+            key, *what = ours.recv()
+            ours.send((key, answer(key, *what), None))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm.config import Config
+from lm.data import cache
 from lm.data.hub import check_hub
 from lm.data.sources import DataError, documents, is_validation
 from lm.errors import UserError, require
@@ -45,13 +46,23 @@ def load_tokenizer(
                 f"{folder} was made from {made_from}, but the config asks for {wanted}; "
                 "use another run name, or the old tokenizer settings"
             )
-        try:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
-        except Exception as e:  # the loaders raise whatever they meet, bare Exception included
-            reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
-            raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+        return _read(folder)
+    tokenizer = new_tokenizer(cfg, log)
+    _save(tokenizer, folder, wanted)
+    return tokenizer
+
+
+def new_tokenizer(
+    cfg: Config, log: Callable[[str], None] = warnings.warn
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a config, before a run directory has it. A BPE is trained once for a text
+    and kept in the cache of `data.cache`; one of the hub, in the hub's own cache.
+
+    Raises:
+        DataError: it cannot be found, or has no EOS.
+    """
     name = cfg.tokenizer.name
-    tokenizer = train_bpe(cfg, log) if name == "bpe" else _from_huggingface(name)
+    tokenizer = _trained_once(cfg, log) if name == "bpe" else _from_huggingface(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {name} has no fast (`tokenizers`) implementation")
     if tokenizer.eos_token_id is None:
@@ -61,7 +72,37 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    _save(tokenizer, folder, wanted)
+    return tokenizer
+
+
+def _read(folder: Path) -> PreTrainedTokenizerFast:
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+
+
+def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    """The BPE of the text, from the cache; trained first where it is not there."""
+    root = cache.root(cfg.data)
+    if root is None:
+        return train_bpe(cfg, log)
+    entry = cache.tokenizer_folder(root, cfg)
+    folder = entry / "tokenizer"
+    if cfg.data.cache == "auto" and not folder.is_dir() and not cache.is_usable(root):
+        return train_bpe(cfg, log)
+
+    def make(_check: Callable[[], None]) -> None:
+        _save(train_bpe(cfg, log), folder, _wanted(cfg))
+
+    made = cache.make_once(entry, folder.is_dir, make)
+    try:
+        tokenizer = _read(folder)
+    except DataError as e:
+        raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
+    if not made:
+        _say_if_small(len(tokenizer), cfg, log)
     return tokenizer
 
 
@@ -79,13 +120,16 @@ def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTra
         show_progress=False,
     )
     backend.train_from_iterator(_training_texts(cfg), trainer)
-    size = backend.get_vocab_size()
+    _say_if_small(backend.get_vocab_size(), cfg, log)
+    return _wrap(backend, eos_token=EOS, pad_token=PAD)
+
+
+def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
     if size < cfg.tokenizer.vocab_size:
         log(
             f"the corpus yields a vocabulary of {size} tokens only, fewer than the "
             f"{cfg.tokenizer.vocab_size} of tokenizer.vocab_size"
         )
-    return _wrap(backend, eos_token=EOS, pad_token=PAD)
 
 
 def _training_texts(cfg: Config) -> Iterator[str]:

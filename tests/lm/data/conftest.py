@@ -44,7 +44,13 @@ def cfg(jsonl, tmp_path) -> Config:
     return build_config(
         {
             "out_dir": str(tmp_path),
-            "data": {"source": "jsonl", "path": str(jsonl), "seq_len": 16, "val_fraction": 0.2},
+            "data": {
+                "source": "jsonl",
+                "path": str(jsonl),
+                "seq_len": 16,
+                "val_fraction": 0.2,
+                "cache": None,
+            },
             "tokenizer": {"vocab_size": 320},
             "train": {"micro_batch_size": 3},
         }

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "error":
         raise ValueError("as a bug would")
     if sys.argv[1] == "busy":  # the workers are in the middle of a long answer
-        readers._connections[0].send("sleep"), readers._connections[1].send("sleep")
+        readers._connections[0].send(("sleep",)), readers._connections[1].send(("sleep",))
     if sys.argv[1] not in ("end", "error"):
         time.sleep(60)
 """

@@ -1,0 +1,50 @@
+"""`fprnn prepare`: tokenizer and corpus of a config, made in the cache ahead of its runs."""
+
+from __future__ import annotations
+
+from lm.config import Config
+from lm.console import Progress, say
+from lm.data.prepare import Prepared, prepare_ahead
+from lm.data.tokenizer import new_tokenizer
+
+
+def prepare_config(cfg: Config) -> Prepared:
+    """Makes, or verifies, what a run of a config will look for.
+
+    Raises:
+        DataError: the source or the tokenizer cannot be had, or what is there is damaged.
+        OutputError: the cache cannot be written.
+    """
+    say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
+    tokenizer = new_tokenizer(cfg, say)
+    with Progress("tokenised", unit="documents") as bar:
+
+        def progress(documents: int, tokens: int) -> None:
+            bar.update(documents)
+
+        prepared = prepare_ahead(cfg, tokenizer, progress)
+    if cfg.data.source == "fineweb" and cfg.data.download:
+        from lm.data.hub_parquet import download_all
+
+        with Progress("downloaded", unit="files") as bar:
+            count = download_all(cfg.data, bar.update)
+        say(f"data     {count} files of {cfg.data.dataset} {cfg.data.name} in {cfg.data.download}")
+    return prepared
+
+
+def summary(cfg: Config, prepared: Prepared) -> str:
+    """What was made: documents, tokens, bytes, seconds, and where it lies."""
+    meta, seconds = prepared.meta, prepared.seconds
+    counts = (
+        f"{meta.documents} documents, {meta.tokens} tokens ({meta.val_tokens} of them for"
+        f" validation), {meta.bytes} bytes"
+    )
+    if prepared.made:
+        rate = meta.documents / max(seconds, 1e-9)
+        how = f"made in {seconds:.1f} s ({rate:.0f} documents/s)"
+    else:
+        how = f"there already, verified in {seconds:.1f} s"
+    text = f"corpus   {counts}, {how}\n         {prepared.folder}"
+    if cfg.data.source == "fineweb":
+        text += "\n         the validation split: training text is read from the hub as it trains"
+    return text

@@ -1,0 +1,41 @@
+"""A process that prepares a corpus, as the tests of the cache start several of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lm.config import build
+from lm.data import cache, tokenising
+from lm.data.prepare import prepare
+from lm.data.tokenizer import load_tokenizer
+
+
+def main(cfg: str, kill_at: str, pause: str) -> None:
+    """Prepares in shards of ten documents, at most one in `pause` seconds; kills itself when so
+    many documents are done (0: never). It waits for a line before it begins, and prints which
+    documents it has done, and the checksums."""
+    tokenising.SHARD_DOCUMENTS = 10
+    cache.SAY_EVERY_S = cache.LOOK_EVERY_S = 0.1
+    config, seen = build(json.loads(cfg)), []
+
+    def progress(documents: int, _tokens: int) -> None:
+        seen.append(documents)
+        if int(kill_at) and documents >= int(kill_at):
+            print("killed", documents, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(pause))
+
+    tokenizer = load_tokenizer(config, config.run_dir, print)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    corpus = prepare(config, tokenizer, Path(config.run_dir), progress)
+    print(json.dumps({"seen": seen, "sha256": corpus.meta.sha256}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,491 @@
+"""The corpus cache: addresses, sharing, resuming with the same corpus, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from lm.data import cache, readers, tokenising
+from lm.data import tokenizer as tokenizers
+from lm.data.loader import build
+from lm.data.prepare import ensure_here, open_corpus, prepare, prepare_ahead
+from lm.data.sources import DataError
+from lm.outputs import OutputError
+from tests.running import ENV, ROOT
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "default"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cached(cfg, jsonl, tmp_path, folder):
+    """The config of a run whose corpus, its own copy, goes into a cache of its own."""
+    cfg.data.path = str(tmp_path / "mine.jsonl")
+    shutil.copy(jsonl, cfg.data.path)
+    cfg.data.cache = str(folder)
+    cfg.data.prepare_workers = 1
+    return cfg
+
+
+def other_run(cfg, name: str, **data):
+    return cfg.model_copy(update={"name": name, "data": cfg.data.model_copy(update=data)})
+
+
+def prepared(cfg, bpe) -> tuple:
+    """(corpus, number of calls of progress)."""
+    calls = []
+    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: calls.append(done))
+    return corpus, len(calls)
+
+
+def entries(folder, kind: str = "corpus") -> list:
+    return sorted(folder.glob(f"{kind}-*"))
+
+
+def record(cfg) -> dict:
+    return json.loads((cfg.run_dir / "data" / "corpus.json").read_text())
+
+
+def small_shards(monkeypatch, documents: int = 10) -> None:
+    monkeypatch.setattr(tokenising, "SHARD_DOCUMENTS", documents)
+
+
+def process(cfg, kill_at: int = 0, pause: float = 0.0) -> subprocess.Popen:
+    """One that prepares once it is told to `go`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.lm.data.preparing", json.dumps(cfg.model_dump(mode="json")),
+         str(kill_at), str(pause)],
+        cwd=ROOT, env={**ENV, cache.VARIABLE: os.environ[cache.VARIABLE]}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def go(*started: subprocess.Popen) -> None:
+    """Lets them begin together, when all of them are ready."""
+    for one in started:
+        while one.stdout.readline() not in ("ready\n", ""):
+            pass
+    for one in started:
+        one.stdin.write("go\n")
+        one.stdin.flush()
+
+
+def killed(cfg) -> None:
+    """Prepares in a process that is killed after 100 of the 200 documents."""
+    go(one := process(cfg, kill_at=100))
+    out, _ = one.communicate(timeout=60)
+    assert one.returncode == -signal.SIGKILL and "killed 100" in out
+
+
+def finished(started: subprocess.Popen) -> tuple[str, dict]:
+    """(what it said, its last line) of a process that succeeds."""
+    out, err = started.communicate(timeout=60)
+    assert started.returncode == 0, out + err
+    *said, last = out.splitlines()
+    return " ".join(" ".join(said).split()), json.loads(last)
+
+
+def test_runs_share_what_one_of_them_made(cached, bpe, folder):
+    corpus, calls = prepared(cached, bpe)
+    assert calls and len(entries(folder)) == 1
+    assert [p.name for p in (cached.run_dir / "data").iterdir()] == ["corpus.json"]
+    second = other_run(cached, "second")
+    again, calls = prepared(second, bpe)
+    assert not calls and again.meta == corpus.meta
+    assert again.train.tolist() == corpus.train.tolist()
+    assert record(cached) == record(second) and record(second)["corpus"] == str(entries(folder)[0])
+    train, validation = build(second, bpe, second.run_dir)
+    assert next(train)["input_ids"].shape == (3, 16) and validation
+
+
+def test_the_corpus_of_the_cache_is_that_of_a_run_directory(cached, bpe):
+    corpus, _ = prepared(cached, bpe)
+    own = other_run(cached, "own", cache=None)
+    inside, _ = prepared(own, bpe)
+    assert inside.meta.sha256 == corpus.meta.sha256
+    assert not (own.run_dir / "data" / "corpus.json").exists()
+    own.data.cache = cached.data.cache  # a run that has its own goes on with it
+    _, calls = prepared(own, bpe)
+    assert not calls and not (own.run_dir / "data" / "corpus.json").exists()
+
+
+def test_the_address_is_that_of_the_content(cached, bpe, folder, tmp_path):
+    here = cache.corpus_folder(folder, cached.data, bpe)
+    moved = tmp_path / "elsewhere" / "named_otherwise.jsonl"
+    moved.parent.mkdir()
+    shutil.copy(cached.data.path, moved)
+    os.utime(cached.data.path, (1, 1))
+    for path in (cached.data.path, str(moved), str(moved.parent)):
+        data = cached.data.model_copy(update={"path": path, "seq_len": 8, "prepare_workers": 3})
+        assert cache.corpus_folder(folder, data, bpe) == here
+
+
+@pytest.mark.parametrize("change", ["a file", "one byte", "split", "leading_eos", "tokenizer"])
+def test_other_content_is_another_entry(cached, bpe, folder, change, byte_tokenizer):
+    before, _ = prepared(cached, bpe)
+    second, tokenizer = other_run(cached, "second"), bpe
+    if change == "a file":
+        with open(cached.data.path, "a") as file:
+            file.write('{"text": "one more"}\n')
+    elif change == "one byte":
+        with open(cached.data.path, "r+b") as file:
+            stat = os.fstat(file.fileno())
+            file.seek(12)
+            file.write(b"X")
+        os.utime(cached.data.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "split":
+        second.data.val_fraction = 0.3
+    elif change == "leading_eos":
+        second.data.leading_eos = True
+    else:
+        second.tokenizer.name = str(byte_tokenizer)
+        tokenizer = tokenizers.load_tokenizer(second, second.run_dir)
+    after, calls = prepared(second, tokenizer)
+    assert calls and after.meta != before.meta and len(entries(folder)) == 2
+    assert open_corpus(cached.run_dir).meta == before.meta
+
+
+def test_a_relative_cache_moves_with_its_runs(cached, bpe, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    cached.out_dir, cached.data.cache = "runs", "cache"
+    meta = prepared(cached, bpe)[0].meta
+    assert record(cached)["corpus"].startswith("../../../cache/corpus-")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project").rename("moved")
+    assert open_corpus(tmp_path / "moved" / cached.run_dir).meta == meta
+
+
+def test_a_bpe_is_trained_once_and_kept_with_each_run(cached, folder, monkeypatch):
+    trained, original = [], tokenizers.train_bpe
+    monkeypatch.setattr(
+        tokenizers, "train_bpe", lambda *args: trained.append(args) or original(*args)
+    )
+    runs = [other_run(cached, name) for name in ("a", "b")]
+    for cfg in runs:
+        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir, print)
+        prepared(cfg, tokenizer)
+    assert len(trained) == len(entries(folder, "tokenizer")) == len(entries(folder)) == 1
+    shutil.rmtree(folder)
+    made = [cfg.run_dir / "tokenizer" / "tokenizer.json" for cfg in runs]
+    assert made[0].read_bytes() == made[1].read_bytes()
+    cached.tokenizer.vocab_size = 300
+    assert len(tokenizers.new_tokenizer(cached, print)) == 300
+
+
+@pytest.mark.parametrize("workers", [3])
+def test_processes_make_the_same_bytes_as_one(cached, bpe, monkeypatch, workers):
+    small_shards(monkeypatch, 7)
+    cached.data.prepare_workers = 1
+    alone, calls = prepared(cached, bpe)
+    assert calls == 29  # 200 documents
+    cached.data.prepare_workers, cached.data.cache = workers, f"{cached.data.cache}-2"
+    started, original = [], readers.Readers
+    monkeypatch.setattr(
+        readers, "Readers", lambda *args: started.append(len(args[1])) or original(*args)
+    )
+    together, calls = prepared(other_run(cached, "second"), bpe)
+    assert started == [workers] and calls == 29
+    assert together.meta.sha256 == alone.meta.sha256
+
+
+def test_a_small_corpus_is_tokenised_in_one_process(cached, bpe, monkeypatch):
+    monkeypatch.setattr(readers, "Readers", None)
+    cached.data.prepare_workers = 4
+    assert prepared(cached, bpe)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "cut"), [(1, False), (2, True)], ids=["between shards", "in a shard, processes"]
+)
+def test_a_kill_in_the_middle_loses_no_finished_shard(cached, folder, workers, cut):
+    cached.data.prepare_workers = workers
+    killed(cached)
+    (entry,) = entries(folder)
+    assert not (entry / "meta.json").exists() and (entry / "lease.json").exists()
+    with pytest.raises(DataError, match="no prepared corpus"):
+        open_corpus(cached.run_dir)
+    if cut:  # while the next shard was being written
+        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f"), ("shards.jsonl", b'{"doc')):
+            with open(entry / name, "ab") as file:
+                file.write(half)
+    go(one := process(cached))
+    said, last = finished(one)
+    assert "first 100 documents are tokenised already" in said and "taken over" in said
+    assert last["seen"] == list(range(110, 201, 10))
+    expected = prepared(other_run(cached, "own", cache=None), bpe_of(cached))[0].meta.sha256
+    assert last["sha256"] == expected
+    assert {p.name for p in entry.iterdir()} == {
+        "train.bin", "val.bin", "meta.json", "verified.json", "about.json",
+    }  # fmt: skip
+
+
+def bpe_of(cfg):
+    return tokenizers.load_tokenizer(cfg, cfg.run_dir)
+
+
+@pytest.mark.parametrize("change", ["damaged", "cut", "of other settings"])
+def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
+    cached, bpe, folder, monkeypatch, capsys, change
+):
+    small_shards(monkeypatch)
+
+    def interrupt(documents, _tokens):
+        if documents == 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cached, bpe, cached.run_dir, interrupt)
+    (entry,) = entries(folder)
+    if change == "damaged":
+        with open(entry / "train.tmp", "r+b") as file:
+            file.write(b"\xff\xff")
+    elif change == "cut":
+        os.truncate(entry / "val.tmp", 2)
+    else:
+        text = (entry / "shards.jsonl").read_text()
+        (entry / "shards.jsonl").write_text(text.replace("uint16", "uint32", 1))
+    corpus, calls = prepared(cached, bpe)
+    said = " ".join(capsys.readouterr().out.split())
+    assert calls == 20 and ("train.tmp is not what was written" in said) == (change == "damaged")
+    own, _ = prepared(other_run(cached, "own", cache=None), bpe)
+    assert own.meta.sha256 == corpus.meta.sha256
+
+
+def test_several_at_once_one_makes_it_and_the_others_wait(cached, folder):
+    runs = [other_run(cached, name) for name in ("a", "b", "c")]
+    started = [process(cfg, pause=0.2) for cfg in runs]
+    go(*started)
+    ended = [finished(one) for one in started]
+    assert sorted(len(last["seen"]) for _, last in ended) == [0, 0, 20]
+    assert len({json.dumps(last["sha256"]) for _, last in ended}) == 1
+    for said, last in ended:
+        if not last["seen"]:
+            assert "waiting for process" in said and "documents so far)" in said
+    assert len(entries(folder)) == 1
+
+
+def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
+    runs = [other_run(cached, name) for name in ("a", "b")]
+    maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
+    go(maker)
+    while not list(folder.glob("corpus-*/shards.jsonl")):
+        assert maker.poll() is None
+    go(other)
+    said, last = finished(other)
+    assert "waiting for process" in said and "first 100 documents are tokenised" in said
+    assert last["seen"][0] == 110
+    maker.communicate(timeout=10)
+
+
+def test_a_killed_worker_is_a_sentence_and_what_was_done_stays(cached, bpe, monkeypatch, capsys):
+    small_shards(monkeypatch)
+    cached.data.prepare_workers = 2
+    pools, original = [], readers.Readers
+    monkeypatch.setattr(
+        readers, "Readers", lambda *args: pools.append(original(*args)) or pools[-1]
+    )
+
+    def kill(documents, _tokens):
+        if documents == 50:
+            os.kill(pools[0].pids[0], signal.SIGKILL)
+
+    with pytest.raises(DataError, match="was killed by SIGKILL while tokenising; the next start"):
+        prepare(cached, bpe, cached.run_dir, kill)
+    _, calls = prepared(cached, bpe)
+    assert 0 < calls <= 15
+    said = " ".join(capsys.readouterr().out.split())
+    assert "documents are kept in" in said and "are tokenised already, on from there" in said
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
+@pytest.mark.parametrize("change", ["one bit", "cut", "missing"])
+def test_damage_is_found_and_mended_as_the_sentence_says(cached, bpe, folder, name, change):
+    before = prepared(cached, bpe)[0].meta
+    (entry,) = entries(folder)
+    raw = bytearray((entry / name).read_bytes())
+    raw[0] ^= 128
+    (entry / name).write_bytes(raw[: -2 if change == "cut" else None])
+    if change == "missing":
+        (entry / name).unlink()
+    if (name, change) != ("meta.json", "missing"):  # of which it is taken as unfinished
+        for run in (cached, other_run(cached, "second")):
+            with pytest.raises(DataError, match=rf"{name} is damaged: .*; delete {entry}, and"):
+                prepared(run, bpe)
+        shutil.rmtree(entry)
+    after, calls = prepared(cached, bpe)
+    assert calls and after.meta == before
+
+
+def test_a_run_goes_on_with_its_corpus_when_the_source_changes_or_goes(cached, bpe, capsys):
+    before = prepared(cached, bpe)[0].meta
+    with open(cached.data.path, "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert prepared(cached, bpe)[0].meta == before
+    os.unlink(cached.data.path)
+    assert prepared(cached, bpe)[0].meta == before
+    assert "the run goes on with its corpus" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("source", ["as it was", "changed", "gone"])
+def test_a_corpus_that_is_gone_is_made_again_or_missed_in_a_sentence(
+    cached, bpe, folder, source, capsys
+):
+    before = prepared(cached, bpe)[0].meta
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match=r"not there: continue the run with resume=auto, or `fprnn"):
+        open_corpus(cached.run_dir)
+    if source == "as it was":
+        assert prepared(cached, bpe)[0].meta == before
+        assert "is not there: looked for, and made again" in " ".join(
+            capsys.readouterr().out.split()
+        )
+        return
+    if source == "changed":
+        with open(cached.data.path, "a") as file:
+            file.write('{"text": "one more"}\n')
+    else:
+        os.unlink(cached.data.path)
+    with pytest.raises(
+        DataError, match=r"is not there, and .*[:;] bring back .*train anew"
+    ) as caught:
+        prepared(cached, bpe)
+    assert "\n" not in str(caught.value) and not entries(folder)
+
+
+def test_another_corpus_under_the_recorded_name_is_refused(cached, bpe):
+    prepared(cached, bpe)
+    path = cached.run_dir / "data" / "corpus.json"
+    path.write_text(path.read_text().replace(record(cached)["sha256"]["val.bin"], "0" * 64))
+    with pytest.raises(DataError, match="was trained on another corpus"):
+        prepared(cached, bpe)
+    path.write_text("{")
+    with pytest.raises(DataError, match=r"corpus.json is damaged: .*delete it"):
+        prepared(cached, bpe)
+
+
+def test_a_node_with_a_cache_of_its_own_makes_it_too(cached, bpe, folder, tmp_path):
+    meta = prepared(cached, bpe)[0].meta
+    ensure_here(cached, bpe, cached.run_dir)
+    folder.rename(tmp_path / "of the first node")
+    ensure_here(cached, bpe, cached.run_dir)
+    assert open_corpus(cached.run_dir).meta == meta
+    shutil.rmtree(folder)
+    os.unlink(cached.data.path)
+    with pytest.raises(DataError, match="which is not there, and it cannot be made again"):
+        ensure_here(cached, bpe, cached.run_dir)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """A disk of 1 MiB; a function of mount's further options changes it."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(options: str) -> subprocess.CompletedProcess:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        return subprocess.run(command, capture_output=True)
+
+    if mount("size=1m").returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    yield place, lambda options: mount(f"remount,{options}")
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_is_a_sentence_and_with_space_it_goes_on(cached, bpe, mounted, capsys):
+    place, remount = mounted
+    cached.data.cache = str(place / "cache")
+    with open(cached.data.path, "a") as file:
+        for i in range(4000):
+            file.write(json.dumps({"text": f"document {i} " + "of many words " * 30}) + "\n")
+    calls = []
+    tokenising_shards = tokenising.SHARD_DOCUMENTS
+    tokenising.SHARD_DOCUMENTS = 200
+    try:
+        match = r"cannot be written: No space left on device \(the corpus cache; data.cache, or"
+        with pytest.raises(OutputError, match=match) as caught:
+            prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
+        done = calls[-1][0]
+        assert "\n" not in str(caught.value) and done >= 200
+        assert f"{done} documents are kept in" in " ".join(capsys.readouterr().out.split())
+        assert remount("size=64m").returncode == 0
+        calls.clear()
+        corpus = prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
+    finally:
+        tokenising.SHARD_DOCUMENTS = tokenising_shards
+    assert calls[0][0] == done + 200
+    own = other_run(cached, "own", cache=None)
+    assert prepared(own, bpe)[0].meta.sha256 == corpus.meta.sha256
+
+
+def test_a_cache_that_is_only_read(cached, bpe, mounted, monkeypatch, capsys):
+    place, remount = mounted
+    cached.data.cache = str(place)
+    before = prepared(cached, bpe)[0].meta
+    assert remount("ro").returncode == 0
+    second = other_run(cached, "second")
+    assert prepared(second, bpe)[0].meta == before  # what is there can be used
+    other = other_run(cached, "other", leading_eos=True)
+    with pytest.raises(OutputError, match=r"cannot be written: Read-only .*data.cache=null is the"):
+        prepared(other, bpe)
+    monkeypatch.setenv(cache.VARIABLE, str(place))
+    other.data.cache = "auto"
+    corpus, calls = prepared(other, bpe)
+    assert calls and (other.run_dir / "data" / "train.bin").exists()
+    assert "the corpus goes into" in " ".join(capsys.readouterr().out.split())
+    assert prepared(other, bpe)[0].meta == corpus.meta
+    remount("rw")
+
+
+def test_preparing_ahead(cached, bpe, folder, monkeypatch):
+    first, again = (prepare_ahead(cached, bpe) for _ in range(2))
+    assert first.made and not again.made and first.meta == again.meta
+    assert first.folder == again.folder == entries(folder)[0]
+    assert prepared(cached, bpe)[1] == 0
+    with pytest.raises(DataError, match="cache is null"):
+        prepare_ahead(other_run(cached, "x", cache=None), bpe)
+
+
+def command(*args, **env) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "lm", *map(str, args)],
+        cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.slow  # two commands and a training
+def test_the_command_and_a_run_after_it(tmp_path):
+    env = {cache.VARIABLE: str(tmp_path / "cache")}
+    tiny = "configs/tiny/lm.yaml"
+    first = command("prepare", tiny, **env)
+    assert first.returncode == 0, first.stderr
+    assert "made in" in first.stdout and str(tmp_path / "cache" / "corpus-") in first.stdout
+    assert not list((ROOT / "runs").glob("tiny/data"))
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
+    again = command("prepare", tiny, "train.steps=9", **env)
+    assert "there already, verified in" in again.stdout
+    run = command("train", "--config", tiny, f"out_dir={tmp_path / 'runs'}", "train.steps=1", **env)
+    assert run.returncode == 0, run.stderr
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
+    assert [p.name for p in (tmp_path / "runs/tiny/data").iterdir()] == ["corpus.json"]
+    refused = command("prepare", tiny, "data.cache=null", **env)
+    assert refused.returncode == 65 and "data.cache is null" in refused.stderr
+
+
+def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):
+    sweep = tmp_path / "sweep.yaml"
+    text = (ROOT / "configs/tiny/lm.yaml").read_text()
+    sweep.write_text(text + "sweep:\n  optim.lr: [1e-3, 2e-3]\n  data.leading_eos: [true, false]\n")
+    done = command("prepare", sweep, **{cache.VARIABLE: str(tmp_path / "cache")})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("made in") == 2 and len(entries(tmp_path / "cache")) == 2
+    assert len(entries(tmp_path / "cache", "tokenizer")) == 1
