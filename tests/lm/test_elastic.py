@@ -59,7 +59,7 @@ def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_one_rank_goes_on_under_another_stage(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"

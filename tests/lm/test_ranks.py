@@ -77,7 +77,7 @@ def ended(processes):
     return [(process.returncode, error) for process, error in zip(processes, errors)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
 def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
     settings = ("train.grad_accum_steps=2", f"engine.zero_stage={stage}", "log.every=1")
     ends = ended(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
@@ -87,6 +87,7 @@ def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
     assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
     """The others wait inside the same forward pass: nobody can go back with them."""
     settings = ("train.grad_accum_steps=1", "engine.zero_stage=3", "engine.timeout_s=20")
@@ -138,6 +139,7 @@ def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
     assert len(waits) > 2 and set(waits[:-1]) == {77.0} and waits[-1] == 7 * 86400
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_takes_the_run_down_and_it_goes_on(tmp_path):
     """Under the launcher, while it trains; then the same run to its end."""
     long = ("train.steps=60", "checkpoint.every=7", "train.global_batch_size=4",

@@ -27,7 +27,7 @@ def trace(records):
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in records}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
 def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, stage):
     """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
     is what a run does whose checkpoint of 4 stands two updates further in the data."""
