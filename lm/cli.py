@@ -315,7 +315,10 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("config", metavar="CONFIG")
     _add_planned_for(c)
     c.add_argument(
-        "--job-index", type=Whole(0), metavar="I", help="plan point I of the YAML's sweep"
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
+        help="plan point I of the YAML's sweep, from 0 on",
     )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_plan)
@@ -333,7 +336,10 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("config", metavar="CONFIG")
     c.add_argument(
-        "--job-index", type=Whole(0), metavar="I", help="prepare point I of the YAML's sweep"
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
+        help="prepare point I of the YAML's sweep, from 0 on",
     )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_prepare)

@@ -296,7 +296,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
         [sys.executable, "-c", code, package, *command], cwd=tmp_path, env=ENV,
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
     assert done.stderr == (
         f"error: this command needs the package {package}, which is not installed: pip install"
         " 'fprnn[train]'\n"

@@ -205,7 +205,9 @@ def test_a_small_corpus_is_tokenised_in_one_process(cached, bpe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("workers", "cut"), [(1, False), (2, True)], ids=["between shards", "in a shard, processes"]
+    ("workers", "cut"),
+    [(1, False), pytest.param(2, True, marks=pytest.mark.slow)],
+    ids=["between shards", "in a shard, processes"],
 )
 def test_a_kill_in_the_middle_loses_no_finished_shard(cached, folder, workers, cut):
     cached.data.prepare_workers = workers

@@ -45,7 +45,12 @@ def corpus_bytes() -> int:
     return sum(len(data) for name, data in Hub.files.items() if name.startswith("sample/"))
 
 
-@pytest.mark.parametrize("readers", range(1, 9))
+SLOWER = (2, 3, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    "readers", [1, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOWER)]
+)
 def test_readers_together_fetch_the_corpus_about_once(hub, tmp_path, readers):
     code = f"""
 count = 0
@@ -61,7 +66,9 @@ print(count)
     assert 0.9 < ratio < 1.1
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "ranks", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
 def test_a_pass_of_the_loader_fetches_the_corpus_about_once(tmp_path, bpe, ranks):
     """Until the first stream of each rank has gone through its documents."""
     bpe.save_pretrained(tmp_path / "bpe")
