@@ -119,6 +119,7 @@ class StreamLoader:
         """Raises DataError when reading failed for good, or a worker died."""
         self._deal()
         stream = self._streams[(self._next + self._rank) % self._count]
+        before = stream.mark()
         try:
             if self._readers is None:
                 self._readers = self._open_readers()
@@ -129,6 +130,7 @@ class StreamLoader:
             raise
         except ReaderError as e:
             self.close()
+            stream.go_back(before)  # a micro-batch half drawn
             raise DataError(
                 f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
                 "data.workers need less; resume=auto continues from the last checkpoint"
@@ -238,6 +240,15 @@ class ShuffledStream:
     @property
     def epoch(self) -> int:
         return self.position["epoch"] if self.position else 0
+
+    def mark(self) -> tuple:
+        """Where it stands, for `go_back`."""
+        rng = self._rng.bit_generator.state
+        return self._buffer.copy(), self._pending.copy(), self.position, rng
+
+    def go_back(self, mark: tuple) -> None:
+        """What was drawn since is drawn again."""
+        self._buffer, self._pending, self.position, self._rng.bit_generator.state = mark
 
     def draw(self, readers: Readers | _Here) -> np.ndarray:
         """A block (seq_len + 1,).

@@ -12,7 +12,7 @@ import pytest
 
 from lm.data.readers import ReaderError, Readers
 from lm.data.sources import DataError
-from lm.data.stream import StreamLoader
+from lm.data.stream import ShuffledStream, StreamLoader
 
 COUNT = "tests.lm.data.counter:counter"
 TRAINER = """
@@ -117,6 +117,32 @@ def test_a_trainer_that_ends_does_not_wait_for_workers(mode):
     assert time.monotonic() - start < 2
     assert (trainer.returncode != 0) == (mode == "error") == (b"as a bug would" in error)
     assert gone_within(workers, 0.5) is not None
+
+
+def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch):
+    """The worker dies between two of its blocks."""
+    cfg.data.workers, cfg.data.streams, cfg.data.shuffle_buffer = 2, 4, 8
+    loader = StreamLoader(cfg.data, bpe, 3)
+    real, draws = ShuffledStream.draw, [0]
+
+    def draw(self, readers):
+        draws[0] += 1
+        if draws[0] == 8:  # the second block of the third micro-batch
+            raise ReaderError("loader worker 0 was killed by SIGKILL")
+        return real(self, readers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShuffledStream, "draw", draw)
+        with pytest.raises(DataError, match="was killed"):
+            for _ in range(9):
+                next(loader)
+    loader.close()
+    fresh = StreamLoader(cfg.data.model_copy(update={"workers": 0}), bpe, 3)
+    for _ in range(loader.state_dict()["next_global_micro_batch"]):
+        next(fresh)
+    for _ in range(4):
+        assert next(loader)["labels"].equal(next(fresh)["labels"])
+    loader.close()
 
 
 def test_a_killed_worker_ends_a_stream_with_a_sentence_and_it_can_go_on(cfg, bpe):
