@@ -37,7 +37,7 @@ QUICK = {
     "solver": dict(schedule="parallel", max_iters=3, eval_max_iters=3),
     "tokenizer": dict(vocab_size=300),
     "data": dict(seq_len=8),
-    "train": dict(micro_batch_size=2, grad_accum_steps=1),
+    "train": dict(global_batch_size=2, micro_batch_size=2),
 }
 
 
@@ -113,6 +113,11 @@ def optimiser(cfg, model, updates):
     return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, factor)
 
 
+def accumulation(cfg):
+    """Micro-batches of an update on one GPU."""
+    return cfg["train"]["global_batch_size"] // cfg["train"]["micro_batch_size"]
+
+
 def train(cfg, bpe, ids, device, updates, of):
     """So many updates of a run of `of`.
 
@@ -122,7 +127,7 @@ def train(cfg, bpe, ids, device, updates, of):
     model = build(cfg, bpe).to(device).train()
     adamw, schedule = optimiser(cfg, model, of)
     micro, length = cfg["train"]["micro_batch_size"], cfg["data"]["seq_len"]
-    accumulate, generator = cfg["train"]["grad_accum_steps"], torch.Generator().manual_seed(0)
+    accumulate, generator = accumulation(cfg), torch.Generator().manual_seed(0)
     on_gpu, losses, norms, stats, began = device == "cuda", [], [], [], None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -194,13 +194,13 @@ class Checkpoints:
         self._news.put(Saved(job.step, job.blocked_s, seconds, total))
 
     def _prune(self) -> None:
-        """Delete whole checkpoints beyond the newest `keep`; those of `keep_every` stay, and
-        damaged ones, which are nobody's to count on, and perhaps somebody's to rescue."""
-        whole = [path for path in listed(self.folder) if self._is_intact(path)]
+        """Delete whole checkpoints beyond the newest `keep`. Those of `keep_every` are not among
+        them, nor damaged ones, which nobody can count on, and somebody may want to rescue."""
+        every = self.settings.keep_every
+        passing = [path for path in listed(self.folder) if not every or step_of(path) % every]
+        whole = [path for path in passing if self._is_intact(path)]
         for path in whole[: -self.settings.keep]:
-            every = self.settings.keep_every
-            if not every or step_of(path) % every:
-                _set_aside(path)
+            _set_aside(path)
         drop_partial(self.folder)
 
     def _is_intact(self, path: Path) -> bool:

@@ -147,7 +147,7 @@ class Engine(Section):
 class Checkpoint(Section):
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # newest checkpoints kept
-    keep_every: int | None = Field(None, gt=0)  # updates; those of its multiples are kept for good
+    keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
 
 
 class Log(Section):

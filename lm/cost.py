@@ -8,12 +8,8 @@ from lm.cards import INFINIBAND, PCIE, Card
 from lm.config import Config
 from lm.memory import Sizes
 
-COUNTS = (
-    1,
-    5,
-    10,
-    20,
-)  # evaluations that FLOPs are shown for; token by token, an exact one takes 1
+# Evaluations that FLOPs are shown for; token by token, an exact one takes 1.
+COUNTS = (1, 5, 10, 20)
 
 
 class Link(NamedTuple):

@@ -19,6 +19,24 @@ def _merge(base: dict, over: dict) -> dict:
     return merged
 
 
+def _own(cfg: Config) -> dict:
+    """What `engine.deepspeed` says, or the file that it names.
+
+    Raises:
+        ConfigError: the file is missing or is no JSON mapping.
+    """
+    own = cfg.engine.deepspeed
+    if not isinstance(own, str):
+        return own or {}
+    try:
+        found = json.loads(Path(own).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
+        raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"engine.deepspeed: {own} must hold a mapping of keys to values")
+    return found
+
+
 def deepspeed_config(cfg: Config, world_size: int) -> dict:
     """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
 
@@ -43,17 +61,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     }
     if t.precision == "bf16":  # fp32 weights; matrix products in bf16
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    over = cfg.engine.deepspeed
-    if isinstance(over, str):
-        try:
-            over = json.loads(Path(over).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
-            raise ConfigError(f"engine.deepspeed: cannot read {over} as JSON: {e}") from None
-        if not isinstance(over, dict):
-            raise ConfigError(
-                f"engine.deepspeed: {cfg.engine.deepspeed} must hold a mapping of keys to values"
-            )
-    merged = _merge(config, over or {})
+    merged = _merge(config, _own(cfg))
     for key in (
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",

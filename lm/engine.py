@@ -276,8 +276,9 @@ class Engine:
         rank calls it."""
         taken = _Taken()
         own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, taken
-        self.deepspeed._copy_recovery_script = lambda _: None  # else rank 0 writes a file, the
-        # others wait for it, and a full disk would be an error of rank 0 alone
+        # Else rank 0 writes a script there for which the others wait: a full disk would be an error
+        # of rank 0 alone.
+        self.deepspeed._copy_recovery_script = lambda _: None
         try:
             self.deepspeed.save_checkpoint(
                 str(folder), tag="any", client_state={"step": step}, save_latest=False

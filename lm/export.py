@@ -48,17 +48,18 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     from lm.config import load
     from lm.data.tokenizer import load_tokenizer
     from lm.reshard import consolidated
+    from lm.run_dir import RunDir
 
-    run_dir, out = Path(run_dir), Path(out)
-    if not (run_dir / "config.yaml").is_file():
-        raise ExportError(f"{run_dir} holds no run (it has no config.yaml)")
+    run, out = RunDir(run_dir), Path(out)
+    if not run.holds_run:
+        raise ExportError(f"{run} holds no run (it has no config.yaml)")
     _refuse_if_other(out)
-    path = Path(checkpoint) if checkpoint else checkpoints.newest(run_dir / "checkpoints")
+    path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
-        raise checkpoints.CheckpointError(f"{run_dir} has no complete checkpoint to export")
+        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
     step = checkpoints.verify(path)["step"]
-    cfg = load(run_dir / "config.yaml")
-    tokenizer = load_tokenizer(cfg, run_dir)
+    cfg = load(run.config)
+    tokenizer = load_tokenizer(cfg, run.path)
     model = build_model(
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
     )
@@ -67,11 +68,11 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise ExportError(
-            f"{path} is of another model than {run_dir / 'config.yaml'} describes ({first}): a"
+            f"{path} is of another model than {run.config} describes ({first}): a"
             " run's config.yaml must stay as it was trained"
         ) from None
     origin = f"Trained with fprnn for {step} updates."
-    return write_export(model, out, run_dir / "tokenizer", cfg.name, origin)
+    return write_export(model, out, run.tokenizer, cfg.name, origin)
 
 
 def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: str) -> Path:

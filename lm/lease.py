@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lm.errors import UserError
-from lm.outputs import writing
+from lm.outputs import read_mapping, writing
 
 BEAT_S = 10.0  # seconds between two signs of life
 PATIENCE_S = 30.0  # a holder on another host without one for so long is taken for dead
@@ -50,7 +50,7 @@ class Lease:
             OutputError: the file cannot be written.
         """
         while not self._create():
-            holder = _read(self.path)
+            holder = read_mapping(self.path)
             if holder is None:
                 continue  # gone meanwhile
             self._outlive(holder)
@@ -65,7 +65,7 @@ class Lease:
         self._stop.set()
         self._thread.join()
         self._thread = None
-        if _read(self.path) == self.own:
+        if read_mapping(self.path) == self.own:
             self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
@@ -125,14 +125,14 @@ class Lease:
         aside = self.path.with_name(f"{self.path.name}.{self.own['pid']}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
-            if _read(aside) != holder and not self.path.exists():
+            if read_mapping(aside) != holder and not self.path.exists():
                 os.rename(aside, self.path)
             else:
                 aside.unlink()
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
-            found = _read(self.path)
+            found = read_mapping(self.path)
             if found != self.own:
                 self._taken_by = found or {}
                 return
@@ -155,17 +155,6 @@ def _job() -> str | None:
     """Slurm's name of the job that this process is of: 4711, or 4711_3 of an array."""
     array, job = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "JOB_ID"))
     return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}" if array else job
-
-
-def _read(path: Path) -> dict | None:
-    """Who holds a lease; {} where the file says nothing (yet), None where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _sign(path: Path) -> int | None:

@@ -6,6 +6,7 @@ the model holds is counted (lm/activations.py). N: parameters, w: ranks.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -185,14 +186,15 @@ class Planner:
                 batches.append(fewer)
         # (how many kinds change, how far): the order that they are tried in.
         found = []
-        for at_batch, batch in enumerate(batches):
-            for at_check, check in enumerate(checkpointed):
-                for at_stage, up in enumerate(stages):
-                    for at_bucket, small in enumerate(bucket):
-                        places = at_bucket, at_stage, at_batch, at_check
-                        kinds = sum(place > 0 for place in places)
-                        cost = at_bucket + 2 * at_stage + 3 * at_batch + 4 * at_check
-                        found.append(((kinds, cost), small | up | batch | check))
+        choices = bucket, stages, batches, checkpointed  # from the cheapest kind on
+        for places in itertools.product(*map(range, map(len, reversed(choices)))):
+            places = places[::-1]
+            kinds = sum(place > 0 for place in places)
+            cost = sum(weight * place for weight, place in enumerate(places, 1))
+            change = {}
+            for choice, place in zip(choices, places):
+                change |= choice[place]
+            found.append(((kinds, cost), change))
         found.sort(key=lambda pair: pair[0])
         return [change for (kinds, _), change in found if kinds]
 

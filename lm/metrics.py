@@ -254,12 +254,13 @@ def read_metrics(run_dir: Path) -> list[dict]:
     one, cut short by a kill, or one that the disk has spoilt."""
     path = Path(run_dir) / "metrics.jsonl"
     records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-        except ValueError:  # also of bytes that are no UTF-8
+        except (ValueError, RecursionError):  # also of bytes that are no UTF-8
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and step >= 0:
             records.append(record)
     return records
 

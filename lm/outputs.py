@@ -129,6 +129,18 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     return value
 
 
+def read_mapping(path: Path | str) -> dict | None:
+    """A JSON mapping as whoever looks on finds it: None where there is no file; {} where it holds
+    something else, is being written, or cannot be read."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def sync(path: Path | str) -> None:
     """Have the system put on the disk what was written to a file, or the names in a folder."""
     number = os.open(path, os.O_RDONLY)

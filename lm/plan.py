@@ -12,6 +12,7 @@ from lm.config import Config, ConfigError
 from lm.cost import flops_of
 from lm.deepspeed_json import deepspeed_config
 from lm.memory import Planner, on_the_meta_device, sizes
+from lm.run_dir import RunDir
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
@@ -43,7 +44,7 @@ def training_data(cfg: Config) -> tuple[float | None, str]:
             whose += f", those of `{cfg.tokenizer.name}` will be more or fewer"
         return total * (1 - d.val_fraction), f"about, of {name}, less validation's share; {whose}"
     unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
-    if not (cfg.run_dir / "tokenizer").is_dir():
+    if not RunDir(cfg.run_dir).tokenizer.is_dir():
         return unknown
     from lm.data.prepare import training_tokens
     from lm.data.sources import DataError

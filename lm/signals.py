@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 # Of a launcher before a kill, of a batch system before its time limit, of a terminal that closes,
@@ -33,8 +34,10 @@ class StopSignals:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def _ask(self, *_):
+    def _ask(self, number, _):
         self.asked = True
+        name = signal.Signals(number).name
+        os.write(2, f"{name}: saves and stops after this update (Ctrl-C: at once)\n".encode())
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         if signal.SIGINT in self._before:

@@ -11,11 +11,13 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lm import config
 from lm.config import ConfigError
 from lm.errors import PREEMPTED
+from lm.metrics import read_metrics
+from lm.outputs import read_mapping
+from lm.run_dir import RunDir
 
 FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
@@ -49,27 +51,25 @@ def sweep_status(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) 
     found = []
     for i, point in enumerate(points):
         run_dir = Path(base.out_dir) / config.point_name(base.name, i, point)
-        found.append(point_status(i, run_dir, now))
+        found.append(point_status(i, RunDir(run_dir), now))
     return found
 
 
-def point_status(index: int, run_dir: Path, now: float) -> Point:
+def point_status(index: int, run: RunDir, now: float) -> Point:
     """What the files of a run directory say.
 
     Args:
         now: Unix seconds.
     """
-    records = _records(run_dir / "metrics.jsonl")
-    lease, failure, result = (
-        _mapping(run_dir / f"{name}.json") for name in ("lease", "failure", "result")
-    )
-    steps = _steps(run_dir / "config.yaml")
-    seen = _last_sign_of_life(run_dir, now)
-    state, text = _state(run_dir, lease, failure, result, steps, now)
+    records = read_metrics(run.path)
+    lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
+    steps = _steps(run.config)
+    seen = _last_sign_of_life(run, now)
+    state, text = _state(run, lease, failure, result, steps, now)
     probes = [num_iters for r in records if (num_iters := _num_iters(r)) is not None]
     return Point(
         index=index,
-        run_dir=str(run_dir),
+        run_dir=str(run),
         state=state,
         step=max((r["step"] for r in records), default=None),
         steps=steps,
@@ -79,16 +79,14 @@ def point_status(index: int, run_dir: Path, now: float) -> Point:
     )
 
 
-def _state(run_dir, lease, failure, result, steps, now) -> tuple[str, str]:
+def _state(run: RunDir, lease, failure, result, steps, now) -> tuple[str, str]:
     """One of STATES, and its sentence. Who holds the directory comes first: a finished or failed
     run may have been taken up again."""
-    if lease is not None and _is_fresh(run_dir / "lease.json", now):
+    if lease is not None and _is_fresh(run.lease, now):
         return "running", _holder(lease)
     updates = (result or {}).get("updates")
     if result is not None and (not _is_count(updates) or _validation(result) is None):
-        return "failed", (
-            f"{run_dir / 'result.json'} is damaged: delete it and continue with resume=auto"
-        )
+        return "failed", (f"{run.result} is damaged: delete it and continue with resume=auto")
     if result is not None and (steps is None or updates >= steps):
         return "done", _reached(result)
     if failure is not None:
@@ -97,37 +95,9 @@ def _state(run_dir, lease, failure, result, steps, now) -> tuple[str, str]:
         return ("stopped" if stopped else "failed"), str(sentence)
     if lease is not None:
         return "stopped", f"killed: {_holder(lease)} has given no sign of life; resume=auto"
-    if (run_dir / "config.yaml").exists():
+    if run.holds_run:
         return "stopped", "not finished, and nobody works on it: continue with resume=auto"
     return "missing", ""
-
-
-def _mapping(path: Path) -> dict[str, Any] | None:
-    """A JSON mapping; {} where the file is there and holds none, None where there is no file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _records(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl that can be read and have a step."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and _is_count(record.get("step")):
-            records.append(record)
-    return records
 
 
 def _steps(path: Path) -> int | None:
@@ -185,10 +155,10 @@ def _written(path: Path) -> float | None:
         return None
 
 
-def _last_sign_of_life(run_dir: Path, now: float) -> float | None:
+def _last_sign_of_life(run: RunDir, now: float) -> float | None:
     """Seconds since the lease was touched, or a record or result written."""
-    names = ("lease.json", "metrics.jsonl", "result.json", "config.yaml")
-    known = [t for name in names if (t := _written(run_dir / name)) is not None]
+    paths = run.lease, run.metrics, run.result, run.config
+    known = [t for path in paths if (t := _written(path)) is not None]
     return round(max(0.0, now - max(known)), 1) if known else None
 
 

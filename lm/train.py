@@ -484,7 +484,10 @@ class Training:
 
 
 def _leave_word(run: RunDir, ranks: Ranks, error: Exception) -> None:
-    """failure.json, for whoever looks at the run from outside."""
-    if ranks.is_main and not isinstance(error, LeaseError):
+    """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank knows
+    better and was first."""
+    if isinstance(error, LeaseError) or run.failure.exists():
+        return
+    if ranks.is_main or isinstance(error, DivergedAlone):
         with contextlib.suppress(Exception):  # the disk may be what failed
             run.write_failure(sentence(error) or repr(error), exit_status(error))

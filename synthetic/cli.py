@@ -19,6 +19,7 @@ EPILOG = """examples:
 def _train(args) -> int:
     from lm.config import refuse_sweep
     from lm.console import say
+    from lm.run_dir import RunDir
     from synthetic.config import load
     from synthetic.results import summary, verdict
     from synthetic.train import train
@@ -30,7 +31,7 @@ def _train(args) -> int:
                         f" {result['training_seconds']:.0f} s"))  # fmt: skip
     if text := verdict(result):
         say(text)
-    say(f"result   {cfg.run_dir / 'result.json'}")
+    say(f"result   {RunDir(cfg.run_dir).result}")
     return 0 if all(bar["passed"] for bar in result["bars"]) else 2
 
 

@@ -15,6 +15,7 @@ import torch
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics, probe
 from lm.outputs import check_file, write_json, writing
+from lm.run_dir import RunDir
 from synthetic.build import load_run, trained_on
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
@@ -326,7 +327,7 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
         what was written to `out` (default RUN/eval.json).
     """
     run_dir = Path(run_dir)
-    path = Path(out) if out else run_dir / "eval.json"
+    path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides)
     check_seeds(seeds or cfg.eval.seeds, task)

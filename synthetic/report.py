@@ -16,9 +16,10 @@ from lm.console import say
 from lm.errors import TrainingError
 from lm.metrics import read_metrics
 from lm.outputs import check_folder, read_json, writing
+from lm.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.figures import Drawing, ReportError, bars, curves, heatmap, scatter, times
-from synthetic.runs import differences, seed_of
+from synthetic.runs import differences, is_finished, result, seed_of
 from synthetic.trained import Trained, notes
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "synthetic"
@@ -103,7 +104,7 @@ class Sweep:
     configs: list[Config]
 
     def found(self) -> list[int]:
-        return [i for i, cfg in enumerate(self.configs) if (cfg.run_dir / "result.json").exists()]
+        return [i for i, cfg in enumerate(self.configs) if is_finished(cfg)]
 
     def missing(self) -> list[int]:
         found = set(self.found())
@@ -223,7 +224,7 @@ def limit_file(cfg: Config, limit: int) -> Path:
 
 def limits_missing(cfg: Config, limits: list[int]) -> list[int]:
     """Which ℓmax a finished run was not evaluated under since it finished."""
-    done = (cfg.run_dir / "result.json").stat().st_mtime
+    done = RunDir(cfg.run_dir).result.stat().st_mtime
     files = {n: limit_file(cfg, n) for n in limits}
     return [n for n, f in files.items() if not f.exists() or f.stat().st_mtime < done]
 
@@ -240,7 +241,7 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
             Trained(
                 cfg.run_dir, cfg, seed_of(cfg), point,
                 model_label(cfg, point), task_label(cfg, point),
-                read_json(cfg.run_dir / "result.json", ("eval",)), read_metrics(cfg.run_dir),
+                result(cfg), read_metrics(cfg.run_dir),
                 {n: read_json(limit_file(cfg, n), ("eval",)) for n in fresh},
             )
         )  # fmt: skip

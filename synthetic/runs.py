@@ -16,8 +16,8 @@ from lm.build import check_section
 from lm.console import say
 from lm.errors import Stopped, TrainingError
 from lm.old_keys import moved_tree
-from lm.outputs import check_folder, read_json
-from lm.run_dir import settled
+from lm.outputs import check_folder
+from lm.run_dir import RunDir, settled
 from lm.signals import STOP
 from synthetic.build import device_of
 from synthetic.config import Config
@@ -31,18 +31,18 @@ OF_BASELINES = {
 
 def is_finished(cfg: Config) -> bool:
     """Whether a run has left its result."""
-    return (cfg.run_dir / "result.json").exists()
+    return RunDir(cfg.run_dir).is_finished
 
 
 def result(cfg: Config) -> dict | None:
     """What a finished run has found, or None."""
-    path = cfg.run_dir / "result.json"
-    return read_json(path, ("eval",)) if path.exists() else None
+    run = RunDir(cfg.run_dir)
+    return run.read_result(("eval",)) if run.is_finished else None
 
 
 def differences(cfg: Config) -> list[str]:
     """Where the config a run was made with differs from this one, in what matters."""
-    saved = cfg.run_dir / "config.yaml"
+    saved = RunDir(cfg.run_dir).config
     old = moved_tree(base.load_tree(saved), str(saved)) if saved.exists() else {}
     new, found = cfg.model_dump(mode="json"), []
     if "model" in old:
@@ -65,7 +65,7 @@ def differences(cfg: Config) -> list[str]:
 
 def seed_of(cfg: Config) -> int:
     """The seed that a finished run was made with, whatever the config asks for today."""
-    saved = cfg.run_dir / "config.yaml"
+    saved = RunDir(cfg.run_dir).config
     return base.load_tree(saved).get("seed", cfg.seed) if saved.exists() else cfg.seed
 
 

@@ -260,9 +260,12 @@ class Training:
 
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        with solving(self.model, max_iters=limit):
-            at_full_length = self.longest == self.longest_of_all
-            passed, worse = backward(one_pass, self.adversary if at_full_length else None)
+        at_full_length = self.longest == self.longest_of_all
+        try:
+            with solving(self.model, max_iters=limit):
+                passed, worse = backward(one_pass, self.adversary if at_full_length else None)
+        except FloatingPointError as e:  # of a block, forward or back
+            raise Diverged(str(e)) from None
         loss, logits, solved, state = passed
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 
 
 def nan_at(count: int) -> None:
@@ -56,8 +58,7 @@ def no_data_at(count: int) -> None:
     MapLoader.__next__ = following
 
 
-def stop_at(count: int) -> None:
-    """SIGSTOP before the count-th update, as of a node that hangs."""
+def _before_update(count: int, what: Callable[[], None]) -> None:
     from lm.engine import Engine
 
     real, updates = Engine.step, [0]
@@ -65,27 +66,20 @@ def stop_at(count: int) -> None:
     def step(self, *args):
         updates[0] += 1
         if updates[0] == count:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            what()
         return real(self, *args)
 
     Engine.step = step
+
+
+def stop_at(count: int) -> None:
+    """SIGSTOP before the count-th update, as of a node that hangs."""
+    _before_update(count, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def sleep_at(count: int) -> None:
     """The count-th update never ends."""
-    import time
-
-    from lm.engine import Engine
-
-    real, updates = Engine.step, [0]
-
-    def step(self, *args):
-        updates[0] += 1
-        if updates[0] == count:
-            time.sleep(600)
-        return real(self, *args)
-
-    Engine.step = step
+    _before_update(count, lambda: time.sleep(600))
 
 
 def synthetic_nan_at(count: int) -> None:
@@ -102,9 +96,31 @@ def synthetic_nan_at(count: int) -> None:
     synthetic.train.loss_of = loss_of
 
 
-FAULTS = {
-    f.__name__: f for f in (nan_at, nonfinite_at, no_data_at, stop_at, sleep_at, synthetic_nan_at)
-}
+def synthetic_nonfinite_at(count: int) -> None:
+    """The count-th pass of the synthetic trainer finds a number that is not finite, in a block."""
+    import synthetic.train
+
+    real, passes = synthetic.train.loss_of, [0]
+
+    def loss_of(*args):
+        passes[0] += 1
+        if passes[0] == count:
+            raise FloatingPointError("block 0 has made NaN")
+        return real(*args)
+
+    synthetic.train.loss_of = loss_of
+
+
+INJECTED = (
+    nan_at,
+    nonfinite_at,
+    no_data_at,
+    stop_at,
+    sleep_at,
+    synthetic_nan_at,
+    synthetic_nonfinite_at,
+)
+FAULTS = {fault.__name__: fault for fault in INJECTED}
 
 
 def main() -> int:

@@ -147,6 +147,7 @@ def test_the_loop_trains_the_demo_as_lm_train_does(module):
     bpe, _ = loop.tokens_of(["some text"], 300)
     ours, theirs = loop.build(tree, bpe), build.build_model(cfg, 264, 0, 0)
     assert ours.config.to_dict() == theirs.config.to_dict()
+    assert loop.accumulation(tree) == cfg.train.accumulation(1) == 2
     adamw, schedule = loop.optimiser(tree, ours, 50)
     expected = optim.parameter_groups(ours, cfg.optim.weight_decay)
     for one, other in zip(adamw.param_groups, expected, strict=True):

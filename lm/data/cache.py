@@ -22,7 +22,7 @@ from lm.console import say
 from lm.data import integrity
 from lm.data.sources import DataError, source_files
 from lm.lease import Lease, LeaseError
-from lm.outputs import OutputError, check_folder, write_json, writing
+from lm.outputs import OutputError, check_folder, read_mapping, write_json, writing
 
 FORMAT = 1  # of an entry; goes up when the same text and settings make other tokens
 VARIABLE = "FPRNN_CACHE"
@@ -109,7 +109,7 @@ def content(folder: Path, data: Data) -> list | str:
         return [data.dataset, data.name, data.val_tokens]
     if data.source == "builtin":
         return sys.version
-    known = _read_json(folder / HASHES)
+    known = read_mapping(folder / HASHES) or {}
     found, unread = {}, []
     files = [path.resolve() for path in source_files(data)]
     for path in set(files):
@@ -177,7 +177,7 @@ def _acquired(
             lease.acquire()
             return True
         except LeaseError:
-            holder = _read_json(folder / LEASE)
+            holder = read_mapping(folder / LEASE) or {}
         if is_there():
             return False
         if time.monotonic() - said >= SAY_EVERY_S:
@@ -218,12 +218,3 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror}") from None
-
-
-def _read_json(path: Path) -> dict:
-    """A mapping; {} where there is none, or something else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -13,7 +13,7 @@ from lm.config import Data
 from lm.console import say
 from lm.data import integrity
 from lm.data.sources import DataError, first_line
-from lm.outputs import OutputError
+from lm.outputs import OutputError, write_json
 
 SPLITS = ("train", "val")
 COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
@@ -114,7 +114,7 @@ def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
             integrity.remember(folder, [name])
     if sums != meta.sha256:
         say(f"data     {folder} had no checksums (version 0.1 wrote none): they are added")
-        integrity.write_json(folder / "meta.json", asdict(replace(meta, sha256=sums)))
+        write_json(folder / "meta.json", asdict(replace(meta, sha256=sums)))
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.data.sources import DataError
-from lm.outputs import writing
+from lm.outputs import read_mapping, write_json, writing
 
 CHUNK = 2**24  # bytes read at a time
 ALWAYS_BYTES = 2**30  # a file up to this size is read whole at every start
@@ -87,31 +86,6 @@ class Writer:
         self._path.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: dict) -> None:
-    """The file is there whole, after a power cut too, or is what it was.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    draft = path.with_suffix(".tmp")
-    with writing(path):
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk, as well as the files."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def remember(folder: Path, names: list[str]) -> None:
     """Notes that these files are what their checksums say, until they change."""
     record = _recorded(folder) | {name: state(folder / name) for name in names}
@@ -153,11 +127,7 @@ def read_through(
 
 
 def _recorded(folder: Path) -> dict:
-    try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # then the files are read
-    return found if isinstance(found, dict) else {}
+    return read_mapping(folder / RECORD) or {}  # then the files are read
 
 
 def state(path: Path) -> list[int]:

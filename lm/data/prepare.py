@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import sys
 import time
@@ -16,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config, Data
 from lm.console import say
-from lm.data import cache, integrity
+from lm.data import cache
 from lm.data.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
 from lm.data.sources import DataError, source_files
 from lm.data.tokenising import documents_done, tokenise
@@ -199,7 +197,7 @@ def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
         stats = [(str(path.resolve()), path.stat()) for path in source_files(data)]
         parts |= {"files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]}
     parts |= {"tokenizer": tokenizer.backend_tokenizer.to_str(), "eos": tokenizer.eos_token_id}
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache.digest(parts)
 
 
 def _in_run(
@@ -382,4 +380,4 @@ def _write_record(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     counts = {"documents": meta.documents, "tokens": meta.tokens}
-    integrity.write_json(folder / RECORD, asdict(record) | counts)
+    write_json(folder / RECORD, asdict(record) | counts)

@@ -18,9 +18,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing import connection, resource_tracker, util
 
 from lm.errors import UserError
+from lm.signals import STOP
 
-# What a launcher or a terminal sends to the whole group: the trainer decides when to stop.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
 
 
@@ -158,17 +157,17 @@ class Readers:
 
 
 def _start(entry: str, payload: object):
-    """(process, our end of its connection). The process is born with SIGNALS blocked, and ignores
+    """(process, our end of its connection). The process is born with STOP blocked, and ignores
     them as soon as it runs: there is no moment at which one of them would end it."""
     context = multiprocessing.get_context("spawn")  # threads of tokenizers do not survive a fork
     ours, theirs = context.Pipe()
     arguments = (theirs, os.getpid(), entry, pickle.dumps(payload))
     process = context.Process(target=work, args=arguments, daemon=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         # Its start would unblock some of the signals, so it comes before that of the process.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -187,9 +186,9 @@ def _kill(processes: list, connections: list) -> None:
 
 def work(ours: connection.Connection, parent: int, entry: str, payload: bytes) -> None:
     """What a reader process runs, until its parent is gone or hangs up."""
-    for number in SIGNALS:
+    for number in STOP:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -20,7 +20,7 @@ from lm.data.corpus import SPLITS, Meta
 from lm.data.packing import encode_documents
 from lm.data.sources import DataError, documents, is_validation
 from lm.lease import LeaseError
-from lm.outputs import OutputError, write_text, writing
+from lm.outputs import OutputError, sync, write_json, write_text, writing
 
 BATCH = 256  # documents tokenised at a time
 SHARD_DOCUMENTS, SHARD_CHARACTERS = 4096, 8_000_000  # a shard ends when it has either
@@ -101,7 +101,7 @@ def tokenise(
         sha256=sums,
     )
     integrity.remember(folder, list(sums))
-    integrity.write_json(folder / "meta.json", asdict(meta))  # last: now they are whole
+    write_json(folder / "meta.json", asdict(meta))  # last: now they are whole
     files.forget()
     return meta
 
@@ -205,7 +205,7 @@ class _Files:
             name = f"{split}.bin"
             sums[name] = self.writers[split].finish(self._folder / name)
         with writing(self._folder):
-            integrity.sync_folder(self._folder)
+            sync(self._folder)
         return sums
 
     def stop(self) -> None:

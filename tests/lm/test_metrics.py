@@ -12,7 +12,14 @@ from rich.console import Console
 from lm import console, metrics
 from lm.config import Config
 from lm.log import Writer
-from lm.metrics import Throughput, fixed_point_metrics, read_metrics
+from lm.metrics import (
+    Busy,
+    Spikes,
+    Throughput,
+    fixed_point_metrics,
+    imbalance,
+    read_metrics,
+)
 from lm.run_dir import RunDir
 
 
@@ -396,3 +403,35 @@ def test_other_ranks_are_silent(screen, monkeypatch):
         with console.Progress("training", total=10) as bar:
             bar.update(4, text="loss 3.2")
         assert file.getvalue() == ""
+
+
+def test_a_spike_is_a_loss_of_so_many_times_the_mean_before_it():
+    spikes = Spikes(2.0, window=4)
+    before = [spikes.look(loss) for loss in (9.0, 1.0, 1.0, 1.0)]
+    assert before == [None] * 4  # it knows no mean yet
+    assert spikes.mean == pytest.approx(3.0)
+    assert spikes.look(5.9) is None and spikes.mean == pytest.approx(3.725)
+    said = spikes.look(7.5)
+    assert said == "the loss is 7.5000, more than 2 times (train.spike) its mean of 3.7250"
+    assert spikes.mean == pytest.approx(3.725)  # which a spike does not move
+    spikes.forget()
+    assert spikes.look(100.0) is None
+    assert Spikes(None, window=1).look(1e9) is None
+
+
+def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
+    def others(seconds):
+        return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
+
+    assert imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
+    assert imbalance(4.0, others) == {"imbalance": 0.25}
+    assert imbalance(3.0, lambda t: t) == {}
+
+
+def test_busy_counts_what_happens_within_and_begins_anew():
+    busy = Busy("cpu")
+    for _ in range(2):
+        with busy.working():
+            time.sleep(0.02)
+    time.sleep(0.05)
+    assert 0.04 <= busy.read() < 0.06 and busy.read() == 0.0

@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation(
         "running: damaged checkpoints count as kept",
         CHECKPOINT,
-        "whole = [path for path in listed(self.folder) if self._is_intact(path)]",
-        "whole = listed(self.folder)",
+        "whole = [path for path in passing if self._is_intact(path)]",
+        "whole = passing",
         saving("test_a_damaged_one_does_not_count_for_those_to_keep"),
     ),
     Mutation(
@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "running: keep_every keeps the others",
         CHECKPOINT,
-        "if not every or step_of(path) % every:",
-        "if not every or not step_of(path) % every:",
+        "if not every or step_of(path) % every]",
+        "if not every or not step_of(path) % every]",
         saving("test_old_ones_go_and_those_of_keep_every_stay"),
     ),
     Mutation(

@@ -78,13 +78,15 @@ def test_a_kill_loses_nothing_that_was_saved(tmp_path, whole):
     assert trace(tmp_path / "x") == whole
 
 
-def test_nan_goes_back_and_on_with_the_next_batches(tmp_path, whole):
+@pytest.mark.parametrize(
+    "fault, why",
+    [("synthetic_nan_at=16", "the loss is nan"), ("synthetic_nonfinite_at=16", "block 0 has made")],
+)
+def test_nan_goes_back_and_on_with_the_next_batches(tmp_path, fault, why):
     """Update 16 is NaN. Updates 11 to 40 then have the batches of 17 to 46."""
-    status, output, error = finished(
-        tmp_path, "optim.schedule=constant", fault="synthetic_nan_at=16"
-    )
+    status, output, error = finished(tmp_path, "optim.schedule=constant", fault=fault)
     assert status == 0, error
-    assert "note: update 16: the loss is nan" in output
+    assert f"note: update 16: {why}" in output
     assert "back to the checkpoint of update 10" in " ".join(output.split())
     records = trace(tmp_path / "x")
     assert sorted(records) == list(range(1, 41))
