@@ -133,6 +133,8 @@ class Lease:
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
             found = read_mapping(self.path)
+            if found == {}:
+                continue  # being written, or the disk does not answer: the next beat looks again
             if found != self.own:
                 self._taken_by = found or {}
                 return

@@ -140,7 +140,7 @@ MUTATIONS = [
     Mutation(
         "running: another's lease is given back",
         LEASE,
-        "if _read(self.path) == self.own:",
+        "if read_mapping(self.path) == self.own:",
         "if True:",
         holding("test_a_holder_that_was_suspended_finds_out"),
     ),

@@ -205,7 +205,8 @@ def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "replace", noted_replace)
     prepare(cfg, bpe, cfg.run_dir)
-    last = order.index(("sync", "meta.tmp"))
+    last = order.index(("name", "meta.json")) - 1
+    assert order[last][0] == "sync" and "meta.json" in order[last][1]  # its draft
     for split in ("train", "val"):
         named = order.index(("name", f"{split}.bin"))
         assert order.index(("sync", f"{split}.tmp")) < named < last
