@@ -1,9 +1,13 @@
 """`FPRNNConfig`: the architecture and solver of a fixed-point RNN, as HuggingFace expects them."""
 
+import copy
 import math
 
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging
+
+from .patterns import FIXED_POINT, Layer, parse
+from .sizes import check_sizes
 
 logger = logging.get_logger(__name__)
 
@@ -40,9 +44,15 @@ RANGES = {  # field → (least, most, both in words)
     "patience": (1, _LARGE, "a whole number from 1 on"),
     "n_backwards": (1, _LARGE, "a whole number from 1 on"),
     "dt_rank": (1, _LARGE, "a whole number from 1 on, or auto"),
+    "n_heads": (1, _LARGE, "a whole number from 1 on, or auto"),
+    "d_ff": (1, _LARGE, "a whole number from 1 on, or auto"),
+    "attention_window": (1, _LARGE, "a whole number from 1 on, or null"),
 }
 
-UNSET = (("contractive", None), ("eval_tol", "auto"), ("adjoint_clip", None))
+UNSET = (
+    ("contractive", None), ("eval_tol", "auto"), ("adjoint_clip", None), ("n_heads", "auto"),
+    ("d_ff", "auto"), ("attention_window", None),
+)  # fmt: skip
 
 # ‖I − Q‖ that FP-RNN's mixers are held to where nothing else bounds them (`contractive: auto`): it
 # iterates its state without a norm, so an unbounded mixer makes the state grow from token to token.
@@ -68,6 +78,7 @@ SOLVER_FIELDS = (
 CHOICES = {
     "token": ("auto", "exact", "iterate"),
     "stopping": ("auto", "causal", "paper"),
+    "position": ("rope", "nope"),
 }
 SCHEDULES = {
     "auto": "sequential with householder or dplr on a CPU, else window:128",
@@ -148,15 +159,6 @@ def refuse_solver_token(kwargs):
         )
 
 
-MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
-
-
-def nearest_divisor(whole, wanted):
-    """The divisor of `whole` that is nearest to `wanted`."""
-    divisors = (m for m in range(1, whole + 1) if whole % m == 0)
-    return min(divisors, key=lambda m: abs(m - wanted))
-
-
 class FPRNNConfig(PretrainedConfig):
     """Configuration of FPRNNModel and FPRNNForCausalLM. Every field has a default.
 
@@ -167,7 +169,12 @@ class FPRNNConfig(PretrainedConfig):
         rms_norm: the residual stream's norms, one before each block and one before the head, are
         RMSNorm; False: LayerNorm with weight and bias.
         bias: in_proj and out_proj of every block have one.
-        block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2.
+        block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2 and mamba2.
+        layers: None: n_layer equal layers of `block`; else which layers there are, see patterns.py;
+        `block` is then their kind of fixed-point layer.
+        n_heads: of attention; "auto": as many of headdim as fit in d_model. position: of attention,
+        "rope" or "nope". attention_window: tokens that it looks at; None: all.
+        d_ff: width inside mlp; "auto": 8/3 d_model, rounded up to 64.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3).
         eigen_range: eigenvalues of Q in [−1, 1] ("signed") or in [0, 1] ("positive").
@@ -233,6 +240,7 @@ class FPRNNConfig(PretrainedConfig):
         tie_embeddings=True,
         bias=False,
         block="fp_mamba1",
+        layers=None,
         headdim=64,
         ngroups=1,
         mixer="householder",
@@ -250,6 +258,10 @@ class FPRNNConfig(PretrainedConfig):
         bc_norm=True,
         glu_in_loop=False,
         use_short_conv=False,
+        n_heads="auto",
+        d_ff="auto",
+        position="rope",
+        attention_window=None,
         out_norm_epsilon=1e-5,
         eps=1e-5,
         reset_at_eos=True,
@@ -297,7 +309,7 @@ class FPRNNConfig(PretrainedConfig):
         self.n_layer = n_layer
         self.d_state = d_state
         self.expand = expand
-        self.dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        self.dt_rank = dt_rank
         self.d_conv = d_conv
         self.norm_epsilon = norm_epsilon
         self.rms_norm = rms_norm
@@ -305,6 +317,7 @@ class FPRNNConfig(PretrainedConfig):
         self.tie_embeddings = kwargs.pop("tie_word_embeddings", tie_embeddings)
         self.bias = bias
         self.block = block
+        self.layers = layers
         self.headdim = headdim
         self.ngroups = ngroups
         self.mixer = mixer
@@ -322,6 +335,10 @@ class FPRNNConfig(PretrainedConfig):
         self.bc_norm = bc_norm
         self.glu_in_loop = glu_in_loop
         self.use_short_conv = use_short_conv
+        self.n_heads = n_heads
+        self.d_ff = d_ff
+        self.position = position
+        self.attention_window = attention_window
         self.out_norm_epsilon = out_norm_epsilon
         self.eps = eps
         self.reset_at_eos = reset_at_eos
@@ -365,16 +382,24 @@ class FPRNNConfig(PretrainedConfig):
         Raises:
             ValueError: a value that its field cannot have, or sizes that do not go together.
         """
-        paper = PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"])
-        for name, value in paper.items():
+        if self.layers is not None:
+            kinds = [layer.kind for layer in self.layer_list()]
+            self.block = next((kind for kind in kinds if kind in FIXED_POINT), self.block)
+        self._settle_values()
+        for layer in self.distinct_layers():
+            self.of_layer(layer)
+        self._settle_solver()
+
+    def _settle_values(self):
+        for name, value in PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"]).items():
             if getattr(self, name) == "auto":
                 setattr(self, name, value)
         self.kronecker_norm, self.contractive = mixer_bounds(
             self.block, self.mixer, self.kronecker_norm, self.contractive
         )
+        if self.dt_rank == "auto":
+            self.dt_rank = math.ceil(self.d_model / 16)
         self._check_values()
-        self._check_sizes()
-        self._settle_solver()
 
     def _check_values(self):
         for name, known in {**NAMES, **CHOICES}.items():
@@ -396,36 +421,41 @@ class FPRNNConfig(PretrainedConfig):
         """Width of the recurrence, expand · d_model."""
         return self.expand * self.d_model
 
-    def _check_sizes(self):
-        """Raises ValueError for sizes that do not go together, in the block or in its mixer."""
-        d = self.d_inner
-        if self.block == "fp_mamba2" and d % self.headdim:
-            raise ValueError(
-                f"headdim is {self.headdim}: it must divide d_inner = expand · d_model = {d}, as"
-                f" {nearest_divisor(d, self.headdim)} does"
-            )
-        heads = d // self.headdim
-        if self.block == "fp_mamba2" and heads % self.ngroups:
-            raise ValueError(
-                f"ngroups is {self.ngroups}: it must divide the {heads} heads (d_inner / headdim),"
-                f" as {nearest_divisor(heads, self.ngroups)} does"
-            )
-        if self.block == "fp_rnn" and self.glu_in_loop:
-            raise ValueError(
-                "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
-            )
-        if self.mixer == "monarch" and d % self.mixer_rank:
-            raise ValueError(
-                f"mixer_rank is {self.mixer_rank}: of monarch it is the block size and must divide"
-                f" d_inner = expand · d_model = {d}, as {nearest_divisor(d, self.mixer_rank)} does"
-            )
-        if self.mixer == "selective_dense" and d > MAX_DENSE:
-            raise ValueError(
-                f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
-                f" expand · d_model may be at most {MAX_DENSE}"
-            )
-        if self.mixer_proj_rank is not None and self.mixer not in ("householder", "dplr"):
-            raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {self.mixer}")
+    def layer_list(self):
+        """The Layers of the model, n_layer of them."""
+        if self.layers is None:
+            return [Layer(self.block, {})] * self.n_layer
+        return parse(self.layers, self.n_layer)
+
+    def distinct_layers(self):
+        """Those of the model that differ, each once."""
+        layers = self.layer_list()
+        return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
+
+    def of_layer(self, layer):
+        """The config of one of the layers: of equal ones this very config, else a copy with the
+        layer's options.
+
+        Raises:
+            ValueError: an option that it cannot have, sizes that do not go together.
+        """
+        if self.layers is None:
+            check_sizes(self, layer.kind)
+            return self
+        own = copy.copy(self)
+        own.layers = None
+        if (self.kronecker_norm, self.contractive) == mixer_bounds(
+            self.block, self.mixer, "auto", "auto"
+        ):  # of another mixer they may be others
+            own.kronecker_norm = own.contractive = "auto"
+        for name, value in layer.options.items():
+            setattr(own, name, value)
+        try:
+            own._settle_values()
+            check_sizes(own, layer.kind)
+        except ValueError as e:
+            raise ValueError(f"layers, {layer.kind}: {e}") from None
+        return own
 
     def _settle_solver(self):
         """Replace "auto" in the solver's fields by what it is.

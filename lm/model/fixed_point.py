@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cell import solve_by_iterating, solve_low_rank
-from .configuration_fprnn import AUTO_WINDOW, PAPER_RULES, parse_gradient, parse_schedule
+from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
 from .contraction import mixing_norm, spectral_norm
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
 from .layers import affine_map, parameters_of, without_autocast
@@ -27,11 +27,10 @@ from .solver import (
     solve_sequential,
     solve_windows,
 )
-from .state import BlockState, Sequences, last, once, shift
+from .state import BlockState, Sequences, last, once, shift, state_shapes
 
 EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
-PROBE = {"tol": 0.1, "max_iters": 1000, "quantile": 1.0}  # by which ℓ* is measured
 
 
 class Prepared(NamedTuple):
@@ -65,6 +64,7 @@ class FixedPointBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.solver_config = config  # whose solver fields hold: of a hybrid the model's
         self.solving = None  # a config whose solver fields hold instead (`model.solving`)
         self.draw_noise = gaussian  # an Adversary has its own
         self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
@@ -110,6 +110,10 @@ class FixedPointBlock(nn.Module):
         """The whole solve by a kernel: y (b,l,d), h and solved (b,l); None: there is none.
         reflections, adjoint: as `cell` in lm/kernels takes them."""
         raise NotImplementedError
+
+    def state_shapes(self):
+        """Of the tensors of its BlockState, without b."""
+        return state_shapes(self.config)
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two): what runs once per solve, and what
@@ -247,7 +251,7 @@ class FixedPointBlock(nn.Module):
     @property
     def settings(self):
         """The config whose solver fields hold."""
-        return self.config if self.solving is None else self.solving
+        return self.solver_config if self.solving is None else self.solving
 
     def rule(self):
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
@@ -463,9 +467,8 @@ class FixedPointBlock(nn.Module):
     @torch.no_grad()
     def _with_iterations(self, u, seqs, stats):
         """The stats with ℓ*: what the paper's procedure needs for this input."""
-        s, damping = self.prepare(u, seqs), PAPER_RULES[self.config.block]
-        rule = Rule(**{**damping, **PROBE}, patience=15)
-        return count_iterations_of(lambda y: self.step_residual(s, y), s.x, rule, stats)
+        s, block = self.prepare(u, seqs), self.config.block
+        return count_iterations_of(lambda y: self.step_residual(s, y), s.x, block, stats)
 
     def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
         """How contractive the paper's iteration is at its fixed point, by power iteration.

@@ -7,11 +7,13 @@ from torch import nn
 from transformers import initialization as init
 
 from .blocks import FPMamba1, FPMamba2
+from .diagonal import Mamba, Mamba2
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
+from .plain import PlainLayer
 
 
-def initialise(module, config):
+def initialise(module):
     """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
     alone what a checkpoint has loaded."""
     if isinstance(module, nn.Embedding):
@@ -31,20 +33,20 @@ def initialise(module, config):
     elif isinstance(module, Orthogonal):
         init.zeros_(module.weight)
         init.orthogonal_(module.base)
-    elif isinstance(module, FixedPointBlock):
-        _initialise_block(module, config)
+    elif isinstance(module, FixedPointBlock | PlainLayer):
+        _initialise_block(module, module.config)
 
 
 def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
-    if isinstance(module, FPMamba1):
+    if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
         bound = cfg.dt_rank**-0.5
         init.uniform_(module.dt_proj.weight, -bound, bound)
         dt_bias = module.dt_proj.bias
-    elif isinstance(module, FPMamba2):
+    elif isinstance(module, FPMamba2 | Mamba2):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias

@@ -9,13 +9,14 @@ import copy
 import torch
 from torch import nn
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from .blocks import FPRNN, build_block
+from .attention import Attention
+from .blocks import FPRNN
 from .cell import find_root
 from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig, parse_gradient, refuse_solver_token
 from .contraction import spectral_norm
+from .diagonal import Mamba
 from .fixed_point import FixedPointBlock
 from .gradient import implicit_gradient
 from .initialisation import initialise
@@ -35,7 +36,10 @@ from .names import let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
+from .patterns import KINDS
+from .plain import PlainLayer
 from .projections import Projections
+from .residual import FPRNNLayer
 from .scan import selective_scan
 from .solver import Rule
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
@@ -44,7 +48,7 @@ from .step import finish
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
     implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
-    Projections, gaussian,
+    Projections, gaussian, Attention, Mamba, KINDS,
 )  # fmt: skip
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
@@ -53,36 +57,11 @@ NORMED = (
     "u_down", "u_proj", "alpha_proj", "uv_proj", "gate_proj", "bc_y_proj", "dt_y_proj", "z_y_proj",
 )  # fmt: skip
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
-IN_FP32 = {"fp_mamba1": ("A_log", "D", "dt_proj.bias"), "fp_mamba2": ("A_log", "D", "dt_bias")}
+_OF_MAMBA, _OF_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
+IN_FP32 = {
+    "fp_mamba1": _OF_MAMBA, "mamba": _OF_MAMBA, "fp_mamba2": _OF_MAMBA2, "mamba2": _OF_MAMBA2,
+}  # fmt: skip
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
-
-
-class SolvesOnceLayer(GradientCheckpointingLayer):
-    """A layer that hands `_gradient_checkpointing_func` a part of its work itself. The base class
-    would checkpoint all of `forward`, and the backward solve a second time."""
-
-    def __init_subclass__(cls, **kwargs):
-        super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
-
-
-class FPRNNLayer(SolvesOnceLayer):
-    """residual += hidden; hidden = block(norm(residual))."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = residual_norm(config)
-        self.block = build_block(config)
-
-    def forward(self, hidden, residual, seqs=Sequences(), count_iterations=False):  # noqa: B008
-        residual = hidden if residual is None else residual + hidden
-        if self.residual_in_fp32:
-            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
-        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        checkpoint = self._gradient_checkpointing_func if checkpointed else None
-        # What the block returns after its output: its stats, and its state if asked.
-        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
-        return hidden, residual, *rest
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -98,7 +77,9 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         config.settle()
         super().__init__(config)
         # exp() and softplus() of these need more digits than half precision has.
-        self._keep_in_fp32_modules_strict = list(IN_FP32.get(config.block, ()))
+        kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
+        kept = (name for kind in kinds for name in IN_FP32.get(kind, ()))
+        self._keep_in_fp32_modules_strict = list(dict.fromkeys(kept))
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -148,7 +129,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        initialise(module, self.config)
+        initialise(module)
 
 
 class FPRNNModel(FPRNNPreTrainedModel):
@@ -157,7 +138,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(FPRNNLayer(config) for _ in range(config.n_layer))
+        self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.norm_f = residual_norm(config)
         self.post_init()
 
@@ -238,7 +219,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 raise ValueError(f"past_key_values is a {type(cache).__name__}, not an FPRNNCache")
             state = cache.state
         if state is not None:
-            state.check(len(hidden), cfg)
+            if cfg.layers is None:
+                state.check(len(hidden), cfg)
+            else:
+                wanted = [layer.block.state_shapes() for layer in self.layers]
+                state.check_layers(len(hidden), wanted)
         # 2. Padding and documents.
         batch, length = hidden.shape[:2]
         mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
@@ -275,7 +260,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
             except NonFiniteError as e:
                 self._check_finite([*finite, torch.tensor(False)], str(e))
             finite.append(all_finite(hidden))
-            stats.append(layer_stats)
+            if layer_stats is not None:
+                stats.append(layer_stats)
             ends += end
         hidden = self.norm_f(residual + hidden)
         self._check_finite([*finite, all_finite(hidden)], "its output is NaN or infinite")
@@ -283,11 +269,13 @@ class FPRNNModel(FPRNNPreTrainedModel):
         states.append(hidden)
         if back is not None:
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
-        report = FixedPointReport(  # layers may lie on several devices
-            None if field[0] is None else torch.stack([t.to(hidden.device) for t in field])
-            for field in zip(*stats)
-        )
-        if back is not None and report.token_iters is not None:
+        report = None
+        if stats:  # layers may lie on several devices
+            report = FixedPointReport(
+                None if field[0] is None else torch.stack([t.to(hidden.device) for t in field])
+                for field in zip(*stats)
+            )
+        if back is not None and report is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
         end = self._end(input_ids, seqs, state, ends) if wants_end else None
         if cache is not None:
@@ -326,7 +314,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """How contractive every layer's iteration is on these tokens (see blocks.contraction).
 
         Returns:
-            mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*.
+            mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*; of
+            the fixed-point layers alone.
         """
         mask = checked_mask(attention_mask, *input_ids.shape)
         seqs, residual, rows = self._sequences(input_ids, mask), None, []
@@ -334,7 +323,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
             hidden = self.embeddings(input_ids)
             for layer in self.layers:
                 before = hidden if residual is None else residual + hidden
-                rows.append(layer.block.contraction(layer.norm(before), seqs, power_iterations))
+                block = layer.block
+                if isinstance(block, FixedPointBlock):
+                    rows.append(block.contraction(layer.norm(before), seqs, power_iterations))
                 hidden, residual, _ = layer(hidden, residual, seqs)
         mixing, lipschitz = zip(*rows)
         return torch.stack(mixing), torch.stack(lipschitz)
@@ -416,7 +407,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             if targets is not None:
                 those = kept(targets, logits_to_keep)
                 loss = nll_sum(logits, those) / number_of(those, num_items)
-        if loss is not None and self.training:
+        if loss is not None and self.training and outputs.fixed_point is not None:
             count = number_of(targets, num_items)
             loss = loss + weighted_penalty(outputs.fixed_point.penalty, targets, count)
         if not all(all_finite(t) for t in (logits, loss) if t is not None):
@@ -430,7 +421,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
 
     def _check_targets(self, targets, loss_only, logits_to_keep, num_items):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
-        regularised = self.backbone.layers[0].block.settings.jacobian_reg
+        blocks = self.fixed_point_blocks()
+        regularised = blocks and blocks[0].settings.jacobian_reg
         if targets is None and loss_only:
             raise ValueError("loss_only needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
@@ -443,22 +435,32 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             )
 
     def solver(self, length=None):
-        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver."""
-        return self.backbone.layers[0].block.solver(length)
+        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
+        where no layer is solved."""
+        blocks = self.fixed_point_blocks()
+        return blocks[0].solver(length) if blocks else "none"
 
-    def flops_per_token(self, evaluations, training=True):
-        """FLOPs per token with so many evaluations a token in every layer.
+    def flops_per_token(self, evaluations, training=True, length=None):
+        """FLOPs per token with so many evaluations a token in every fixed-point layer.
 
         Training: the solve forward, then prepare, one evaluation (of one_step n_backwards, of
         phantom:K K) and finish forward and backward (three times the forward); the head likewise.
         Where the gradient goes through the solve itself, token by token, that evaluation is one of
         the solve's. What an adjoint iterates in windows is not counted: it is known afterwards
         only. A multiply-add counts two, and the number is affine in `evaluations`.
+
+        Args: length: of the sequences, which attention's scores depend on; None: the longest.
         """
-        layers = [layer.block.flops_per_token() for layer in self.backbone.layers]
+        length = length or self.config.max_position_embeddings
+        solved = self.fixed_point_blocks()
+        layers = [block.flops_per_token() for block in solved]
         once, step = sum(o for o, _ in layers), sum(s for _, s in layers)
+        plain = [m for m in self.modules() if isinstance(m, PlainLayer)]
+        once += sum(layer.flops_per_token(length) for layer in plain)
         head = 2 * self.lm_head.weight.numel()
-        block = self.backbone.layers[0].block
+        if not solved:
+            return (3 if training else 1) * (once + head)
+        block = solved[0]
         (kind, k), how = parse_gradient(block.settings.gradient), block.solver()
         steps = {"one_step": block.settings.n_backwards, "phantom": k}.get(kind, 1)
         differentiated = once + steps * step + head

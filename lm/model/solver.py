@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .configuration_fprnn import PAPER_RULES
 from .non_finite import NonFiniteError
 from .state import BlockState
 
@@ -146,8 +147,17 @@ def solve_paper(f, y, rule, trace=None):
     return Solution(y, stats)
 
 
-def count_iterations_of(f, like, rule, stats):
-    """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y."""
+def probe_rule(block):
+    """The Rule by which ℓ* is measured: the paper's damping for a block, the tolerance 0.1, every
+    sequence."""
+    damping = {**PAPER_RULES[block], "quantile": 1.0}
+    return Rule(tol=0.1, max_iters=1000, patience=15, **damping)
+
+
+def count_iterations_of(f, like, block, stats):
+    """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y. block:
+    the name of the block that f is of."""
+    rule = probe_rule(block)
     try:
         counted = solve_paper(f, torch.zeros_like(like), rule).stats
         found = counted.num_iters, counted.converged, counted.token_iters

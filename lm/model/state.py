@@ -17,35 +17,53 @@ class BlockState(NamedTuple):
     h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
 
+    def select(self, rows):
+        """The state of these rows (k,) of the batch."""
+        return BlockState(*(t[rows] for t in self[:3]), tuple(t[rows] for t in self.conv))
+
 
 def state_shapes(config):
-    """Shapes, without b, of a BlockState's h and of what is in its conv, for such a model."""
+    """Shapes, without b, of the tensors in a BlockState of such a block."""
     d, n, bc = config.d_inner, config.d_state, 2 * config.ngroups * config.d_state
     h, convs = {
         "fp_mamba1": ((d, n), (d,)),
         "fp_mamba2": ((d // config.headdim, config.headdim, n), (d + bc,)),
         "fp_rnn": ((d,), (d, 2 * d)),
     }[config.block]
-    return [h, *((config.d_conv - 1, width) for width in convs if config.use_short_conv)]
+    tails = ((config.d_conv - 1, width) for width in convs if config.use_short_conv)
+    return [(d,), (d,), h, *tails]
+
+
+def tensors_of(layer):
+    """The tensors that a layer's state is made of."""
+    nested = (field if isinstance(field, tuple) else (field,) for field in layer)
+    return [tensor for fields in nested for tensor in fields]
+
+
+def _fits(found, shape):
+    return len(found) == len(shape) and all(n in (m, -1) for m, n in zip(found, shape))
 
 
 class FPRNNState(NamedTuple):
     """Where a forward pass ended, so that the next segment of the same streams can start there."""
 
-    layers: tuple[BlockState, ...]
+    layers: tuple[NamedTuple, ...]  # a BlockState of every fixed-point block; each kind its own
     # (b,), −1 where a row had none, or an embedding that is no EOS token's; None: unknown
     last_token: torch.Tensor | None
 
     def check(self, batch, config):
         """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
         first = self.layers[0]
+        if not isinstance(first, BlockState):
+            raise ValueError(f"the state is of a hybrid model, this one has {config.block} alone")
         rows, width = first.y.shape
         if (len(self.layers), width) != (config.n_layer, config.d_inner):
             raise ValueError(
                 f"the state is of a model with {len(self.layers)} layers of d_inner {width}, this"
                 f" one has {config.n_layer} of {config.d_inner}"
             )
-        found, right = [tuple(t.shape[1:]) for t in (first.h, *first.conv)], state_shapes(config)
+        found = [tuple(t.shape[1:]) for t in (first.h, *first.conv)]
+        right = state_shapes(config)[2:]
         if found != right:
             raise ValueError(
                 "the state is of another kind of block: for each stream its recurrence and its"
@@ -54,19 +72,42 @@ class FPRNNState(NamedTuple):
         if rows != batch:
             raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
 
+    def check_layers(self, batch, wanted):
+        """Raise a ValueError unless this is the state of `batch` streams and of a model with such
+        layers. wanted: what each layer's `state_shapes` gives."""
+        if len(self.layers) != len(wanted):
+            raise ValueError(
+                f"the state is of a model with {len(self.layers)} layers, this one has"
+                f" {len(wanted)}"
+            )
+        for index, (layer, shapes) in enumerate(zip(self.layers, wanted)):
+            found = [tuple(t.shape[1:]) for t in tensors_of(layer)]
+            same = len(found) == len(shapes) and all(map(_fits, found, shapes))
+            if not same:
+                raise ValueError(
+                    f"the state is of another model: layer {index} has left {found} for each"
+                    f" stream, where this one's leaves {shapes} (−1: any number)"
+                )
+            rows = {len(t) for t in tensors_of(layer)}
+            if rows - {batch}:
+                raise ValueError(f"the state is of a batch of {rows.pop()}, the input's is {batch}")
+
+    @property
+    def streams(self):
+        """A number for each stream, (b,), on the state's device."""
+        first = next(t for layer in self.layers for t in tensors_of(layer))
+        return torch.arange(len(first), device=first.device)
+
     def select(self, rows):
         """The state of these rows (k,) of the batch."""
-        layers = (
-            BlockState(*(t[rows] for t in layer[:3]), tuple(t[rows] for t in layer.conv))
-            for layer in self.layers
-        )
-        return FPRNNState(tuple(layers), None if self.last_token is None else self.last_token[rows])
+        layers = tuple(layer.select(rows) for layer in self.layers)
+        return FPRNNState(layers, None if self.last_token is None else self.last_token[rows])
 
 
 class FPRNNCache:
     """What `generate` carries from one forward pass to the next: an FPRNNState, of a size that does
-    not grow with the text. A forward pass of k ≥ 1 tokens with it goes on exactly where the one
-    before has ended."""
+    not grow with the text (that of attention does, up to its window). A forward pass of k ≥ 1
+    tokens with it goes on exactly where the one before has ended."""
 
     is_compileable = False
     is_croppable = False  # a recurrence cannot go back
@@ -89,11 +130,10 @@ class FPRNNCache:
 
     def reorder_cache(self, beam_idx):
         """Beam search: row i goes on from the state of row beam_idx[i]."""
-        self.state = self.state.select(beam_idx.to(self.state.layers[0].y.device))
+        self.state = self.state.select(beam_idx.to(self.state.streams.device))
 
     def batch_repeat_interleave(self, repeats):
-        rows = torch.arange(len(self.state.layers[0].y), device=self.state.layers[0].y.device)
-        self.state = self.state.select(rows.repeat_interleave(repeats))
+        self.state = self.state.select(self.state.streams.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices):
         self.reorder_cache(indices)

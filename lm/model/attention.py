@@ -1,0 +1,143 @@
+"""Softmax attention as a layer: rotary positions or none, a sliding window, packed documents.
+
+Shape suffixes: b batch, l length, h heads, e channels of a head; t keys, those of a state included.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .plain import PlainLayer
+from .sizes import heads_of
+
+ROPE_BASE = 10_000.0
+UNSEEN = -1  # the position of a key that no query may look at any more, or never could
+
+
+class AttentionState(NamedTuple):
+    """The keys and values that later tokens may look at; grows with the text, up to the window."""
+
+    keys: torch.Tensor  # (b,t,h,e), rotated
+    values: torch.Tensor  # (b,t,h,e)
+    positions: torch.Tensor  # (b,t) of each key; UNSEEN: padding, or of a document that is over
+    next_position: torch.Tensor  # (b,) of the token to come
+
+    def select(self, rows):
+        """The state of these rows (k,) of the batch."""
+        return AttentionState(*(field[rows] for field in self))
+
+
+class Attention(PlainLayer):
+    """softmax(q kᵀ / √e) v over the tokens up to the query in its document, the last
+    `attention_window` of them where that is set."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        d = config.d_model
+        self.heads = heads_of(config)
+        self.q_proj = nn.Linear(d, d, bias=False)
+        self.k_proj = nn.Linear(d, d, bias=False)
+        self.v_proj = nn.Linear(d, d, bias=False)
+        self.out_proj = nn.Linear(d, d, bias=False)
+
+    def state_shapes(self):
+        head = self.heads, self.config.d_model // self.heads
+        return [(-1, *head), (-1, *head), (-1,), ()]
+
+    def run(self, u, seqs):
+        # 1. Queries, keys, values (b,l,h,e), and the position of each token (b,l) in its row.
+        q, k, v = (
+            proj(u).unflatten(-1, (self.heads, -1))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        before = seqs.state
+        first = None if before is None else before.next_position
+        positions = torch.arange(u.shape[1], device=u.device).expand(len(u), -1)
+        positions = positions if first is None else positions + first.unsqueeze(1)
+        if self.config.position == "rope":
+            q, k = rotated(q, positions), rotated(k, positions)
+        # 2. What lies before these tokens. No document that has ended is looked into again.
+        keys, values, key_positions = k, v, hidden_at(positions, seqs)
+        if before is not None:
+            old = before.positions
+            keys = torch.cat([before.keys.to(k.dtype), k], 1)
+            values = torch.cat([before.values.to(v.dtype), v], 1)
+            key_positions = torch.cat([old, key_positions], 1)
+        # 3. Attend.
+        plain = before is None and seqs.mask is None and seqs.starts is None
+        window = self.config.attention_window
+        whole = plain and (window is None or window >= u.shape[1])
+        seen = None if whole else self._seen(positions, key_positions, seqs, before)
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
+            None if seen is None else seen.unsqueeze(1), is_causal=whole,
+        )  # fmt: skip
+        end = None
+        if seqs.return_state:
+            end = self._end(keys, values, key_positions, positions, seqs, before)
+        return self.out_proj(o.transpose(1, 2).flatten(-2)), end
+
+    def _seen(self, positions, key_positions, seqs, before):
+        """Which keys each query looks at, (b,l,t) bool; at padding the token itself, so that no
+        softmax is over nothing."""
+        length, older = positions.shape[1], key_positions.shape[1] - positions.shape[1]
+        distance = positions.unsqueeze(2) - key_positions.unsqueeze(1)
+        seen = (distance >= 0) & (key_positions != UNSEEN).unsqueeze(1)
+        if self.config.attention_window is not None:
+            seen &= distance < self.config.attention_window
+        if seqs.starts is not None:
+            document = seqs.starts.cumsum(1)
+            of_key = F.pad(document, (older, 0))  # what is kept is of the document before the first
+            seen &= document.unsqueeze(2) == of_key.unsqueeze(1)
+        itself = torch.eye(length, dtype=torch.bool, device=positions.device)
+        return seen | F.pad(itself, (older, 0))
+
+    def _end(self, keys, values, key_positions, positions, seqs, before):
+        """The AttentionState after the last token that is no padding."""
+        length = positions.shape[1]
+        if seqs.mask is None:
+            next_position = positions[:, -1] + 1
+        else:
+            next_position = positions[:, 0] + seqs.mask.sum(1)
+        if seqs.starts is not None:
+            older = key_positions.shape[1] - length
+            document = F.pad(seqs.starts.cumsum(1), (older, 0))
+            over = document != document[:, -1:]
+            key_positions = key_positions.masked_fill(over, UNSEEN)
+        if self.config.attention_window is not None:
+            gone = next_position.unsqueeze(1) - key_positions >= self.config.attention_window
+            key_positions = key_positions.masked_fill(gone, UNSEEN)
+        # Columns that no row needs are dropped, of those at the beginning.
+        needed = (key_positions != UNSEEN).any(0).to(torch.int8)
+        drop = int(needed.argmax()) if needed.any() else key_positions.shape[1]
+        keys, values = (t[:, drop:].detach().clone() for t in (keys, values))
+        return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
+
+    def flops_per_token(self, length):
+        """A query looks at half of the sequence on average, or at its window."""
+        c = self.config
+        looked_at = min(length / 2, c.attention_window or float("inf"))
+        return 8 * c.d_model**2 + int(4 * c.d_model * looked_at)
+
+
+def hidden_at(positions, seqs):
+    """The positions of the keys, UNSEEN at padding. (b,l)"""
+    return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, UNSEEN)
+
+
+def rotated(x, positions):
+    """Rotary position embedding (Su et al. 2021): channels i and i + e/2 of a head turn by
+    position · ROPE_BASE^(−2i/e).
+
+    Args: x: (b,l,h,e), e even. positions: (b,l).
+    Returns: (b,l,h,e) in x's dtype; computed in fp32 or wider.
+    """
+    half = x.shape[-1] // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    exponents = torch.arange(half, device=x.device, dtype=wide) / half
+    angles = positions.to(wide)[..., None, None] * ROPE_BASE**-exponents  # (b,l,1,e/2)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.to(wide).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,0 +1,83 @@
+"""Which sizes of a layer go together, and what those left open are."""
+
+MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
+
+
+def nearest_divisor(whole, wanted):
+    """The divisor of `whole` that is nearest to `wanted`."""
+    divisors = (m for m in range(1, whole + 1) if whole % m == 0)
+    return min(divisors, key=lambda m: abs(m - wanted))
+
+
+def heads_of(config):
+    """Heads of attention: `n_heads`, or as many of `headdim` as fit in d_model, at least one."""
+    return max(1, config.d_model // config.headdim) if config.n_heads == "auto" else config.n_heads
+
+
+def width_of_mlp(config):
+    """Width inside the gated MLP: 8/3 · d_model rounded up to a multiple of 64 (Llama's rule)."""
+    return -(-8 * config.d_model // (3 * 64)) * 64 if config.d_ff == "auto" else config.d_ff
+
+
+def check_sizes(config, kind):
+    """Find out whether the sizes of a layer of some kind go together.
+
+    Args: config: the FPRNNConfig of the layer. kind: see patterns.KINDS.
+    Raises:
+        ValueError: they do not; names the field, and what would do.
+    """
+    if kind in ("fp_mamba2", "mamba2"):
+        _check_mamba2(config)
+    if kind.startswith("fp_"):
+        _check_mixer(config, kind)
+    if kind == "attention":
+        _check_heads(config)
+
+
+def _check_mamba2(config):
+    d = config.d_inner
+    if d % config.headdim:
+        raise ValueError(
+            f"headdim is {config.headdim}: it must divide d_inner = expand · d_model = {d}, as"
+            f" {nearest_divisor(d, config.headdim)} does"
+        )
+    heads = d // config.headdim
+    if heads % config.ngroups:
+        raise ValueError(
+            f"ngroups is {config.ngroups}: it must divide the {heads} heads (d_inner / headdim),"
+            f" as {nearest_divisor(heads, config.ngroups)} does"
+        )
+
+
+def _check_mixer(config, kind):
+    d = config.d_inner
+    if kind == "fp_rnn" and config.glu_in_loop:
+        raise ValueError(
+            "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
+        )
+    if config.mixer == "monarch" and d % config.mixer_rank:
+        raise ValueError(
+            f"mixer_rank is {config.mixer_rank}: of monarch it is the block size and must divide"
+            f" d_inner = expand · d_model = {d}, as {nearest_divisor(d, config.mixer_rank)} does"
+        )
+    if config.mixer == "selective_dense" and d > MAX_DENSE:
+        raise ValueError(
+            f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
+            f" expand · d_model may be at most {MAX_DENSE}"
+        )
+    if config.mixer_proj_rank is not None and config.mixer not in ("householder", "dplr"):
+        raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
+
+
+def _check_heads(config):
+    d, heads = config.d_model, heads_of(config)
+    if d % heads:
+        raise ValueError(
+            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
+            f" as {nearest_divisor(d, heads)} does"
+        )
+    if config.position == "rope" and (d // heads) % 2:
+        raise ValueError(
+            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
+            " position to nope"
+        )

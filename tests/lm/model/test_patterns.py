@@ -1,0 +1,297 @@
+"""Layer patterns: the language; every kind of layer against transformers' and against itself."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+)
+
+from lm.model.attention import Attention
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.patterns import KINDS, Layer, parse
+from lm.model.plain import GatedMLP
+from lm.model.state import Sequences
+
+SIZES = dict(vocab_size=24, d_model=32, d_state=4, headdim=8, d_conv=3, reset_at_eos=False)
+HYBRID = "mamba fp_mamba1 attention mlp mamba2"
+HYBRIDS = {
+    "all": dict(layers=HYBRID, n_layer=5),
+    "window": dict(layers=[{"attention": {"attention_window": 3}}, "fp_mamba1"], n_layer=2),
+    "nope": dict(layers=["mamba2 fp_mamba2", {"attention": {"position": "nope"}}], n_layer=3),
+    "no fixed point": dict(layers="mamba attention", n_layer=2),
+}  # fmt: skip
+
+
+def build(seed=0, dtype=torch.float64, **fields):
+    torch.manual_seed(seed)
+    return FPRNNForCausalLM(FPRNNConfig(**{**SIZES, **fields})).to(dtype)
+
+
+def ids_of(batch, length, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, SIZES["vocab_size"], (batch, length), generator=generator)
+
+
+# The language.
+
+
+def test_a_line_and_a_list_name_the_same_layers():
+    line = parse("mamba*2 fp_mamba1 attention", 4)
+    assert [layer.kind for layer in line] == ["mamba", "mamba", "fp_mamba1", "attention"]
+    assert parse(["mamba*2", "fp_mamba1 attention"], 4) == line
+    assert parse("mamba fp_mamba1", 4) == parse("mamba fp_mamba1 mamba fp_mamba1", 4)
+    with_options = parse([{"fp_mamba1*2": {"mixer_rank": 3}}, "mlp"], 3)
+    assert with_options == [Layer("fp_mamba1", {"mixer_rank": 3})] * 2 + [Layer("mlp", {})]
+
+
+@pytest.mark.parametrize(
+    "layers, n_layer, said",
+    [
+        ("mamba fp_mambo1", 2, r"`fp_mambo1` \(did you mean fp_mamba1\?\): the kinds are"),
+        ("mamba*0", 1, r"`mamba\*0`: a count is a whole number above 0, as in mamba\*3"),
+        ("mamba*x", 1, r"`mamba\*x`: a count"),
+        ("", 1, "layers is empty"),
+        ([], 1, "layers is empty"),
+        (3, 1, "it must be a line such as"),
+        (["mamba", 3], 2, "it must be a line such as"),
+        ("mamba*3 fp_mamba1", 6, "4 layers, and n_layer is 6: n_layer must be 4, or a .* as 8 is"),
+        ([{"mamba": {"mixer": "dplr"}}], 1, "gives `mixer` to mamba: its options are expand"),
+        ([{"mlp": {"dff": 3}}], 1, r"gives `dff` to mlp \(did you mean d_ff\?\)"),
+        ([{"mlp": 3}], 1, "is a mapping of one kind to its options"),
+        ([{"mlp": {}, "mamba": {}}], 1, "is a mapping of one kind to its options"),
+        ("fp_mamba1 fp_rnn", 2, "fp_mamba1 and fp_rnn: the fixed-point layers of one model"),
+        ([{"mamba2": {"headdim": 24}}], 1, "layers, mamba2: headdim is 24: it must divide"),
+        ([{"attention": {"n_heads": 5}}], 1, "layers, attention: n_heads is 5 .* as 4 does"),
+        ([{"attention": {"n_heads": 32}}], 1, "RoPE rotates pairs"),
+        ([{"attention": {"attention_window": 0}}], 1, "attention_window is 0: it must be a whole"),
+        ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: of monarch"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(layers, n_layer, said):
+    with pytest.raises(ValueError, match=said):
+        FPRNNConfig(**{**SIZES, "layers": layers, "n_layer": n_layer})
+
+
+def test_every_option_is_a_field():
+    fields = FPRNNConfig().to_dict()
+    assert {name for options in KINDS.values() for name in options} <= fields.keys()
+
+
+def test_an_option_is_of_its_layer_alone():
+    model = build(layers=["fp_mamba1", {"fp_mamba1": {"mixer_rank": 3, "d_state": 6}}], n_layer=2)
+    one, other = (layer.block for layer in model.backbone.layers)
+    assert (one.config.mixer_rank, other.config.mixer_rank) == (1, 3)
+    assert (one.A_log.shape[1], other.A_log.shape[1]) == (4, 6)
+    bounded = FPRNNConfig(**SIZES, n_layer=2, layers=["fp_rnn", {"fp_rnn": {"mixer": "monarch"}}])
+    assert [bounded.of_layer(layer).contractive for layer in bounded.layer_list()] == [None, 0.95]
+
+
+# The layers.
+
+
+def test_a_pattern_of_equal_layers_is_the_pure_stack():
+    pure, pattern = build(n_layer=2), build(n_layer=2, layers="fp_mamba1")
+    ids = ids_of(2, 9)
+    assert torch.equal(pure(ids).logits, pattern(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_mamba_is_transformers_mamba(kind):
+    ours = build(dtype=torch.float32, n_layer=2, layers=kind, tie_embeddings=False)
+    common = dict(
+        vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2, conv_kernel=3,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    if kind == "mamba":
+        theirs = MambaForCausalLM(MambaConfig(time_step_rank=2, **common))
+    else:
+        theirs = Mamba2ForCausalLM(
+            Mamba2Config(num_heads=8, head_dim=8, n_groups=1, chunk_size=16, **common)
+        )
+    names = {name.replace(".block.", ".mixer."): p for name, p in ours.state_dict().items()}
+    assert theirs.load_state_dict(names, strict=False).unexpected_keys == []
+    ids = ids_of(2, 20)
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_attention_is_llamas():
+    config = FPRNNConfig(**SIZES, n_layer=1, layers="attention", n_heads=4)
+    torch.manual_seed(0)
+    ours = Attention(config).double()
+    llama = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=64)
+    theirs = LlamaAttention(llama, 0).double()
+    theirs.config._attn_implementation = "sdpa"
+    names = {k.replace("out_proj", "o_proj"): p for k, p in ours.state_dict().items()}
+    theirs.load_state_dict(names)
+    u = torch.randn(2, 13, 32, dtype=torch.float64)
+    turn = LlamaRotaryEmbedding(llama).double()(u, torch.arange(13)[None])
+    expected, _ = theirs(u, position_embeddings=turn, attention_mask=None)
+    torch.testing.assert_close(ours(u)[0], expected, atol=1e-6, rtol=1e-5)  # their angles are fp32
+
+
+def test_the_mlp_is_llamas():
+    torch.manual_seed(0)
+    ours = GatedMLP(FPRNNConfig(**SIZES, n_layer=1, layers="mlp"))
+    theirs = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=128))
+    gate, up = ours.in_proj.weight.chunk(2)
+    parts = {"gate_proj": gate, "up_proj": up, "down_proj": ours.out_proj.weight}
+    theirs.load_state_dict({f"{name}.weight": p for name, p in parts.items()})
+    u = torch.randn(2, 5, 32)
+    torch.testing.assert_close(ours(u)[0], theirs(u))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_attention_by_hand(window):
+    """Every query by itself, over the tokens that it may look at."""
+    config = FPRNNConfig(
+        **SIZES, n_layer=1, layers="attention", n_heads=2, position="nope", attention_window=window
+    )
+    torch.manual_seed(0)
+    layer = Attention(config).double()
+    u = torch.randn(1, 7, 32, dtype=torch.float64)
+    starts = torch.tensor([[False, False, True, False, False, False, True]])
+    found = layer(u, Sequences(starts=starts))[0]
+    q, k, v = (p(u[0]).view(7, 2, 16) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    first_of = [0, 0, 2, 2, 2, 2, 6]
+    for t in range(7):
+        first = max(first_of[t], 0 if window is None else t - window + 1)
+        scores = torch.einsum("he,jhe->hj", q[t], k[first : t + 1]) / 4
+        o = torch.einsum("hj,jhe->he", scores.softmax(-1), v[first : t + 1])
+        torch.testing.assert_close(found[0, t], layer.out_proj(o.flatten()))
+
+
+# The whole model.
+
+
+@pytest.fixture(params=HYBRIDS)
+def hybrid(request):
+    return build(**HYBRIDS[request.param]).eval()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
+
+
+def test_segments_and_single_tokens_give_what_the_whole_gives(hybrid):
+    ids = ids_of(2, 11)
+    whole = hybrid(ids).logits
+    state, parts = None, []
+    for part in ids.split([4, 1, 5, 1], 1):
+        output = hybrid(part, state=state, return_state=True)
+        parts.append(output.logits)
+        state = output.state
+    close(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(hybrid, side):
+    ids = ids_of(2, 9)
+    mask = torch.ones_like(ids)
+    hidden = slice(0, 4) if side == "left" else slice(5, 9)
+    mask[1, hidden] = 0
+    alone = ids[1:, 4:] if side == "left" else ids[1:, :5]
+    logits = hybrid(ids, attention_mask=mask).logits
+    close(logits[:1], hybrid(ids[:1]).logits)
+    close(logits[1:, 4:] if side == "left" else logits[1:, :5], hybrid(alone).logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_state_after_padding_goes_on_as_without(hybrid, side):
+    ids, more = ids_of(2, 8), ids_of(2, 5, seed=2)
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 3) if side == "left" else slice(5, 8)] = 0
+    state = hybrid(ids, attention_mask=mask, return_state=True).state
+    logits = hybrid(more, state=state).logits
+    alone = torch.cat([ids[1:, 3:] if side == "left" else ids[1:, :5], more[1:]], 1)
+    close(logits[:1], hybrid(torch.cat([ids, more], 1)[:1]).logits[:, 8:])
+    close(logits[1:], hybrid(alone).logits[:, 5:])
+
+
+def test_packed_documents_are_documents_alone(hybrid):
+    ids = ids_of(1, 12)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])
+    whole = hybrid(ids, position_ids=positions).logits
+    for start, end in ((0, 5), (5, 7), (7, 12)):
+        close(whole[:, start:end], hybrid(ids[:, start:end]).logits)
+    state = hybrid(ids[:, :9], position_ids=positions[:, :9], return_state=True).state
+    close(hybrid(ids[:, 9:], state=state).logits, whole[:, 9:])
+    new = hybrid(ids[:, 7:], state=state, position_ids=positions[:, 7:]).logits
+    close(new, whole[:, 7:])  # the first token of a segment may start a document
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
+def test_generation_with_a_cache_is_that_without(hybrid, how):
+    ids = ids_of(2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    settings = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0, **how)
+    cached, plain = (hybrid.generate(ids, use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, plain)
+
+
+def test_the_window_bounds_the_cache():
+    model = build(**HYBRIDS["window"]).eval()
+    state = model(ids_of(2, 30), return_state=True).state
+    assert state.layers[0].keys.shape[1] <= 3
+
+
+def test_a_state_of_another_model_is_refused(hybrid):
+    state = build(n_layer=len(hybrid.backbone.layers)).eval()(ids_of(2, 3), return_state=True).state
+    with pytest.raises(ValueError, match="the state is of another model: layer 0 has left"):
+        hybrid(ids_of(2, 3), state=state)
+    own = hybrid(ids_of(2, 3), return_state=True).state
+    with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
+        hybrid(ids_of(3, 3), state=own)
+    with pytest.raises(ValueError, match="of a hybrid model"):
+        build(n_layer=2)(ids_of(2, 3), state=own)
+
+
+def test_gradients_reach_every_parameter_and_checkpointing_keeps_them():
+    model = build(**HYBRIDS["all"]).train()
+    ids = ids_of(2, 9)
+    model(ids, labels=ids).loss.backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert all(grad.abs().sum() > 0 for grad in plain.values())
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(ids, labels=ids, loss_only=True).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, plain[name], msg=name)
+
+
+def test_the_report_is_of_the_fixed_point_layers():
+    model = build(layers="mamba fp_mamba1 attention fp_mamba1", n_layer=4)
+    report = model(ids_of(2, 5), count_iterations=True).fixed_point
+    assert report.evaluations.shape == (2, 2) and report.num_iters.shape == (2, 2)
+    none = build(layers="mamba", n_layer=1)
+    assert none(ids_of(1, 3)).fixed_point is None and none.solver() == "none"
+
+
+def test_solver_fields_of_the_model_hold_in_its_layers():
+    model = build(layers="mamba fp_mamba1", n_layer=2)
+    model.config.tol = 0.5
+    block = model.fixed_point_blocks()[0]
+    assert block.settings.tol == 0.5
+    with model.solving(schedule="parallel", tol=1e-3):
+        assert block.settings.tol == 1e-3 and model.solver()["schedule"] == "parallel"
+
+
+def test_flops_are_those_of_the_layers():
+    mamba, attention, both = (
+        build(layers=layers, n_layer=len(layers.split())).flops_per_token(1, length=100)
+        for layers in ("mamba", "attention", "mamba attention")
+    )
+    head = 3 * 2 * 24 * 32
+    assert both == mamba + attention - head
+    # Four maps of 32 × 32; scores and values over 50 tokens on average; three times the forward.
+    assert attention - head == 3 * (2 * 4 * 32 * 32 + 2 * 2 * 50 * 32)
