@@ -1,8 +1,9 @@
 """What a micro-batch holds while it goes forward and back, counted on a small model of its kind.
 
-Nothing here is a formula of an architecture: a model of two layers, no wider than PROBE_WIDTH and
-on few tokens, makes a real forward and backward on the CPU, every tensor's memory is followed, and
-what was counted is scaled to the run's width, depth and tokens.
+Nothing here is a formula of an architecture: a model of two layers (of the pattern of layers,
+twice), no wider than PROBE_WIDTH and on few tokens, makes a real forward and backward on the CPU,
+every tensor's memory is followed, and what was counted is scaled to the run's width, depth and
+tokens.
 
 b: sequences of a micro-batch; l: tokens of each.
 """
@@ -26,6 +27,7 @@ from lm.kernels import available
 from lm.model import blocks, cell, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW
 from lm.model.loss import chunked_nll_sum, in_fp32, nll_sum
+from lm.model.patterns import parse
 
 PROBE_WIDTH = 256  # d_model of the model that is counted on, at most
 PROBE_VOCABULARY = 8
@@ -97,15 +99,15 @@ class _Lines(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """What micro-batches of any size hold, of a model of `n_layer` layers."""
+    """What micro-batches of any size hold."""
 
-    n_layer: int
+    repeats: int  # of the pattern of layers, which is one layer where all are equal
     once: _Fit  # kept by embedding and final norm
-    layer: _Fit  # by every layer
+    layers: _Fit  # by the pattern once
     temporary: _Lines
 
     def held(self, batch: int, length: int) -> Held:
-        kept = self.once.at(batch, length) + self.n_layer * self.layer.at(batch, length)
+        kept = self.once.at(batch, length) + self.repeats * self.layers.at(batch, length)
         return Held(max(0.0, kept), max(0.0, self.temporary.at(batch, length)))
 
 
@@ -161,7 +163,22 @@ def count(cfg: Config, on_gpu: bool) -> Activations:
                 found.append(_held_by(few, batch, length))
     once, layer, temporary = zip(*found)
     return Activations(
-        cfg.model.n_layer, _fit(once, wider), _fit(layer, wider), _lines(temporary, wider)
+        cfg.model.n_layer // _pattern(cfg.model),
+        _fit(once, wider),
+        _fit(layer, wider),
+        _lines(temporary, wider),
+    )
+
+
+def _pattern(model: Model) -> int:
+    """Layers after which they come again."""
+    if model.layers is None:
+        return 1
+    layers = parse(model.layers, model.n_layer)
+    return next(
+        n
+        for n in range(1, len(layers) + 1)
+        if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
     )
 
 
@@ -180,6 +197,8 @@ def _narrowed(model: Model) -> tuple[Model, int]:
 
 
 def _can_be_halved(model: Model) -> bool:
+    if model.layers is not None and not _is_plain(model):
+        return False
     sizes = [model.d_model, *(getattr(model, name) for name in ("mixer_proj_rank", "d_ff"))]
     sizes += [model.dt_rank, model.n_heads]
     halves = all(size % 2 == 0 for size in sizes if isinstance(size, int))
@@ -188,11 +207,21 @@ def _can_be_halved(model: Model) -> bool:
     return halves and ranks and (heads or (model.name, model.block) == ("fprnn", "fp_mamba1"))
 
 
+def _is_plain(model: Model) -> bool:
+    """Whether no layer of the pattern has sizes of its own, or a width that heads must divide."""
+    layers = parse(model.layers, model.n_layer)
+    free = ("fp_mamba1", "fp_rnn", "mamba", "mlp")
+    return all(layer.kind in free and not layer.options for layer in layers)
+
+
 def _counted_config(cfg: Config, small: Model, on_gpu: bool) -> Config:
     """The config to count with: few iterations, as what is held does not depend on their number."""
     few = (for_gpu(cfg) if on_gpu else cfg).model_copy(deep=True)
     few.model = small
-    few.model.n_layer = 2
+    few.model.n_layer = 2 * _pattern(small)
+    if small.layers is not None:
+        first = parse(small.layers, small.n_layer)[: _pattern(small)]
+        few.model.layers = [{layer.kind: layer.options} for layer in first]
     few.solver.max_iters = 2
     schedule, low_rank = few.solver.schedule, small.mixer in ("householder", "dplr")
     by_windows = schedule not in ("sequential", "auto") or (schedule == "auto" and not low_rank)
@@ -269,8 +298,8 @@ def _ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
 
 
 def _held_by(cfg: Config, batch: int, length: int) -> tuple[float, float, float]:
-    """Bytes held by a real micro-batch of random tokens through two layers: kept by what is around
-    the layers, kept by the second of them, and the most above all that is kept."""
+    """Bytes held by a real micro-batch of random tokens through the pattern of layers twice: kept
+    by what is around the layers, kept by the second time, and the most above all that is kept."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_model(cfg, PROBE_VOCABULARY).train()
@@ -284,20 +313,21 @@ def _held_by(cfg: Config, batch: int, length: int) -> tuple[float, float, float]
     bf16 = cfg.train.precision == "bf16"
     after = []  # each layer
     with Live(known) as live:
-        for layer in _layers(model):
+        for layer in _layers(model, cfg.model.n_layer):
             layer.register_forward_hook(lambda *_: after.append(live.bytes))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = model(input_ids=ids, labels=ids, shift_labels=ids, **extra).loss
-        kept, (first, second) = live.bytes, after[:2]
+        kept, once = live.bytes, len(after) // 2
+        first, second = after[once - 1], after[2 * once - 1]
         loss.backward()
-    layer = second - first
-    return kept - 2 * layer, layer, live.peak - kept
+    layers = second - first
+    return kept - 2 * layers, layers, live.peak - kept
 
 
-def _layers(model):
-    """The model's layers: its first list of two modules."""
-    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
-    return next(lists)
+def _layers(model, count):
+    """The model's layers: its first list of so many modules."""
+    lists = (m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    return next(found for found in lists if len(found) == count)
 
 
 def _fit(values, wider) -> _Fit:

@@ -267,6 +267,11 @@ def load(checkpoint: Path | str):
             f"{checkpoint} is a {model.config.model_type} model: it has no fixed point, so there is"
             " nothing to solve in several ways; give the export of a `model.name: fprnn` run"
         )
+    if model.solver() == "none":
+        raise AgreementError(
+            f"{checkpoint} has the layers `{model.config.layers}`: none has a fixed point, so there"
+            " is nothing to solve in several ways"
+        )
     return model.float(), tokenizer
 
 

@@ -6,6 +6,8 @@ import contextlib
 import io
 import logging
 
+from pydantic import ValidationError
+
 from lm.config import Config, ConfigError, Model, Solver
 
 
@@ -109,6 +111,9 @@ def _build(
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
+    if model.layers is None and model.position == "alibi":
+        raise ConfigError("model.position alibi is of model.name transformer, not of fprnn")
+    _check_options(model)
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),
@@ -121,3 +126,19 @@ def _build(
         of_solver = str(e).partition(" ")[0] in Solver.model_fields
         raise ConfigError(f"{'solver' if of_solver else 'model'}: {e}") from None
     return FPRNNForCausalLM(config)
+
+
+def _check_options(model: Model) -> None:
+    """Refuse options of single layers that their fields cannot have."""
+    for item in model.layers if isinstance(model.layers, list) else ():
+        for kind, options in item.items() if isinstance(item, dict) else ():
+            for name, value in options.items():
+                if name not in Model.model_fields:
+                    continue  # the pattern's own check names what there is
+                try:
+                    Model.model_validate({name: value})
+                except ValidationError as e:
+                    said = e.errors()[0]["msg"]
+                    raise ConfigError(
+                        f"model.layers, {kind}: {name} is {value!r}: {said}"
+                    ) from None

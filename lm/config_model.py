@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
@@ -59,6 +59,8 @@ class Model(Section):
     tie_embeddings: bool = True
     bias: bool = False
     block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
+    # another pattern than n_layer times `block`: "mamba*3 fp_mamba1", or a list with options
+    layers: str | list[str | dict[str, dict[str, Any]]] | None = None
     headdim: Size = 64  # of fp_mamba2
     ngroups: Size = 1
     mixer: Literal[
@@ -82,10 +84,12 @@ class Model(Section):
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
     gradient_checkpointing: Annotated[bool, FREE] = False
-    # Of the baselines alone (lm.baselines.FIELDS).
+    # Of baselines, and of layers of a pattern.
     n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
     d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
-    position: Literal["rope", "nope", "alibi"] = "rope"
+    position: Literal["rope", "nope", "alibi"] = "rope"  # alibi: of the baseline alone
+    attention_window: Size | None = None  # of a pattern's attention
+    # Of the baselines alone (lm.baselines.FIELDS).
     n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     backend: Literal["auto", "plain", "fla"] = "auto"

@@ -23,7 +23,11 @@ def flops_of(cfg: Config, model, of: Sizes) -> dict[str, float]:
     """FLOPs of a token in training, forward and backward, by what they depend on."""
     m = cfg.model
     if m.name == "fprnn":
-        return {f"evaluations = {k}": model.flops_per_token(k) for k in COUNTS}
+        counts = COUNTS if model.solver() != "none" else COUNTS[:1]
+        flops = {k: model.flops_per_token(k, length=cfg.data.seq_len) for k in counts}
+        if len(flops) == 1:
+            return {"no layer is solved": flops[counts[0]]}
+        return {f"evaluations = {k}": count for k, count in flops.items()}
     # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward.
     d, states = m.expand * m.d_model, m.d_state
     if m.name == "transformer":

@@ -165,9 +165,10 @@ class Engine:
             # The number of iterations differs between ranks; a leaf is gathered once, whole.
             from deepspeed.utils import set_z3_leaf_modules
 
-            from lm.model.blocks import BLOCKS
+            from lm.model.residual import FPRNNLayer
 
-            set_z3_leaf_modules(model, [BLOCKS[cfg.model.block]])
+            blocks = (m.block for m in model.modules() if isinstance(m, FPRNNLayer))
+            set_z3_leaf_modules(model, list(dict.fromkeys(map(type, blocks))))
         o = cfg.optim
         self.base_optimizer = torch.optim.AdamW(
             parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps,

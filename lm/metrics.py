@@ -33,7 +33,8 @@ def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | No
         {"evaluations", "failed", "residual"}, each a list with one number a layer: evaluations a
         token of the block's map, the share of tokens whose solve failed, and the mean over
         sequences of the largest residual of a token. Of stats that a `probe` gave also "num_iters"
-        {mean, median, max} of ℓ*, each such a list. {} for a model without a solver.
+        {mean, median, max} of ℓ*, each such a list; of a hybrid "layers", the numbers of the layers
+        that these are of. {} for a model without a solver.
     """
     if not stats:
         return {}
@@ -48,6 +49,8 @@ def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | No
     measured = {
         name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", "failed", "residual")
     }
+    if stats[0].layers is not None:
+        measured["layers"] = stats[0].layers
     if stats[0].num_iters is not None:
         iterations = over_all("num_iters")
         measured["num_iters"] = {
@@ -265,12 +268,12 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return records
 
 
-def affine(flops_per_token):
-    """Evaluations a token → FLOPs, taken while the weights are whole; None for a model that cannot
-    say."""
+def affine(flops_per_token, length: int):
+    """Evaluations a token → FLOPs in sequences of `length`, taken while the weights are whole; None
+    for a model that cannot say."""
     if flops_per_token is None:
         return None
-    at_zero, at_one = flops_per_token(0), flops_per_token(1)
+    at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
     return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
 
 

@@ -134,11 +134,11 @@ def evaluations_of(model, at: Where) -> float | None:
     """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
     EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
     iterates nothing."""
-    if not hasattr(model, "solver"):
+    solver = model.train().solver() if hasattr(model, "solver") else "none"
+    if solver == "none":
         return None
     if at.evaluations is not None:
         return at.evaluations
-    solver = model.train().solver()
     return 1.0 if solver["max_iters"] is None else EVALUATIONS
 
 
@@ -149,7 +149,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
     Args:
         at: what for; a number is that of GPUs of the default card.
     Raises:
-        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
+        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`; evaluations of a model
+            that iterates nothing.
     """
     if isinstance(at, int):
         at = where(cfg, at)
@@ -161,7 +162,11 @@ def plan(cfg: Config, at: Where | int) -> dict:
     tokens = tokens_per_step * t.steps
     flops = flops_of(cfg, model, of)
     evaluations = evaluations_of(model, at)
-    each = next(iter(flops.values())) if evaluations is None else model.flops_per_token(evaluations)
+    if evaluations is None and at.evaluations is not None:
+        raise ConfigError("--evaluations is of fixed-point layers: this model has none")
+    each = next(iter(flops.values()))
+    if evaluations is not None:
+        each = model.flops_per_token(evaluations, length=cfg.data.seq_len)
     planner = Planner(cfg, world_size, at.card, of)
     needed, change = planner.memory(), None
     if not planner.fits(needed):

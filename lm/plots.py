@@ -71,12 +71,13 @@ def draw(run_dir: Path) -> list[Path]:
         steps = [r["step"] for r in probed]
         counts = [r["probe"]["num_iters"] for r in probed]
         layers = len(counts[0]["mean"])
+        numbers = probed[-1]["probe"].get("layers", range(layers))
         for i in range(layers):
             shade = i / max(1, layers - 1)
             color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
             mean = [count["mean"][i] for count in counts]
             most = [count["max"][i] for count in counts]
-            axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {i}")
+            axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {numbers[i]}")
             axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
         axes.set_ylim(bottom=0)
         figure.legend(loc="outside right upper", fontsize="small")

@@ -119,9 +119,10 @@ def _evaluation(path: Path) -> dict:
 def _add_layers(table, fixed: dict) -> None:
     """A row for each layer: ℓ*, and what solving cost and left in training and evaluation."""
     counts, training = fixed["num_iters"], fixed["training"]
+    numbers = fixed.get("layers", range(len(counts["mean"])))
     for i, mean in enumerate(counts["mean"]):
         table.add_row(
-            f"ℓ* layer {i}",
+            f"ℓ* layer {numbers[i]}",
             f"mean {mean:.1f}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
             f" evaluations a token {training['evaluations'][i]:.1f} in training,"
             f" {fixed['evaluations'][i]:.1f} in evaluation; tokens not solved"

@@ -87,7 +87,6 @@ class Training:
 
     def __init__(self, cfg: Config, ranks: Ranks, run: RunDir, on_exit: contextlib.ExitStack):
         self.cfg, self.ranks, self.run, self.on_exit = cfg, ranks, run, on_exit
-        self.solves = cfg.model.name == "fprnn"
         self.step = 0  # updates made
         self.seconds = 0.0  # of training, of the processes before this one
         self.rollbacks = 0
@@ -131,7 +130,8 @@ class Training:
         )
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        flops = affine(getattr(self.model, "flops_per_token", None))
+        self.solves = hasattr(self.model, "solver") and self.model.solver() != "none"
+        flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")

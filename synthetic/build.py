@@ -9,12 +9,16 @@ import torch
 
 from lm.build import build_section
 from lm.checkpoint import CheckpointError, newest
+from lm.model.attention import AttentionState
+from lm.model.diagonal import ScanState
+from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
 from lm.run_dir import RunDir
 from synthetic import config, tasks
 from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
+STATES = [FPRNNState, BlockState, ScanState, AttentionState, NoState]  # that it may hold
 
 
 def device_of(cfg: Config) -> tuple[torch.device, str]:
@@ -47,7 +51,7 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         CheckpointError: the file is damaged.
     """
     try:
-        with torch.serialization.safe_globals([FPRNNState, BlockState]):
+        with torch.serialization.safe_globals(STATES):
             return torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
         reason = str(e).partition("\n")[0]

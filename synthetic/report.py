@@ -170,8 +170,8 @@ _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN
 _RANKED = ("householder", "dplr", "mixture")
 _READS_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
 # Said by the name itself, or no more than a consequence of it.
-_SILENT = {"name", "block", "mixer", "mixer_rank", "n_layer", "n_householder", "headdim", "n_heads",
-           "allow_neg_eigval", *_READS_Y}  # fmt: skip
+_SILENT = {"name", "block", "layers", "mixer", "mixer_rank", "n_layer", "n_householder", "headdim",
+           "n_heads", "allow_neg_eigval", *_READS_Y}  # fmt: skip
 
 
 def model_label(cfg: Config, point: dict) -> str:
@@ -179,9 +179,11 @@ def model_label(cfg: Config, point: dict) -> str:
     that differ in the seed alone have one label: they are drawn together."""
     m, parts = cfg.model, []
     keys = {k.removeprefix("model."): v for k, v in point.items() if k.startswith("model.")}
-    if keys.keys() & {"name", "block", "mixer", "mixer_rank", "n_householder"}:
+    if keys.keys() & {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}:
         text = _NAMES.get(m.name) or _BLOCKS[m.block]
-        if m.name == "fprnn" and m.block != "fp_rnn":
+        if m.layers is not None:
+            text = str(m.layers)
+        elif m.name == "fprnn" and m.block != "fp_rnn":
             text += f" {m.mixer}" + (f" {m.mixer_rank}" if m.mixer in _RANKED else "")
         if "deltaproduct" in m.name:
             text += f" {m.n_householder}"

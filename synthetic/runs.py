@@ -26,6 +26,7 @@ from synthetic.config import Config
 OF_BASELINES = {
     "name", "d_model", "n_layer", "d_state", "expand", "dt_rank", "d_conv", "headdim", "ngroups",
     "norm_epsilon", "residual_in_fp32", "tie_embeddings", *baselines.FIELDS,
+    *baselines.SHARED,
 }  # fmt: skip
 
 

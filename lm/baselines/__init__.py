@@ -1,7 +1,11 @@
 """Baselines behind the same config, training and export as the fixed-point models."""
 
+from lm.config import ConfigError
+
 # Fields of `lm.config.Model` that concern baselines alone; `lm.build` keeps them from FPRNNConfig.
-FIELDS = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval", "backend")
+FIELDS = ("n_householder", "allow_neg_eigval", "backend")
+# Those that layers of a pattern (`model.layers`) read as well.
+SHARED = ("n_heads", "d_ff", "position")
 
 
 def build_baseline(model, vocab_size, precision="fp32", **common):
@@ -11,8 +15,12 @@ def build_baseline(model, vocab_size, precision="fp32", **common):
         precision: that of training; flash-linear-attention's kernels have no fp32.
         common: eos_token_id, pad_token_id, seq_len.
     Raises:
-        ConfigError: sizes that do not go together, or a backend that cannot run here.
+        ConfigError: sizes that do not go together, or a backend that cannot run here; layers of a
+            pattern, which `fprnn` alone has.
     """
+    for name in ("layers", "attention_window"):
+        if getattr(model, name) is not None:
+            raise ConfigError(f"model.{name} is of model.name fprnn, not of {model.name}")
     if model.name == "mamba":
         from .mamba import build_mamba
 

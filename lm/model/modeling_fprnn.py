@@ -36,11 +36,12 @@ from .names import let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
-from .patterns import KINDS
+from .patterns import FIXED_POINT
 from .plain import PlainLayer
 from .projections import Projections
 from .residual import FPRNNLayer
 from .scan import selective_scan
+from .sizes import heads_of
 from .solver import Rule
 from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
 from .step import finish
@@ -48,7 +49,7 @@ from .step import finish
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
     implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
-    Projections, gaussian, Attention, Mamba, KINDS,
+    Projections, gaussian, Attention, Mamba, heads_of,
 )  # fmt: skip
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
@@ -101,12 +102,15 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         another `token` comes with its own defaults. `config` stays as it is; contexts nest.
 
         Raises:
-            TypeError: not a solver field. ValueError: a value that it cannot have.
+            TypeError: not a solver field. ValueError: a value that it cannot have, or a model
+                without fixed-point layers.
         """
         for name in fields:
             if name not in SOLVER_FIELDS:
                 raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER_FIELDS)}")
         blocks = self.fixed_point_blocks()
+        if not blocks:
+            raise ValueError(f"no layer of `{self.config.layers}` is solved: there is no solver")
         before = [block.solving for block in blocks]
         settings = copy.copy(blocks[0].settings)
         if fields.get("token", settings.token) != settings.token:
@@ -141,6 +145,14 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.norm_f = residual_norm(config)
         self.post_init()
+
+    @property
+    def solved_layers(self):
+        """The numbers of the fixed-point layers, from 0 on; None where all are."""
+        if self.config.layers is None:
+            return None
+        kinds = [layer.kind for layer in self.config.layer_list()]
+        return [index for index, kind in enumerate(kinds) if kind in FIXED_POINT]
 
     def get_input_embeddings(self):
         return self.embeddings
@@ -271,10 +283,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
             states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
         report = None
         if stats:  # layers may lie on several devices
-            report = FixedPointReport(
+            fields = (
                 None if field[0] is None else torch.stack([t.to(hidden.device) for t in field])
                 for field in zip(*stats)
             )
+            report = FixedPointReport(fields, self.solved_layers)
         if back is not None and report is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
         end = self._end(input_ids, seqs, state, ends) if wants_end else None

@@ -14,13 +14,15 @@ from .state import FPRNNCache, FPRNNState
 
 class FixedPointReport:
     """The FixedPointStats of all layers: the same fields, stacked to (n_layer,b), and `token_iters`
-    to (n_layer,b,l); None what was not asked for.
+    to (n_layer,b,l); None what was not asked for. Of a hybrid n_layer is the number of its
+    fixed-point layers, and `layers` says which these are.
 
     No tuple, since transformers takes tuples in an output apart, to concatenate over batches or to
     compare what is in them; these are not of that kind.
     """
 
-    def __init__(self, fields):
+    def __init__(self, fields, layers=None):
+        self.layers = layers  # their numbers, from 0 on; None: all
         for name, value in zip(FixedPointStats._fields, fields, strict=True):
             setattr(self, name, value)
 

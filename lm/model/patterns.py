@@ -1,5 +1,4 @@
-"""Which layers a model has, in a line: `"mamba*3 fp_mamba1 attention mlp"`, or as a list with
-options for single layers."""
+"""The language of layer patterns: `"mamba*3 fp_mamba1 attention mlp"`, or a list with options."""
 
 import difflib
 from typing import NamedTuple

@@ -452,6 +452,8 @@ def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
     import torch
 
     tree = {"model": {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8}}
+    if field == "position":
+        tree["model"]["name"] = "transformer"
     tree.setdefault(section, {})[field] = value
     model = build_model(config.build(tree), 16).train()
     ids = torch.arange(8).reshape(1, 8)

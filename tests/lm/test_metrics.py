@@ -28,7 +28,7 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
     counted = None if iterations is None else torch.tensor(iterations)
-    return SimpleNamespace(**tensors, num_iters=counted)
+    return SimpleNamespace(**tensors, num_iters=counted, layers=None)
 
 
 # Two layers; three sequences in two micro-batches.
