@@ -17,8 +17,6 @@ from lm.model.blocks import FPMamba1
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import selective_scan
-from lm.model.solver import FixedPointStats
-from lm.model.state import Sequences
 from tests.oracles import sequential_scan
 
 logging.set_verbosity_error()  # transformers says that Mamba's kernels are missing
@@ -75,23 +73,6 @@ class PaperFPMamba1(FPMamba1):
             self.inputs = None  # it holds the graph
 
 
-class Mamba1(FPMamba1):
-    """Mamba (Gu & Dao 2023) on our scan, in the place of a fixed-point block."""
-
-    def forward(self, u, seqs=Sequences(), *_):  # noqa: B008
-        c = self.config
-        x, z = self.in_proj(u).chunk(2, dim=-1)
-        x = self._conv(x, seqs, self.conv1d)
-        delta, B, C = self.x_proj(x).split([c.dt_rank, c.d_state, c.d_state], dim=-1)
-        dt = self._dt(delta, seqs)
-        with torch.autocast(u.device.type, enabled=False):
-            o, _ = selective_scan(x, dt, -torch.exp(self.A_log), B, C)
-            o = (o + self.D * x) * F.silu(z.to(o.dtype))
-        zero = o.new_zeros(len(u))
-        stats = FixedPointStats(zero + 1, zero, zero, zero)
-        return self.out_proj(o.to(self.out_proj.weight.dtype)), stats
-
-
 def blocks(model):
     return [layer.block for layer in model.backbone.layers]
 
@@ -127,11 +108,7 @@ def ours(shape, **options):
 
 def our_mamba(shape):
     """Mamba of this shape on our scan, in our model."""
-    model = ours(shape, use_short_conv=True, glu_in_loop=True)
-    for block in blocks(model):
-        block.__class__ = Mamba1
-        del block.mixer, block.bc_y_proj, block.out_norm
-    return model
+    return ours(shape, layers="mamba")
 
 
 def their_mamba(shape):

@@ -31,18 +31,14 @@ class Layer(NamedTuple):
     options: dict  # fields of FPRNNConfig that are others in this layer
 
 
-def parse(layers, n_layer):
-    """The layers of a model, one after the other.
+def pattern_of(layers):
+    """The Layers that a pattern names, once.
 
     Args:
         layers: a line of kinds, each with a count if it likes (`mamba*3`), or a list of such lines
-            and of mappings {kind: {field: value}}. n_layer: how many there are; a pattern of fewer
-            is repeated.
-    Returns:
-        n_layer Layers.
+            and of mappings {kind: {field: value}}.
     Raises:
-        ValueError: an unknown kind, an option that the kind does not have, a pattern that does not
-            fit n_layer.
+        ValueError: as `parse`, but for n_layer.
     """
     pattern = []
     for item in [layers] if isinstance(layers, str) else _checked_list(layers):
@@ -53,17 +49,31 @@ def parse(layers, n_layer):
             pattern += _with_options(item)
     if not pattern:
         raise ValueError("layers is empty: it must name a layer, as `mamba*3 fp_mamba1` does")
-    if n_layer % len(pattern):
-        fitting = len(pattern) * max(1, round(n_layer / len(pattern)))
-        raise ValueError(
-            f"layers has {len(pattern)} layers, and n_layer is {n_layer}: n_layer must be"
-            f" {len(pattern)}, or a multiple of it that repeats the pattern, as {fitting} is"
-        )
     kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT))
     if len(kinds) > 1:
         raise ValueError(
             f"layers has {' and '.join(kinds)}: the fixed-point layers of one model are of one"
             " kind, since its solver's defaults are those of that kind"
+        )
+    return pattern
+
+
+def parse(layers, n_layer):
+    """The layers of a model, one after the other.
+
+    Args: layers: see `pattern_of`. n_layer: how many there are; a pattern of fewer is repeated.
+    Returns:
+        n_layer Layers.
+    Raises:
+        ValueError: an unknown kind, an option that the kind does not have, several kinds of
+            fixed-point layers, a pattern that does not fit n_layer.
+    """
+    pattern = pattern_of(layers)
+    if n_layer % len(pattern):
+        fitting = len(pattern) * max(1, round(n_layer / len(pattern)))
+        raise ValueError(
+            f"layers has {len(pattern)} layers, and n_layer is {n_layer}: n_layer must be"
+            f" {len(pattern)}, or a multiple of it that repeats the pattern, as {fitting} is"
         )
     return pattern * (n_layer // len(pattern))
 
