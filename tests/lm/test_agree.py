@@ -24,7 +24,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SMALL = {"sequences": 3, "length": 12, "batch_size": 2}
 ROW = {
-    "tol", "perplexity", "evaluations", "failed", "seconds", "difference", "top1",
+    "tol", "perplexity", "bits_per_byte", "evaluations", "failed", "seconds", "difference", "top1",
 }  # fmt: skip
 
 
