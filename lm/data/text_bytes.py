@@ -146,14 +146,13 @@ def _text(piece: str, parts: list[dict], added: bool) -> bytes:
 def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]) -> None:
     """Raises UncountableError where a text does not come back, or its bytes are miscounted."""
     backend = tokenizer.backend_tokenizer
-    texts = [*PROBES, *(f"a {content} b" for content in added if "▁" not in content)]
-    for text in texts:
+    for text in (*PROBES, *(f"a {content} b" for content in added if "▁" not in content)):
         ids = encode_documents(tokenizer, [text], leading_eos=True)
-        counted = text_bytes.count(ids[:-1], ids[1:])
+        counted, true = text_bytes.count(ids[:-1], ids[1:]), len(text.encode())
         back = backend.decode(ids[1:-1].tolist(), skip_special_tokens=False)
-        if back != text or counted != len(text.encode()):
+        # Byte-level decoders garble added tokens such as "é", which stand for themselves.
+        if counted != true or (text in PROBES and back != text):
             raise UncountableError(
-                "the tokenizer does not keep the text as it is (of"
-                f" {text!r} it gives back {back!r}), so its tokens do not say how many bytes"
-                " they stand for"
+                f"the tokenizer does not keep the text as it is (of {text!r} it gives back"
+                f" {back!r}), so its tokens do not say how many bytes they stand for"
             )
