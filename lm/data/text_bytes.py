@@ -147,7 +147,10 @@ def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: lis
     """Raises UncountableError where a text does not come back, or its bytes are miscounted."""
     backend = tokenizer.backend_tokenizer
     for text in (*PROBES, *(f"a {content} b" for content in added if "▁" not in content)):
-        ids = encode_documents(tokenizer, [text], leading_eos=True)
+        try:
+            ids = encode_documents(tokenizer, [text], leading_eos=True)
+        except Exception as e:  # tokenizers raises no other, say of a character without a token
+            raise UncountableError(f"the tokenizer cannot read {text!r}: {e}") from None
         counted, true = text_bytes.count(ids[:-1], ids[1:]), len(text.encode())
         back = backend.decode(ids[1:-1].tolist(), skip_special_tokens=False)
         # Byte-level decoders garble added tokens such as "é", which stand for themselves.

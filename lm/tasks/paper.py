@@ -48,7 +48,8 @@ def _has_last_word(row: dict) -> bool:
 
 
 def _ending_is_known(row: dict) -> bool:
-    return int(row["label"]) in range(len(row["endings"]))
+    label = str(row["label"])  # "3" on the hub; lm-eval reads no "3.0"
+    return label.isdigit() and int(label) in range(len(row["endings"]))
 
 
 def _solution_is_known(row: dict) -> bool:

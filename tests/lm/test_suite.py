@@ -324,6 +324,7 @@ def test_what_does_not_go_together_is_refused(small_export, tasks, options, word
         ("piqa_val", ["a"], "row 2 has no `goal`, `sol1`"),
         ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": ""}, "row 2 cannot be scored"),
         ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": 4}, "row 2 cannot be scored"),
+        ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": 3.0}, "row 2 cannot be scored"),
         ("arc_challenge_test", ARC[0] | {"answerKey": "1"}, "row 2 cannot be scored"),
         ("arc_easy_val", ARC[0] | {"choices": ["a", "b"]}, "row 2 cannot be scored"),
         ("winogrande_val", ROWS["winogrande_val"][0] | {"answer": ""}, "row 2 cannot be scored"),

@@ -189,6 +189,15 @@ def test_other_kinds_of_tokenizer_are_refused_by_name(capsys):
     assert "note: no bits per byte: the tokenizer's decoder" in capsys.readouterr().out
 
 
+def test_a_tokenizer_that_cannot_read_every_text_is_no_error_of_a_run(capsys):
+    backend = Tokenizer(models.Unigram([("</s>", 0.0), ("▁", -1.0), ("a", -2.0)], None, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    assert text_bytes_of([], tokenizer, Ranks()) is None
+    assert "note: no bits per byte: the tokenizer cannot read 'The na" in capsys.readouterr().out
+
+
 def test_a_strip_of_every_token_is_refused():
     tokenizer = sentencepiece_like()
     parts = [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.Fuse()]
