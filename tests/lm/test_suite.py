@@ -259,6 +259,8 @@ def test_the_suite_says_what_stands_for_each_task(results):
     assert suite["mean"] == pytest.approx(sum(values) / 6)
     assert suite["complete"] and suite["tasks"]["piqa"]["file"] == "piqa_val.parquet"
     assert results["num_fewshot"] == 0
+    sources = {name: paper.Source(row["split"]) for name, row in suite["tasks"].items()}
+    assert not paper.scores(sources, results["tasks"], 3)["complete"]
 
 
 def shown(results) -> str:
@@ -370,7 +372,8 @@ def test_the_hub_out_of_reach_names_the_local_files(monkeypatch):
 
 def test_bits_of_tasks_of_another_kind_are_not_made_up():
     sample = {"filter": "none", "arguments": [("a", " b")], "resps": [[(-math.log(4), True)]]}
-    assert _bits_per_byte([sample, sample | {"filter": "other"}]) == pytest.approx(1.0)
+    again = {"filter": "other", "resps": [[(-9.0, True)]]}
+    assert _bits_per_byte([sample, sample | again]) == pytest.approx(1.0)
     two = sample | {"arguments": [("a", " b"), ("a", " c")]}
     assert _bits_per_byte([two]) is None and _bits_per_byte([]) is None
     assert _bits_per_byte([sample | {"resps": [["a text"]]}]) is None

@@ -6,7 +6,7 @@ import types
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Data
@@ -174,6 +174,13 @@ def test_tokens_that_were_added_stand_for_themselves(bpe):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im|>"]})
     text = "a<tool> çé<|im|> b"
     assert counted(tokenizer, [text]) == len(text.encode())
+
+
+def test_an_added_token_that_takes_the_spaces_around_it_is_refused(bpe):
+    tokenizer = changed(bpe)
+    tokenizer.add_tokens([AddedToken("<tool>", rstrip=True)])
+    with pytest.raises(UncountableError, match="'a <tool> b'"):
+        TextBytes(tokenizer)
 
 
 def test_other_kinds_of_tokenizer_are_refused_by_name(capsys):
