@@ -27,6 +27,8 @@ MEANING = {
     "tight": "the solution all are compared with: token exact, sequential, which has no tolerance",
     "top1": "share of the tokens whose most likely next token is that of the tight solution",
     "difference": "the largest difference of a logit from the tight solution's",
+    "bits_per_byte": "bits for each byte of UTF-8 text that the targets stand for; null where the"
+    " tokenizer does not tell",
     "evaluations": "evaluations a token of the layer's map that were done; mean over layers",
     "failed": "share of the tokens not solved (paper: not within tol), of the layer that has most",
     "num_iters": "ℓ*, of every layer: iterations that the paper's procedure (all tokens at once,"
@@ -64,9 +66,9 @@ def agree(
         batch_size: sequences solved at once; the paper's stopping depends on it.
         out: the JSON file, by default checkpoint/eval/agree.json.
     Returns:
-        {"tight": {…}, "schedules": {name: {"top1", "difference", "perplexity", "evaluations",
-        "failed", "seconds", "tol"}}, "num_iters": [of every layer], "meaning": {…}, …}, as written;
-        tol is None where nothing is iterated.
+        {"tight": {…}, "schedules": {name: {"top1", "difference", "perplexity", "bits_per_byte",
+        "evaluations", "failed", "seconds", "tol"}}, "num_iters": [of every layer], "bytes",
+        "meaning": {…}, …}, as written; tol is None where nothing is iterated.
     Raises:
         AgreementError: sizes below 1, tol ≤ 0, no such text, or one shorter than a sequence.
         GenerationError: no such export, one without a solver, or an unknown schedule.
@@ -80,8 +82,9 @@ def agree(
     ways = {name: way(model, name, tol) for name in schedules}
     blocks = text_blocks(model, tokenizer, text, sequences, length, seed, progress)
     rows = compare(model, blocks, ways, batch_size, progress)
-    tight = rows.pop("tight")
     results = header(checkpoint, text, model, blocks, batch_size, seed)
+    results |= add_bits_per_byte(rows, blocks, tokenizer)
+    tight = rows.pop("tight")
     results |= {"num_iters": tight.pop("num_iters"), "tight": tight, "schedules": rows}
     write_json(path, results)
     return results
@@ -215,6 +218,7 @@ def table(results: dict) -> Table:
         "max Δ: largest difference of a logit from tight's. ppl: perplexity.\n"
         "eval.: evaluations a token, mean over layers. failed: tokens not solved, at most.\n"
         f"ℓ* (the paper's procedure at 0.1) of the layers: {iterations}."
+        f"{bits_of_tight(results)}"
     )
     out = Table(
         title=title(results), caption=caption, caption_justify="left",
@@ -230,6 +234,12 @@ def table(results: dict) -> Table:
             f"{r['failed']:.2%}", f"{r['seconds']:.3g}",
         )  # fmt: skip
     return out
+
+
+def bits_of_tight(results: dict) -> str:
+    """A line below a table; nothing where the bytes of the text are not known."""
+    bits = results["tight"]["bits_per_byte"]
+    return "" if bits is None else f"\ntight: {bits:.4f} bits per byte of the text."
 
 
 def title(results: dict) -> str:
@@ -309,6 +319,25 @@ def text_blocks(model, tokenizer, text, sequences: int, length: int, seed: int, 
     starts = np.arange((len(tokens) - 1) // length) * length
     chosen = np.random.default_rng(seed).permutation(starts)[:sequences]
     return torch.stack([tokens[s : s + length + 1] for s in sorted(chosen)])
+
+
+def add_bits_per_byte(rows: dict[str, dict], blocks, tokenizer) -> dict:
+    """Put "bits_per_byte" into rows of `compare`, beside their perplexity; None where the tokenizer
+    does not tell how many bytes of text the targets stand for.
+
+    Returns:
+        {"bytes": of the targets' text, or None}.
+    """
+    from lm.data.text_bytes import TextBytes, UncountableError, bits_per_byte
+
+    try:
+        text_bytes = TextBytes(tokenizer).count(blocks[:, :-1], blocks[:, 1:])
+    except UncountableError:
+        text_bytes = None
+    targets = blocks[:, 1:].numel()
+    for row in rows.values():
+        row["bits_per_byte"] = bits_per_byte(math.log(row["perplexity"]) * targets, text_bytes)
+    return {"bytes": text_bytes}
 
 
 def header(checkpoint, text, model, blocks, batch_size: int, seed: int) -> dict:

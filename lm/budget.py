@@ -69,6 +69,7 @@ def budget(
     }
     rows = compare(model, blocks, each, batch_size, progress)
     results = agree.header(checkpoint, text, model, blocks, batch_size, seed)
+    results |= agree.add_bits_per_byte(rows, blocks, tokenizer)
     results |= {"tight": rows["tight"], "schedules": {}}
     for name in ways:
         found = [{"max_iters": count} | rows[f"{name}, ℓmax {count}"] for count in counts]
@@ -84,6 +85,7 @@ def table(results: dict) -> Table:
 
     caption = "ppl: perplexity; eval.: evaluations a token, mean over layers."
     caption += f"\ntight (token exact, sequential): ppl {results['tight']['perplexity']:.2f}"
+    caption += agree.bits_of_tight(results)
     out = Table("ℓmax", title=agree.title(results), caption=caption, caption_justify="left")
     for name in results["schedules"]:
         out.add_column(f"{name}\nppl", justify="right")

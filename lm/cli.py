@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from lm.arguments import SEED, Number, Whole, counts, names, run
+from lm.cli_eval import add_eval
 
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
@@ -14,6 +15,7 @@ EPILOG = """examples:
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn export runs/demo runs/demo/hf
   fprnn eval runs/demo/hf --tasks catbabi_mini
+  fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn generate runs/demo/hf --prompt "The list"
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
@@ -135,18 +137,6 @@ def _import_reference(args) -> int:
     done = import_reference(args.checkpoint, args.config, args.out, args.tokenizer)
     print(f"note: {ORIGIN}", file=sys.stderr)
     print(done)
-    return 0
-
-
-def _eval(args) -> int:
-    from lm.console import say
-    from lm.evaluate import evaluate, table
-
-    results = evaluate(
-        args.checkpoint, args.tasks, limit=args.limit, batch_size=args.batch_size,
-        include_path=args.include_path, num_fewshot=args.num_fewshot, out=args.out,
-    )  # fmt: skip
-    say(table(results))
     return 0
 
 
@@ -379,26 +369,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
     c.set_defaults(run_command=_import_reference)
 
-    c = commands.add_parser("eval", help="lm-eval on an exported directory")
-    c.add_argument("checkpoint", metavar="OUT")
-    c.add_argument(
-        "--tasks", required=True, type=names, metavar="A,B,…",
-        help="comma-separated; ours and lm-eval's own",
-    )  # fmt: skip
-    c.add_argument(
-        "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
-    )
-    c.add_argument(
-        "--batch-size", type=Whole(), default=8, metavar="B",
-        help="documents at once, at least 1 (default: 8)",
-    )  # fmt: skip
-    c.add_argument(
-        "--num-fewshot", type=Whole(0), metavar="N",
-        help="examples shown before each document, at least 0 (default: the task's)",
-    )  # fmt: skip
-    c.add_argument("--include-path", help="a folder with more task YAMLs")
-    c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
-    c.set_defaults(run_command=_eval)
+    add_eval(commands)
 
     c = commands.add_parser("generate", help="sample from an exported directory")
     c.add_argument("checkpoint", metavar="OUT")

@@ -22,13 +22,16 @@ from lm.errors import UserError, missing_package
 from lm.exported import load_model, load_tokenizer
 from lm.metrics import failures, fixed_point_metrics
 from lm.outputs import check_file, write_json
-from lm.tasks import TASKS_DIR
+from lm.tasks import TASKS_DIR, paper
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 # lm-eval's warnings about what is as it should be.
 _NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")
+
+
+OF_TEXT = ("perplexity", "bits_per_byte")  # shown beside a suite task's accuracy
 
 
 class EvaluationError(UserError, RuntimeError):
@@ -39,6 +42,8 @@ def evaluate(
     checkpoint: Path,
     tasks: list[str],
     *,
+    suite: str | None = None,
+    data: Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
     device: str | None = None,
@@ -48,30 +53,30 @@ def evaluate(
 ) -> dict:
     """Run lm-eval's `tasks` (names of tasks, groups, tags) on the HuggingFace folder `checkpoint`.
 
-    `limit` takes only that many documents of each task; `include_path` is a folder with further
-    task files. Weights are float32 on the CPU, elsewhere as saved. The results go to `out`, by
-    default checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric:
-    {"value", "stderr", …}}, …}}, "solver", "fixed_point", "versions": …, …}; a number that is not
-    finite is None there. `solver` is what the model says it solves by ("none" without a solver),
-    `fixed_point` what that cost and left, see `lm.metrics.fixed_point_metrics`.
+    `suite` is "paper" (see `lm.tasks.paper`) or None; of a suite `tasks` chooses (none: all), and
+    `data` is a folder of local files that take the place of the hub. `limit` takes only that many
+    documents of each task; `include_path` is a folder with further task files. Weights are float32
+    on the CPU, elsewhere as saved. The results go to `out`, by default
+    checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric: {"value",
+    "stderr", …}}, …}}, "solver", "fixed_point", "versions": …, …}, of a suite also "suite", see
+    `lm.tasks.paper.scores`; a number that is not finite is None there. Tasks that give a perplexity
+    to each document's continuation, such as LAMBADA, also have "bits_per_byte". `solver` is what
+    the model says it solves by ("none" without a solver), `fixed_point` what that cost and left,
+    see `lm.metrics.fixed_point_metrics`.
 
     Raises:
         EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
-            whose data cannot be had. LoadError: a damaged checkpoint. OutputError: `out` cannot be
-            written.
+            whose data cannot be had. SuiteError: the same, of a suite. LoadError: a damaged
+            checkpoint. OutputError: `out` cannot be written.
     """
     checkpoint = Path(checkpoint)
     _check_checkpoint(checkpoint)
-    if not tasks:
-        raise EvaluationError("no tasks given; try `catbabi_mini`, which needs no network")
-    if limit is not None and limit < 1:
-        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
-    if batch_size < 1:
-        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise EvaluationError(f"num_fewshot is {num_fewshot}: it must be at least 0")
+    _check_numbers(limit, batch_size, num_fewshot)
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path {include_path} is not a folder")
+    sources = _check_tasks(tasks, suite, data, include_path, num_fewshot)
+    if sources is not None:
+        num_fewshot = 0
     _check_lm_eval()
     path = Path(out) if out else checkpoint / "eval" / "results.json"
     check_file(path)
@@ -80,7 +85,10 @@ def evaluate(
         import torch
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        manager, selected = _load_tasks(tasks, include_path)
+        if sources is None:
+            manager, selected = _load_tasks(tasks, include_path)
+        else:
+            manager, selected = paper.load(sources)
         load_tokenizer(checkpoint)
         # lm-eval would go on with random weights in place of missing ones.
         model = load_model(checkpoint).eval()
@@ -101,7 +109,7 @@ def evaluate(
                 device=device,
                 limit=limit,
                 bootstrap_iters=1000,
-                log_samples=False,
+                log_samples=True,  # for bits per byte
             )
     results = {
         "checkpoint": checkpoint.resolve().name,
@@ -115,13 +123,16 @@ def evaluate(
         | {package: _version(package) for package in ("lm_eval", "transformers", "torch")},
         "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
     }
+    if sources is not None:
+        results["suite"] = paper.scores(sources, results["tasks"], limit)
     write_json(path, results)
     return results
 
 
 def table(results: dict) -> Table:
-    """What `evaluate` returned, as a table: a row for each metric, value ± standard error. Below it
-    a warning where too many tokens were not solved."""
+    """What `evaluate` returned, as a table: a row for each metric, value ± standard error; of a
+    suite the metric that stands for each task, and their mean. Below it a warning where too many
+    tokens were not solved."""
     from rich.table import Table
 
     title = results["checkpoint"]
@@ -132,15 +143,28 @@ def table(results: dict) -> Table:
     out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
     for column in (1, 3):
         out.columns[column].justify = "right"
-    for name, task in results["tasks"].items():
+    suite = results.get("suite")
+    for name in suite["tasks"] if suite else results["tasks"]:
+        task = results["tasks"][name]
         label, count = name, "" if task["samples"] is None else str(task["samples"])
-        for metric, entry in task["metrics"].items():
+        metrics = list(task["metrics"])
+        if suite:
+            row = suite["tasks"][name]
+            label += "" if row["split"] == row["split_of_lm_eval"] else f" ({row['split']})"
+            metrics = [row["metric"], *(m for m in OF_TEXT if m in metrics)]
+        for metric in metrics:
+            entry = task["metrics"][metric]
             arrow = {True: " ↑", False: " ↓"}.get(entry["higher_is_better"], "")
             value = "not finite" if entry["value"] is None else f"{entry['value']:.4g}"
             if entry["stderr"] is not None:
                 value += f" ± {entry['stderr']:.2g}"
             out.add_row(label, count, metric + arrow, value)
             label = count = ""
+    if suite:
+        out.add_section()
+        mean = "not finite" if suite["mean"] is None else f"{suite['mean']:.4g}"
+        of = len(suite["tasks"])
+        out.add_row(f"mean of {of} of the suite's {len(paper.TASKS)}", "", "accuracies", mean)
     return out
 
 
@@ -163,6 +187,53 @@ def _solves():
         yield solves
     finally:
         hook.remove()
+
+
+def _check_numbers(limit: int | None, batch_size: int, num_fewshot: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
+    if batch_size < 1:
+        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise EvaluationError(f"num_fewshot is {num_fewshot}: it must be at least 0")
+
+
+def _check_tasks(
+    tasks: list[str],
+    suite: str | None,
+    data: Path | None,
+    include_path: Path | None,
+    num_fewshot: int | None,
+) -> dict[str, paper.Source] | None:
+    """Where the documents of a suite's tasks come from; None without a suite.
+
+    Raises:
+        EvaluationError: options that do not go together. SuiteError: files are missing.
+    """
+    if suite is None:
+        if data is not None:
+            raise EvaluationError(
+                "--data is the folder of a suite's files: give --suite paper with it (tasks of"
+                " `local_eval` read the folder that FPRNN_EVAL_DATA names)"
+            )
+        if not tasks:
+            raise EvaluationError(
+                "no tasks given: --tasks catbabi_mini needs no network, --suite paper are the six"
+                " that language models are compared by"
+            )
+        return None
+    if suite != paper.NAME:
+        raise EvaluationError(f"no suite `{suite}`: there is one, `{paper.NAME}`")
+    if include_path is not None:
+        raise EvaluationError(
+            "--include-path adds tasks of one's own, and a suite has none of them"
+        )
+    if num_fewshot:
+        raise EvaluationError(
+            f"num_fewshot is {num_fewshot}: the suite `{suite}` is zero-shot; its tasks are run"
+            " with examples by --tasks, without --suite"
+        )
+    return paper.choose(tasks, data)
 
 
 def _check_checkpoint(checkpoint: Path) -> None:
@@ -229,12 +300,40 @@ def _task_results(raw: dict, name: str) -> dict:
             "stderr": _finite(flat.get(f"{metric}_stderr,{chain}")),
             "higher_is_better": better.get(metric),
         }
+    if "perplexity" in metrics:
+        bits = _bits_per_byte(raw.get("samples", {}).get(name, []))
+        if bits is not None:
+            metrics["bits_per_byte"] = {"value": bits, "stderr": None, "higher_is_better": False}
     return {
         "version": raw.get("versions", {}).get(name),
         "samples": raw.get("n-samples", {}).get(name, {}).get("effective"),
         "num_fewshot": raw.get("n-shot", {}).get(name),
         "metrics": metrics,
     }
+
+
+def _bits_per_byte(samples: list[dict]) -> float | None:
+    """Of a task that scores one continuation of each document: the bits of all of them for each
+    byte that they have in UTF-8. None of tasks of another kind.
+
+    Args:
+        samples: as lm-eval logs them, once for each of the task's filters.
+    """
+    from lm.data.text_bytes import bits_per_byte
+
+    nats = total = 0
+    for sample in samples:
+        if sample["filter"] != samples[0]["filter"]:
+            continue
+        try:
+            ((context, continuation),) = sample["arguments"]
+            (((likelihood, _),),) = sample["resps"]
+        except (TypeError, ValueError):
+            return None
+        # lm-eval takes the white space at the end of a context for the continuation's.
+        total += len((context[len(context.rstrip()) :] + continuation).encode())
+        nats -= likelihood
+    return _finite(bits_per_byte(nats, total))
 
 
 def _finite(value: Any) -> float | None:

@@ -27,6 +27,19 @@ def _axes(title: str, ylabel: str):
     return figure, axes
 
 
+def _add_bits_per_byte(axes, validation: dict) -> None:
+    """A second scale on the right, in bits for each byte of the validation text: its loss times its
+    tokens a byte. Nothing for a run whose bytes are not known."""
+    if not validation.get("bytes"):
+        return
+    bits_a_nat = validation["tokens"] / (math.log(2) * validation["bytes"])
+    scale = axes.secondary_yaxis(
+        "right", functions=(lambda nats: nats * bits_a_nat, lambda bits: bits / bits_a_nat)
+    )
+    scale.set_ylabel("bits per byte of the validation text")
+    scale.spines["right"].set_visible(False)
+
+
 def draw(run_dir: Path) -> list[Path]:
     """Draw what `metrics.jsonl` holds: loss.png always, iterations.png (ℓ* of the probes)
     where a solver ran.
@@ -60,6 +73,8 @@ def draw(run_dir: Path) -> list[Path]:
     baselines = validation[-1].get("baselines", {}) if validation else {}
     for (name, perplexity), style in zip(baselines.items(), itertools.cycle(["--", ":", "-."])):
         axes.axhline(math.log(perplexity), color="gray", ls=style, lw=1.2, label=name)
+    if validation:
+        _add_bits_per_byte(axes, validation[-1]["validation"])
     # Beside the axes: the curves may lie anywhere inside.
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(paths[0], dpi=140)

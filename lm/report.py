@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from lm import plots
 from lm.checkpoint import CheckpointError, newest
 from lm.console import say
+from lm.data.text_bytes import bits_per_byte, in_bits
 from lm.errors import require
 from lm.metrics import read_metrics
 from lm.outputs import DamagedError, check_folder, read_json, write_json
@@ -137,8 +139,13 @@ def table(summary: dict, title: str):
     table = Table(title=title, show_header=False, title_justify="left")
     v, base = summary["validation"], summary.get("baselines", {})
     table.add_row("validation perplexity", f"{v['perplexity']:.2f} on {v['tokens']:,} tokens")
+    if v.get("bits_per_byte") is not None:
+        table.add_row(
+            "  bits per byte", f"{v['bits_per_byte']:.4f} on {v['bytes']:,} bytes of text"
+        )
     for name, perplexity in base.items():
-        table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}")
+        bits = bits_per_byte(math.log(perplexity) * v["tokens"], v.get("bytes"))
+        table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}{in_bits(bits)}")
     if base:
         best = min(base.values())
         verdict = "below" if v["perplexity"] < best else "NOT below"

@@ -138,6 +138,8 @@ def _validation(result: dict) -> dict | None:
 def _reached(result: dict) -> str:
     reached = _validation(result)
     text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
+    if _is_number(bits := reached.get("bits_per_byte")):
+        text += f", {bits:.4f} bits per byte"
     seconds = result.get("training_seconds")
     return f"{text}, trained {_duration(seconds)}" if _is_number(seconds) else text
 

@@ -136,7 +136,7 @@ class Training:
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
-        self.validation = Validation(cfg, self.ranks, self.held_out, watch)
+        self.validation = Validation(cfg, self.ranks, self.held_out, watch, tokenizer)
 
     def _engine(self) -> ds.Engine:
         """With the weights and the optimizer of the checkpoint that is resumed, where there is

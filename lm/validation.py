@@ -1,4 +1,4 @@
-"""What a training is measured by on held-out text: loss and perplexity, ℓ*, n-grams beside it."""
+"""What a training is measured by on held-out text: loss, bits per byte, ℓ*, n-grams beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lm.config import Config
 from lm.console import Progress, say
+from lm.data.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
 from lm.engine import Engine
 from lm.log import iterations
 from lm.metrics import FailureWatch, fixed_point_metrics, probe
@@ -19,13 +20,17 @@ class Validation:
     Args:
         batches: of this rank.
         watch: is told of tokens that were not solved; None of a model without a solver.
+        tokenizer: of the corpus, for bits per byte.
     """
 
-    def __init__(self, cfg: Config, ranks: Ranks, batches: list, watch: FailureWatch | None):
+    def __init__(
+        self, cfg: Config, ranks: Ranks, batches: list, watch: FailureWatch | None, tokenizer
+    ):
         self.cfg, self.ranks, self.batches, self.watch = cfg, ranks, batches, watch
+        self.bytes = text_bytes_of(batches, tokenizer, ranks)  # of all ranks
 
     def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
-        """The record of a validation after update `step`: loss, perplexity, ℓ*.
+        """The record of a validation after update `step`: loss, perplexity, bits per byte, ℓ*.
 
         Args:
             alive: called after each micro-batch.
@@ -37,10 +42,12 @@ class Validation:
                 bar.update(done, total)
 
             scores = engine.validate(self.batches, progress)
+        bits = bits_per_byte(scores["loss"] * scores["tokens"], self.bytes)
+        scores |= {"bits_per_byte": bits, "bytes": self.bytes}
         record = {"step": step, "validation": scores, **self.probed(engine)}
         say(
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{iterations(record)}"
+            f" {scores['perplexity']:.2f}{in_bits(bits)}{iterations(record)}"
         )
         if self.watch is not None:
             self.watch.look(record["probe"]["failed"], f"validation after update {step}")
@@ -65,3 +72,21 @@ class Validation:
         size = self.cfg.train.micro_batch_size
         targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
         return ngram_baselines(corpus.train, targets, vocab_size)
+
+
+def text_bytes_of(batches: list, tokenizer, ranks: Ranks) -> int | None:
+    """UTF-8 bytes of the text that the targets of all ranks' micro-batches stand for, see
+    `lm.data.text_bytes`; None, which is said, where the tokenizer does not tell. Every rank calls
+    it."""
+    try:
+        of_ids = TextBytes(tokenizer)
+    except UncountableError as e:
+        say(f"note: no bits per byte: {e}")
+        return None
+    counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
+    unknown = counts.count(None)
+    total, unknown = ranks.sum(sum(count or 0 for count in counts), unknown)
+    if unknown:
+        say("note: no bits per byte: the validation text has tokens that may stand for any text")
+        return None
+    return int(total)

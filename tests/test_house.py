@@ -43,7 +43,7 @@ FLOORS = {
     6: ("cost", "validation"),
     7: ("train",),
     8: ("evaluate", "export", "generate", "plan", "report"),
-    9: ("reference", "agree"),
+    9: ("reference", "agree", "cli_eval"),
     10: ("budget",),
     11: ("cli",),
     12: ("__main__",),

@@ -24,7 +24,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SMALL = {"sequences": 3, "length": 12, "batch_size": 2}
 ROW = {
-    "tol", "perplexity", "evaluations", "failed", "seconds", "difference", "top1",
+    "tol", "perplexity", "bits_per_byte", "evaluations", "failed", "seconds", "difference", "top1",
 }  # fmt: skip
 
 
@@ -161,6 +161,9 @@ def test_the_perplexity_is_that_of_the_causal_language_model(checkpoint, text, t
     ]
     perplexity = results["schedules"]["auto"]["perplexity"]
     assert min(abs(math.exp(loss) - perplexity) for loss in losses) < 1e-3
+    # Each token of this text is one byte.
+    bits = results["schedules"]["auto"]["bits_per_byte"]
+    assert results["bytes"] == 20 and bits == pytest.approx(math.log2(perplexity))
 
 
 def test_the_seed_chooses_the_places_and_a_short_text_has_fewer(checkpoint, text, tmp_path):
@@ -233,6 +236,7 @@ def test_tables_fit_a_terminal(checkpoint, text, tmp_path):
         console.print(of_budget.table(budgets))
     shown = capture.get()
     assert "…" not in shown
+    assert shown.count("bits per byte of the text") == 2
     for part in ("sequential", "window:16", "1234.56", "0.01", "failed", "ℓmax", "max Δ"):
         assert part in shown
 

@@ -44,9 +44,15 @@ def reference(tmp_path_factory):
 def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
     """Two ranks under ZeRO-1, then one under ZeRO-3, then two under ZeRO-0 with micro-batches of
     one: each from the checkpoint of the one before."""
-    _, expected = reference
+    out, expected = reference
     first, _ = run(tmp_path / "runs", *EVERY, processes=2)
     close(first, expected, 0)
+    of_two, of_one = (
+        json.loads((folder / "runs/tiny/result.json").read_text())["validation"]
+        for folder in (tmp_path, out)
+    )
+    assert of_two["bytes"] == of_one["bytes"] > of_one["tokens"]
+    assert of_two["bits_per_byte"] == pytest.approx(of_one["bits_per_byte"], rel=1e-5)
     second = going_on(tmp_path, "second", 2, "tiny", "engine.zero_stage=3")
     close(second, expected, 2)
     third = going_on(

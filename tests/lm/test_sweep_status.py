@@ -86,6 +86,9 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys):
         "done", "running", "failed", "missing",
     ]  # fmt: skip
     assert done.text == "validation loss 2.5000, perplexity 12.18, trained 67 min"
+    bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
+    sweep.write(0, result_json=RESULT | bits)
+    assert "perplexity 12.18, 1.2500 bits per byte, trained" in sweep.points()[0].text
     assert (done.step, done.steps, done.num_iters) == (8, 8, [3.25, 7.5])
     assert (running.step, running.steps, running.num_iters) == (5, 8, [3.25, 7.5])
     assert running.seen_s < 30 and "job 12_3 on n7, process 4711" in running.text

@@ -149,6 +149,7 @@ def test_lm_eval_finds_our_tasks_and_tags():
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "lambada_local",
+        "text_local",
     ]
     assert manager.all_groups == ["catbabi_qa"]
     assert manager.all_tags == ["catbabi", "local_eval"]

@@ -1,6 +1,7 @@
 """Whole runs: the same trace twice, killed and resumed, stopped by a signal, NaN, bad input."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -62,6 +63,31 @@ def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
     assert all(len(layers) == 2 for layers in iterations.values())
     assert 1 <= iterations["median"][0] <= iterations["max"][0]
     assert tiny_losses[-1]["loss"] < tiny_losses[0]["loss"]
+
+
+def test_bits_per_byte_are_of_the_held_out_text(tiny_run, tmp_path):
+    """Its documents as they are in the file, less what the first token, no target, stands for."""
+    from transformers import PreTrainedTokenizerFast
+
+    from lm.data.sources import is_validation
+
+    lines = (ROOT / "tests/data/tiny.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = [t for t in (json.loads(line)["text"] for line in lines) if is_validation(t, 0.2)]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_run / "tokenizer")
+    first = tokenizer.decode(tokenizer(held_out[0])["input_ids"][:1])
+    text_bytes = sum(len(text.encode()) for text in held_out) - len(first.encode())
+    result = json.loads((tiny_run / "result.json").read_text())["validation"]
+    bits = result["loss"] * result["tokens"] / math.log(2) / text_bytes
+    assert result["bytes"] == text_bytes
+    assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    logged = [r for r in read_metrics(tiny_run) if "validation" in r]
+    assert [r["validation"] for r in logged] == [result]
+    summary = fprnn("report", shutil.copytree(tiny_run, tmp_path / "copy"))
+    shown = " ".join(summary.stdout.split())
+    assert f"bits per byte │ {bits:.4f} on {text_bytes:,} bytes of text" in shown
+    bigram = json.loads((tiny_run / "result.json").read_text())["baselines"]["bigram"]
+    of_bigram = math.log2(bigram) * result["tokens"] / text_bytes
+    assert f"{bigram:.2f} bits per byte {of_bigram:.4f}" in shown
 
 
 def test_probes_are_made_every_so_often_and_change_nothing(tmp_path, tiny_losses):

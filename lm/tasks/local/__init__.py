@@ -1,1 +1,1 @@
-"""LAMBADA and ARC-Easy read from local files."""
+"""LAMBADA, ARC-Easy and plain text read from local files."""

@@ -47,6 +47,26 @@ def read(name: str, keys: tuple[str, ...]) -> list[dict]:
     return rows
 
 
+def text(**_):
+    """lm-eval's `custom_dataset` for plain text: each .txt file of the folder is a document.
+
+    Raises:
+        FileNotFoundError: the variable is not set, or there is no such file. UnicodeDecodeError.
+    """
+    folder = os.environ.get("FPRNN_EVAL_DATA")
+    if not folder:
+        raise FileNotFoundError(
+            "this task reads the .txt files of the folder that the environment variable "
+            "FPRNN_EVAL_DATA names, and FPRNN_EVAL_DATA is not set"
+        )
+    paths = sorted(Path(folder).expanduser().glob("*.txt"))
+    rows = [{"text": path.read_bytes().decode("utf-8")} for path in paths]
+    rows = [row for row in rows if row["text"]]
+    if not rows:
+        raise FileNotFoundError(f"{folder} (FPRNN_EVAL_DATA) has no .txt file with text in it")
+    return _dataset("test", rows)
+
+
 def _dataset(split: str, rows: list[dict]):
     from datasets import Dataset, DatasetDict
 
