@@ -17,6 +17,7 @@ FLOORS = {
         "arguments",
         "cards",
         "config",
+        "config_data",
         "config_messages",
         "config_model",
         "console",

@@ -13,9 +13,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm.config import Config
+from lm.config import Config, Data
 from lm.data import cache
 from lm.data.hub import check_hub
+from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources import DataError, documents, is_validation
 from lm.errors import UserError, require
 
@@ -133,14 +134,24 @@ def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
 
 
 def _training_texts(cfg: Config) -> Iterator[str]:
-    left = cfg.tokenizer.train_bytes
-    for text in documents(cfg.data):
-        if not is_validation(text, cfg.data.val_fraction):
+    """Training documents of the source, or of each of a mixture, up to the bytes of each."""
+    budgets = tokenizer_bytes(cfg)
+    for name, part in parts(cfg).items():
+        if budgets[name]:
+            with naming(name):
+                yield from _first_texts(part.data, budgets[name])
+
+
+def _first_texts(data: Data, most: int) -> Iterator[str]:
+    """Training documents, until they have `most` bytes."""
+    left = most
+    for text in documents(data):
+        if not is_validation(text, data.val_fraction):
             yield text
             left -= len(text.encode())
             if left <= 0:
                 return
-    if left == cfg.tokenizer.train_bytes:
+    if left == most:
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
