@@ -62,6 +62,8 @@ class Data(Section):
         None, description="a mapping of names to sources, each with source, path, weight; or null"
     )
     temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
+    # plain cuts the text every seq_len tokens; best_fit keeps documents that fit whole, and pads
+    packing: Literal["plain", "best_fit"] = "plain"
 
     @field_validator("mixture")
     @classmethod

@@ -85,6 +85,11 @@ def check_mixture(data) -> None:
     Raises:
         ValueError: they say two things, or one that cannot be.
     """
+    if data.packing == "best_fit" and data.source == "fineweb":
+        raise ValueError(
+            "`data.packing: best_fit` must see all documents before the first batch, and `fineweb`"
+            " streams them: leave it out, or download the files and take `source: parquet`"
+        )
     if data.mixture is None:
         if data.temperature is not None:
             raise ValueError(

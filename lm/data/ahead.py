@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lm.config import Config
 from lm.console import Progress, say
+from lm.data import best_fit
+from lm.data.corpus import open_folder
 from lm.data.mixture import described, naming, parts, shares
 from lm.data.prepare import Prepared, prepare_ahead
 from lm.data.tokenizer import new_tokenizer
@@ -24,10 +26,15 @@ def prepare_config(cfg: Config) -> dict[str, Prepared]:
         def progress(documents: int, tokens: int) -> None:
             bar.update(documents)
 
-        prepared = {}
+        prepared, packings = {}, {}
         for name, part in parts(cfg).items():
             with naming(name):
                 prepared[name] = prepare_ahead(part, tokenizer, progress)
+                if cfg.data.packing == "best_fit":
+                    corpus = open_folder(prepared[name].folder)
+                    packings[name] = best_fit.packed(corpus, part.data, tokenizer.eos_token_id)[1]
+    for name, cost in packings.items():
+        say(f"packing  {f'{name}: ' if name else ''}{cost}")
     if cfg.data.source == "fineweb" and cfg.data.download:
         from lm.data.hub_parquet import download_all
 

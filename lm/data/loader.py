@@ -9,11 +9,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config, Data
+from lm.data import best_fit
 from lm.data.corpora import open_sources
+from lm.data.corpus import Corpus
 from lm.data.mixture import shares
 from lm.data.mixture_loader import MixtureLoader
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
-from lm.data.shuffled import PlainRows, ShuffledBlocks
+from lm.data.prepare import place_in_run
+from lm.data.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing
 from lm.data.sources import DataError
 from lm.data.stream import StreamLoader, merge_states
 
@@ -35,17 +38,21 @@ def build(
     """
     corpora, size = open_sources(cfg, run_dir), cfg.train.micro_batch_size
     place = (rank, world_size)
+    eos = tokenizer.eos_token_id
     if cfg.data.mixture is not None:
         sources = {
-            name: ShuffledBlocks(PlainRows(corpus.train, cfg.data.seq_len), cfg.seed, number)
+            name: ShuffledBlocks(_rows(cfg, corpus, run_dir, name, eos), cfg.seed, number)
             for number, (name, corpus) in enumerate(sorted(corpora.items()))
         }
         tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
-        train = MixtureLoader(sources, shares(cfg.data, tokens), size, cfg.seed, *place)
+        train = MixtureLoader(
+            sources, shares(cfg.data, tokens), cfg.data.seq_len, size, cfg.seed, *place
+        )
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
-        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
+        rows = _rows(cfg, corpora[""], run_dir, "", eos)
+        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place, rows)
     eval_size = cfg.eval.micro_batch_size or size
     held_out = {
         name: validation_blocks(corpus.val, cfg.data, eval_size, *place)
@@ -54,12 +61,31 @@ def build(
     return train, held_out
 
 
+def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Rows:
+    """The training part of a source as blocks.
+
+    Raises:
+        DataError: it is not packed.
+    """
+    if cfg.data.packing == "plain":
+        return PlainRows(corpus.train, cfg.data.seq_len)
+    folder = place_in_run(run_dir, name)
+    found = best_fit.read(folder, cfg.data)
+    if found is None:
+        raise DataError(
+            f"{folder / best_fit.FILE} is not there, or damaged: continue the run with resume=auto,"
+            " and it is made again"
+        )
+    return best_fit.BestFitRows(corpus.train, found[0], cfg.data.seq_len, eos)
+
+
 def validation_blocks(
     tokens: np.ndarray, data: Data, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[MicroBatch]:
     """This rank's share of the validation stream (n,): over all ranks each token but the first is a
     target once, up to `data.val_tokens` targets. Every rank gets equally many micro-batches of
-    equal shape (collectives need that), padded with labels -100.
+    equal shape (collectives need that), padded with labels -100. It is packed plainly under every
+    `data.packing`, so that losses compare.
 
     Raises:
         DataError: no target in the stream.
@@ -88,6 +114,7 @@ class MapLoader:
 
     Args:
         tokens: (n,) ids, e.g. a memory map; at least 2.
+        rows: the same tokens as blocks, where they are not packed plainly.
     """
 
     def __init__(
@@ -98,9 +125,11 @@ class MapLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        rows: Rows | None = None,
     ):
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
-        rows = PlainRows(tokens, seq_len)
+        rows = PlainRows(tokens, seq_len) if rows is None else rows
+        self._seq_len = seq_len
         if not len(rows):
             raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
         self._blocks, self._seed = ShuffledBlocks(rows, seed), seed
@@ -125,8 +154,13 @@ class MapLoader:
         return micro_batch(self._blocks.rows(np.arange(first, first + self._size)))
 
     def drawn(self) -> dict:
-        """Of a mixture, how much came from each source; there is one."""
-        return {}
+        """Of best-fit packing, which share of all positions so far was padding. (Of a mixture also
+        what came from each source; here there is one.)"""
+        if self._blocks.packing == "plain":
+            return {}
+        positions = self._next * self._seq_len
+        padding = 1 - self._blocks.targets(self._next) / max(1, positions)
+        return {"data_padding": round(padding, 6)}
 
     def state_dict(self) -> dict:
         """Independent of the rank and of the number of ranks."""
@@ -135,6 +169,7 @@ class MapLoader:
             "micro_batch_size": self._size,
             "blocks": len(self._blocks),
             "seed": self._seed,
+            "packing": self._blocks.packing,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -148,6 +183,7 @@ class MapLoader:
                 "the checkpoint's data position is of another kind of data (a stream, or several"
                 " sources of data.mixture): the data must not change on resuming"
             )
+        check_packing(state, self._blocks.packing)
         for key, here in (("blocks", len(self._blocks)), ("seed", self._seed)):
             if state[key] != here:
                 raise DataError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lm.data.packing import MicroBatch, micro_batch
-from lm.data.shuffled import ShuffledBlocks
+from lm.data.shuffled import ShuffledBlocks, check_packing
 from lm.data.sources import DataError
 
 STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
@@ -50,12 +50,14 @@ class MixtureLoader:
 
     Args:
         sources: name → its blocks. weights: name → its share.
+        seq_len: targets that a sequence has room for.
     """
 
     def __init__(
         self,
         sources: dict[str, ShuffledBlocks],
         weights: dict[str, float],
+        seq_len: int,
         micro_batch_size: int,
         seed: int = 0,
         rank: int = 0,
@@ -65,8 +67,10 @@ class MixtureLoader:
         self._sources = [sources[name] for name in self._names]
         self._weights = [weights[name] for name in self._names]
         self._drawing = Drawing(self._weights, seed)
+        self._seq_len = seq_len
         self._size, self._seed = micro_batch_size, seed
         self._rank, self._world_size = rank, world_size
+        self._packing = self._sources[0].packing
         self._next = 0  # the first sequence that no rank has had
         self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
 
@@ -95,12 +99,16 @@ class MixtureLoader:
 
     def drawn(self) -> dict[str, dict[str, float]]:
         """What all ranks have drawn since the run began: of each source its share of the targets,
-        and its epochs."""
+        and its epochs; of best-fit packing also which share of all positions was padding."""
         pairs = list(zip(self._sources, self._drawn.tolist()))
         targets = [source.targets(count) for source, count in pairs]
         total = max(1, sum(targets))
         epochs = [count / len(source) for source, count in pairs]
-        return {
+        padding = {}
+        if self._packing != "plain":
+            positions = max(1, self._next * self._seq_len)
+            padding = {"data_padding": round(1 - sum(targets) / positions, 6)}
+        return padding | {
             "data_share": dict(zip(self._names, (round(t / total, 6) for t in targets))),
             "data_epochs": dict(zip(self._names, (round(e, 4) for e in epochs))),
         }
@@ -111,6 +119,7 @@ class MixtureLoader:
             "next_global_micro_batch": self._next // self._size,
             "micro_batch_size": self._size,
             "seed": self._seed,
+            "packing": self._packing,
             "mixture": {
                 name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
                 for name, weight, source, drawn in zip(
@@ -130,6 +139,7 @@ class MixtureLoader:
                 "the checkpoint's data position is of a run on a single source, and this one has"
                 " data.mixture: the data must not change on resuming"
             )
+        check_packing(state, self._packing)
         here = self.state_dict()
         if state["seed"] != here["seed"]:
             raise DataError(

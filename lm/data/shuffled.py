@@ -7,11 +7,14 @@ from typing import Protocol
 import numpy as np
 
 from lm.data.packing import block_count, block_rows
+from lm.data.sources import DataError
 
 
 class Rows(Protocol):
     """A corpus as rows of seq_len + 1 ids: the first `seq_len` are inputs, those after the first
-    are targets, but for IGNORE."""
+    are targets, but for IGNORE and what `micro_batch` takes for context alone."""
+
+    kind: str  # of `data.packing`
 
     def __len__(self) -> int: ...
     def rows(self, indices: np.ndarray) -> np.ndarray: ...
@@ -25,6 +28,8 @@ class PlainRows:
     Args:
         tokens: (n,) ids, e.g. a memory map.
     """
+
+    kind = "plain"
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
         self._tokens, self._seq_len = tokens, seq_len
@@ -59,6 +64,11 @@ class ShuffledBlocks:
         """Blocks in an epoch."""
         return len(self._blocks)
 
+    @property
+    def packing(self) -> str:
+        """How they were made, as `data.packing` says it."""
+        return self._blocks.kind
+
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """The blocks at positions (k,), counted over epochs, as (k, seq_len + 1) int64."""
         return self._blocks.rows(np.array([self._index(p) for p in positions], dtype=np.int64))
@@ -79,3 +89,13 @@ class ShuffledBlocks:
             rng = np.random.default_rng([self._seed, epoch, *self._source])
             self._orders[epoch] = rng.permutation(len(self))
         return self._orders[epoch]
+
+
+def check_packing(state: dict, here: str) -> None:
+    """Raises DataError where a loader's state is of blocks that were packed in another way."""
+    then = state.get("packing", "plain")
+    if then != here:
+        raise DataError(
+            f"the checkpoint's data position is of data.packing {then}, this run has {here}: it"
+            " must not change on resuming"
+        )

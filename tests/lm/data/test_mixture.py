@@ -42,7 +42,7 @@ def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None):
         )
         for number, (name, n) in enumerate(tokens.items())
     }
-    return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size)
+    return MixtureLoader(sources, weights or WEIGHTS, LENGTH, size, seed, rank, world_size)
 
 
 def rows(batches) -> list[list[int]]:
