@@ -36,7 +36,7 @@ FLOORS = {
         "watchdog",
         "yaml_text",
     ),
-    1: ("doctor", "model", "plots"),
+    1: ("cli_tokenizer", "doctor", "model", "plots"),
     2: ("baselines", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "engine", "preflight"),
