@@ -62,9 +62,20 @@ def _config(args: argparse.Namespace):
     if args.config is None:
         tree: dict = {}
         config.set_overrides(tree, overrides)
-        return config.build(tree, "the options")
-    cfg = config.load(args.config, overrides)
-    config.refuse_sweep(cfg, args.config)
+        cfg = config.build(tree, "the options")
+    else:
+        cfg = config.load(args.config, overrides)
+        config.refuse_sweep(cfg, args.config)
+    if args.path is not None and cfg.data.source in ("builtin", "fineweb"):
+        raise config.ConfigError(
+            f"--path is a file of text, and the source is `{cfg.data.source}`, which reads none:"
+            " give --source parquet, jsonl or text"
+        )
+    if args.text_field is not None and cfg.data.source in ("builtin", "text"):
+        raise config.ConfigError(
+            f"--text-field is a column of parquet or a key of jsonl, and the source is"
+            f" `{cfg.data.source}`: leave it out"
+        )
     return cfg
 
 

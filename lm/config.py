@@ -65,10 +65,10 @@ class Data(Section):
     # plain cuts the text every seq_len tokens; best_fit keeps documents that fit whole, and pads
     packing: Literal["plain", "best_fit"] = "plain"
 
-    @field_validator("mixture")
+    @field_validator("mixture", mode="before")
     @classmethod
     def _names_of_sources(cls, value):
-        if value is not None:
+        if isinstance(value, dict):
             check_names(value)
         return value
 

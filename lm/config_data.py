@@ -44,15 +44,15 @@ class Source(Section):
         return self
 
 
-def check_names(mixture: dict[str, Source]) -> None:
+def check_names(mixture: dict) -> None:
     """Raises ValueError for a mixture without a source, or a name that no folder should have."""
     if not mixture:
         raise ValueError("it has no source: give at least one, or null for `data.source` alone")
     for name in mixture:
-        if not NAME.fullmatch(name):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} cannot be a source's name, which is a folder of the run, too: lower-case"
-                " letters, digits, `_` and `-`, a letter or digit first"
+                " letters, digits, `_` and `-`, a letter or digit first (digits alone in quotes)"
             )
 
 

@@ -136,6 +136,8 @@ def table(summary: dict, title: str):
     table = Table(title=title, show_header=False, title_justify="left")
     v, base = summary["validation"], summary.get("baselines", {})
     table.add_row("validation perplexity", f"{v['perplexity']:.2f} on {v['tokens']:,} tokens")
+    for name, of in v.get("sources", {}).items():
+        table.add_row(f"  of source {name}", f"{of['perplexity']:.2f} on {of['tokens']:,} tokens")
     for name, perplexity in base.items():
         table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}")
     if base:

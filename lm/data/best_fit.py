@@ -179,7 +179,7 @@ def make(folder: Path, corpus: Corpus, data: Data, eos: int) -> Waste:
     Raises:
         DataError: its documents cannot be found. OutputError: it cannot be written.
     """
-    header = _header(corpus, data)
+    header = _settings(data) | {"sha256": corpus.meta.sha256["train.bin"]}
     if (found := read(folder, data)) is not None and found[2] == header:
         return found[1]
     packing, cost = packed(corpus, data, eos)
@@ -201,7 +201,8 @@ def make(folder: Path, corpus: Corpus, data: Data, eos: int) -> Waste:
 def read(folder: Path, data: Data) -> tuple[Packing, Waste, dict] | None:
     """What `make` has written, and of which corpus; None where there is none for these settings, or
     it is damaged, which the zip's own checksums find."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+    damage = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile)
+    with contextlib.suppress(*damage):
         with np.load(folder / FILE, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             packing = Packing(**{field.name: file[field.name] for field in fields(Packing)})
@@ -212,10 +213,6 @@ def read(folder: Path, data: Data) -> tuple[Packing, Waste, dict] | None:
 
 def _settings(data: Data) -> dict:
     return {"format": FORMAT, "seq_len": data.seq_len, "leading_eos": data.leading_eos}
-
-
-def _header(corpus: Corpus, data: Data) -> dict:
-    return _settings(data) | {"sha256": corpus.meta.sha256["train.bin"]}
 
 
 class BestFitRows:

@@ -71,10 +71,10 @@ def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Ro
         return PlainRows(corpus.train, cfg.data.seq_len)
     folder = place_in_run(run_dir, name)
     found = best_fit.read(folder, cfg.data)
-    if found is None:
+    if found is None or found[2]["sha256"] != corpus.meta.sha256["train.bin"]:
         raise DataError(
-            f"{folder / best_fit.FILE} is not there, or damaged: continue the run with resume=auto,"
-            " and it is made again"
+            f"{folder / best_fit.FILE} is not there, damaged or of another corpus: continue the"
+            " run with resume=auto, and it is made again"
         )
     return best_fit.BestFitRows(corpus.train, found[0], cfg.data.seq_len, eos)
 

@@ -32,6 +32,7 @@ LENGTH = 4
 TOKENS = {"a": 41, "b": 90, "c": 23}  # of each source: 10 blocks, 23 (the last of 1), 6 (of 2)
 FIRST = {"a": 0, "b": 1000, "c": 2000}  # its ids, so that a target says whose it is
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
+GOLDEN = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
 
 
 def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None):
@@ -129,6 +130,20 @@ def test_the_drawing_is_of_seed_and_place_alone():
     after = whole[1:][whole[:-1] == 0]
     assert np.bincount(after) / len(after) == pytest.approx([0.5, 0.3, 0.2], abs=0.06)
     assert set(Drawing([0.0, 1.0, 0.0], 0).sources(0, 3000)) == {1}
+    # One of 256 is exactly one of each 256 in a row, from 0 on.
+    rare = Drawing([1 / 256, 0.5, 127 / 256], 5).sources(0, 20 * STRATA).reshape(20, STRATA)
+    assert [np.bincount(row).tolist() for row in rare] == [[1, 128, 127]] * 20
+    # What runs were trained on stays what it is.
+    assert drawing.sources(250, 16).tolist() == GOLDEN
+
+
+def test_sources_of_one_size_are_shuffled_each_in_its_own_way():
+    alike = loader(tokens={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
+    orders = {"a": [], "b": []}
+    for row in take(alike, 30):
+        orders[owner(row)].append(row[0] % 1000)
+    assert sorted(orders["a"][:20]) == sorted(orders["b"][:20])
+    assert orders["a"][:20] != orders["b"][:20]
 
 
 def test_a_state_of_another_mixture_is_refused():
@@ -193,6 +208,8 @@ REFUSED = [
     ({"mixture": {"web": WEB | {"source": "builtin"}}}, "`builtin` has no `path`"),
     ({"mixture": {"web": WEB | {"wieght": 2}}}, "did you mean `data.mixture.web.weight`?"),
     ({"mixture": {"../web": WEB}}, "'../web' cannot be a source's name"),
+    ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
+    ({"mixture": [WEB]}, "it must be a mapping of names to sources"),
     ({"mixture": {}}, "`data.mixture`: it has no source"),
     ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),

@@ -113,6 +113,10 @@ def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys, monkeypat
     assert "no such file" in sentence(*options("none.jsonl", *out))
     said = sentence("tokenizer", "train", *out, "--source", "text")
     assert "source `text` needs `path`" in said
+    said = sentence("tokenizer", "train", *out, "--path", jsonl)
+    assert said.startswith("--path is a file of text, and the source is `builtin`")
+    said = sentence("tokenizer", "train", *out, "--text-field", "body")
+    assert said.startswith("--text-field is a column")
     said = sentence("tokenizer", "train", *out, "data.val_frac=0.1")
     assert "did you mean `data.val_fraction`?" in said
     for size in ("257", "many"):
