@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from lm import cli_tokenizer
 from lm.arguments import SEED, Number, Whole, counts, names, run
 from lm.cli_eval import add_eval
 
@@ -326,13 +327,12 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("config", metavar="CONFIG")
     c.add_argument(
-        "--job-index",
-        type=Whole(0),
-        metavar="I",
-        help="prepare point I of the YAML's sweep, from 0 on",
+        "--job-index", type=Whole(0), metavar="I", help="prepare point I of the sweep, from 0 on"
     )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_prepare)
+
+    cli_tokenizer.add(commands)
 
     c = commands.add_parser(
         "sweep",

@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from lm.config_messages import all_keys, explain, nearest
+from lm.config_data import Source, check_mixture, check_names
+from lm.config_messages import explain, is_key, nearest
 from lm.config_model import Count, Fraction, Model, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
@@ -56,6 +57,25 @@ class Data(Section):
     shuffle_buffer: int = Field(1024, ge=1)  # blocks of all streams together
     streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
     workers: Annotated[Count | Literal["auto"], FREE] = "auto"  # processes per rank that read them
+    # several sources in the place of one
+    mixture: dict[str, Source] | None = Field(
+        None, description="a mapping of names to sources, each with source, path, weight; or null"
+    )
+    temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
+    # plain cuts the text every seq_len tokens; best_fit keeps documents that fit whole, and pads
+    packing: Literal["plain", "best_fit"] = "plain"
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _names_of_sources(cls, value):
+        if isinstance(value, dict):
+            check_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_or_a_mixture(self):
+        check_mixture(self)
+        return self
 
     @model_validator(mode="after")
     def _path_for_local_sources(self):
@@ -297,7 +317,7 @@ def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    known = key in all_keys(schema) or is_old(key)
+    known = is_key(key, schema) or is_old(key)
     if not known and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
@@ -364,7 +384,7 @@ def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> li
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
-        if key not in all_keys(schema) and not is_old(str(key)):
+        if not is_key(str(key), schema) and not is_old(str(key)):
             raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")

@@ -25,9 +25,32 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def is_key(key: str, schema: type[BaseModel]) -> bool:
+    """Whether a schema has a dotted key, there or in a section that a mapping has by name."""
+    return key in all_keys(schema) or key in _keys_of_entry(key, schema)
+
+
+def _keys_of_entry(key: str, schema: type[BaseModel]) -> list[str]:
+    """Where a dotted key goes through a mapping of names to sections (`data.mixture.web.path`): the
+    keys of the section of that name, and the section itself; else none."""
+    walked = ""
+    names = key.split(".")
+    for i, name in enumerate(names[:-1]):
+        field = schema.model_fields.get(name)
+        if field is None:
+            return []
+        walked += f"{name}."
+        if (entry := mapped_section(field)) is not None:
+            place = walked + names[i + 1]
+            return [place, *all_keys(entry, f"{place}.")]
+        if (schema := subsection(field)) is None:
+            return []
+    return []
+
+
 def nearest(key: str, schema: type[BaseModel]) -> str:
     """'; did you mean `x.y`?' for a mistyped dotted key, or what is known in its place."""
-    keys = all_keys(schema)
+    keys = all_keys(schema) + _keys_of_entry(key, schema)
     parent, _, last = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
@@ -76,16 +99,19 @@ def _place(
 
     pydantic goes on below the field, to places in a list and members of a union.
     """
-    key, field, path, section = "", None, [], schema
+    key, field, path, section, entry = "", None, [], schema, None
     for part in loc:
-        if section is None:
+        if section is None and entry is None:
             break
         if isinstance(part, int):  # a section of a list
             key += f"[{part}]"
+        elif entry is not None:  # the name of a section of a mapping
+            key, section, entry = f"{key}.{part}", entry, None
         else:
             key = f"{key}.{part}" if key else part
             field = section.model_fields.get(part)
             section = None if field is None else subsection(field)
+            entry = None if field is None else mapped_section(field)
         path.append(part)
     return key, field, path
 
@@ -143,6 +169,14 @@ def subsection(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field holds (also an optional one, or a list of them), or None."""
     candidates = (field.annotation, *get_args(field.annotation))
     return next((a for a in candidates if _is_section(a)), None)
+
+
+def mapped_section(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field maps names to (also an optional mapping), or None."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if get_origin(kind) is dict and _is_section(get_args(kind)[1]):
+            return get_args(kind)[1]
+    return None
 
 
 def _is_section(annotation: Any) -> bool:

@@ -30,10 +30,14 @@ def is_gpt2(tokenizer: str) -> bool:
     return tokenizer.rstrip("/").rpartition("/")[2] == "gpt2"
 
 
-def training_data(cfg: Config) -> tuple[float | None, str]:
+def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
     """Tokens that the run can be trained on before any comes again, and where the number is from;
     None where nothing says before the source is tokenised: what the run directory holds counts only
-    if it was made of this source with this tokenizer. Reads no text."""
+    if it was made of this source with this tokenizer. Reads no text.
+
+    Args:
+        name: of a source of a mixture, whose config `cfg` is; "": the run has a single source.
+    """
     d = cfg.data
     if d.source == "fineweb":
         name = f"{d.dataset} {d.name}"
@@ -51,13 +55,52 @@ def training_data(cfg: Config) -> tuple[float | None, str]:
     from lm.data.tokenizer import load_tokenizer
 
     try:
-        found = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir)
+        found = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
     except DataError:  # not there, or of another tokenizer
         return unknown
     if found is None:
         return unknown
     tokens, folder = found
     return tokens, f"as tokenised in {folder}"
+
+
+def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
+    """Of each source of a mixture its share of what is trained on (None: known once all are
+    tokenised), its tokens, where that number is from, and its passes; {} of a single source.
+
+    Args:
+        tokens: that are trained on, of all sources.
+    """
+    if cfg.data.mixture is None:
+        return {}
+    from lm.data.mixture import parts, shares
+
+    found = {name: training_data(part, name) for name, part in parts(cfg).items()}
+    counts = {name: count for name, (count, _) in found.items()}
+    of_each = dict.fromkeys(found)
+    if cfg.data.temperature is None or None not in counts.values():
+        of_each = shares(cfg.data, counts)
+    sources = {}
+    for name, (count, where) in found.items():
+        share = of_each[name]
+        passes = None if share is None or count is None else share * tokens / count
+        sources[name] = {"share": share, "tokens": count, "where": where, "passes": passes}
+    return sources
+
+
+def _mixed(p: dict) -> list[tuple[str, str]]:
+    """Rows of the sources of a mixture."""
+    rows = []
+    for name, source in p["sources"].items():
+        text = "share known once all are tokenised"
+        if source["share"] is not None:
+            text = f"{source['share']:.2%} of the sequences"
+        text += f"; {_tokens(source['tokens'], source['where'])}"
+        if source["passes"] is not None:
+            again = ": its blocks come again in a new order" * (source["passes"] > 1)
+            text += f"; {source['passes']:.2f} passes{again}"
+        rows.append((f"source {name}", text))
+    return rows
 
 
 def _passes(p: dict, cfg: Config) -> str:
@@ -174,7 +217,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
     stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
     sent = cost.communication(of, world_size, stage, t.accumulation(world_size))
     link = cost.link(at.card, at.nodes)
-    dataset_tokens, dataset = training_data(cfg)
+    sources = mixed_data(cfg, tokens)
+    dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
     return {
         "at": at,
         "world_size": world_size,
@@ -188,6 +232,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "tokens": tokens,
         "dataset_tokens": dataset_tokens,
         "dataset": dataset,
+        "sources": sources,
+        "packing": _packing(cfg),
         "passes": tokens / dataset_tokens if dataset_tokens else None,
         "flops_per_token": flops,
         "evaluations": evaluations,
@@ -254,6 +300,30 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
+        *(_mixed(p) or _single(p, cfg)),
+        *p["packing"],
+    ]
+
+
+def _packing(cfg: Config) -> list[tuple[str, str]]:
+    """Rows of what best-fit packing wastes, as the run has packed its sources; none of plain."""
+    if cfg.data.packing == "plain":
+        return []
+    from lm.data import best_fit
+    from lm.data.mixture import parts
+    from lm.data.prepare import place_in_run
+
+    rows = []
+    for name, part in parts(cfg).items():
+        found = best_fit.read(place_in_run(cfg.run_dir, name), part.data)
+        cost = found[1] if found else "best_fit: its padding is known once the run has packed it"
+        rows.append((f"packing {name}".rstrip(), str(cost)))
+    return rows
+
+
+def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """Rows of a single source."""
+    return [
         ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
         ("passes over the data", _passes(p, cfg)),
     ]

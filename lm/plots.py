@@ -30,9 +30,9 @@ def _axes(title: str, ylabel: str):
 def _add_bits_per_byte(axes, validation: dict) -> None:
     """A second scale on the right, in bits for each byte of the validation text: its loss times its
     tokens a byte. Nothing for a run whose bytes are not known."""
-    if not validation.get("bytes"):
+    if not validation.get("bits_per_byte"):
         return
-    bits_a_nat = validation["tokens"] / (math.log(2) * validation["bytes"])
+    bits_a_nat = validation["bits_per_byte"] / validation["loss"]
     scale = axes.secondary_yaxis(
         "right", functions=(lambda nats: nats * bits_a_nat, lambda bits: bits / bits_a_nat)
     )

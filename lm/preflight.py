@@ -10,6 +10,7 @@ import torch
 from lm.build import check_section
 from lm.checkpoint import check_resume
 from lm.config import Config, check_warmup
+from lm.data.mixture import naming, parts
 from lm.data.sources import SUFFIXES, source_files
 from lm.deepspeed_json import check_contraction, deepspeed_config
 from lm.errors import ConfigError, require
@@ -58,8 +59,10 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_resume(cfg.resume)
     check_contraction(cfg, deepspeed_config(cfg, world_size))
     check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
-    if cfg.data.path is not None and cfg.data.source in SUFFIXES:
-        source_files(cfg.data)
+    for name, part in parts(cfg).items():
+        if part.data.path is not None and part.data.source in SUFFIXES:
+            with naming(name):
+                source_files(part.data)
 
 
 def check(cfg: Config, world_size: int) -> None:
@@ -71,11 +74,12 @@ def check(cfg: Config, world_size: int) -> None:
         MissingPackageError: something that the config asks for is not installed.
     """
     check_config(cfg, world_size)
+    sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [
         ("wandb", "log.wandb", cfg.log.wandb),
         ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
-        ("pyarrow", "data.source: parquet", cfg.data.source == "parquet"),
-        ("datasets", "data.source: fineweb", cfg.data.source == "fineweb"),
+        ("pyarrow", "data.source: parquet", "parquet" in sources),
+        ("datasets", "data.source: fineweb", "fineweb" in sources),
     ]:
         if wanted:
             require(package, key)

@@ -8,7 +8,7 @@ from pathlib import Path
 from lm import plots
 from lm.checkpoint import CheckpointError, newest
 from lm.console import say
-from lm.data.text_bytes import bits_per_byte, in_bits
+from lm.data.text_bytes import in_bits
 from lm.errors import require
 from lm.metrics import read_metrics
 from lm.outputs import DamagedError, check_folder, read_json, write_json
@@ -143,8 +143,11 @@ def table(summary: dict, title: str):
         table.add_row(
             "  bits per byte", f"{v['bits_per_byte']:.4f} on {v['bytes']:,} bytes of text"
         )
+    for name, of in v.get("sources", {}).items():
+        table.add_row(f"  of source {name}", f"{of['perplexity']:.2f} on {of['tokens']:,} tokens")
     for name, perplexity in base.items():
-        bits = bits_per_byte(math.log(perplexity) * v["tokens"], v.get("bytes"))
+        bits = v.get("bits_per_byte")
+        bits = bits and bits / v["loss"] * math.log(perplexity)
         table.add_row(f"  {name} baseline, same tokens", f"{perplexity:.2f}{in_bits(bits)}")
     if base:
         best = min(base.values())

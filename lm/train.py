@@ -108,17 +108,18 @@ class Training:
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
         cache of its own, one of them does so again."""
-        from lm.data import loader, prepare
+        from lm.data import corpora, loader, mixture
         from lm.data.tokenizer import load_tokenizer
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
+        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
         ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
         self.tokenizer = load_tokenizer(cfg, folder)
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
-            ranks.first(lambda: bool(prepare.prepare(cfg, self.tokenizer, folder, progress)))
-        ranks.each(prepare.ensure_here, cfg, self.tokenizer, folder)
+            prepare = corpora.prepare_sources
+            ranks.first(lambda: bool(prepare(cfg, self.tokenizer, folder, progress)))
+        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
 
@@ -136,7 +137,9 @@ class Training:
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
-        self.validation = Validation(cfg, self.ranks, self.held_out, watch, tokenizer)
+        self.validation = Validation(
+            cfg, self.ranks, self.held_out, self.batches.shares, watch, tokenizer
+        )
 
     def _engine(self) -> ds.Engine:
         """With the weights and the optimizer of the checkpoint that is resumed, where there is
@@ -403,6 +406,7 @@ class Training:
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
             **imbalance(self.engine.busy.read(), self._gather_host),
+            **self.batches.drawn(),
         }
         if cfg.log.contraction:
             record |= self.engine.contraction(self.first_micro_batch)
@@ -448,7 +452,7 @@ class Training:
         if not self.ranks.first(lambda: self._has_result(steps)):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
-                final["baselines"] = self.validation.ngrams(self.run, self.vocab_size)
+                final |= self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
             tokens = steps * self.cfg.tokens_per_step(self.ranks.world_size)
             result = {
@@ -458,6 +462,7 @@ class Training:
                 "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
                 "parameters": self.parameters,
                 "vocab_size": self.vocab_size,
+                **self.batches.drawn(),
                 **{k: v for k, v in final.items() if k != "step"},
             }
             self.ranks.first(write_json, self.run.result, result)

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from lm.config import Config
 from lm.console import Progress, say
+from lm.data import best_fit
+from lm.data.corpus import open_folder
+from lm.data.mixture import described, naming, parts, shares
 from lm.data.prepare import Prepared, prepare_ahead
 from lm.data.tokenizer import new_tokenizer
 
 
-def prepare_config(cfg: Config) -> Prepared:
-    """Makes, or verifies, what a run of a config will look for.
+def prepare_config(cfg: Config) -> dict[str, Prepared]:
+    """Makes, or verifies, what a run of a config will look for: the corpus of each of its sources,
+    by name; of a single one under "".
 
     Raises:
         DataError: the source or the tokenizer cannot be had, or what is there is damaged.
         OutputError: the cache cannot be written.
     """
-    say(f"data     {cfg.data.source}; tokenizer {cfg.tokenizer.name}")
+    say(f"data     {described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
     tokenizer = new_tokenizer(cfg, say)
     with Progress("tokenised", unit="documents") as bar:
 
         def progress(documents: int, tokens: int) -> None:
             bar.update(documents)
 
-        prepared = prepare_ahead(cfg, tokenizer, progress)
+        prepared, packings = {}, {}
+        for name, part in parts(cfg).items():
+            with naming(name):
+                prepared[name] = prepare_ahead(part, tokenizer, progress)
+                if cfg.data.packing == "best_fit":
+                    corpus = open_folder(prepared[name].folder)
+                    packings[name] = best_fit.packed(corpus, part.data, tokenizer.eos_token_id)[1]
+    for name, cost in packings.items():
+        say(f"packing  {f'{name}: ' if name else ''}{cost}")
     if cfg.data.source == "fineweb" and cfg.data.download:
         from lm.data.hub_parquet import download_all
 
@@ -32,8 +44,20 @@ def prepare_config(cfg: Config) -> Prepared:
     return prepared
 
 
-def summary(cfg: Config, prepared: Prepared) -> str:
-    """What was made: documents, tokens, bytes, seconds, and where it lies."""
+def summary(cfg: Config, prepared: dict[str, Prepared]) -> str:
+    """What was made: of each source documents, tokens, bytes, seconds, and where it lies; of a
+    mixture the shares of its sources."""
+    if cfg.data.mixture is None:
+        return _summary(cfg, prepared[""])
+    tokens = {name: of.meta.train_tokens for name, of in prepared.items()}
+    lines = []
+    for name, share in shares(cfg.data, tokens).items():
+        lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
+        lines.append(_summary(cfg, prepared[name]))
+    return "\n".join(lines)
+
+
+def _summary(cfg: Config, prepared: Prepared) -> str:
     meta, seconds = prepared.meta, prepared.seconds
     counts = (
         f"{meta.documents} documents, {meta.tokens} tokens ({meta.val_tokens} of them for"

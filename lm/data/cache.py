@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config, Data
 from lm.console import say
-from lm.data import integrity
+from lm.data import integrity, mixture
 from lm.data.sources import DataError, source_files
 from lm.lease import Lease, LeaseError
 from lm.outputs import OutputError, check_folder, read_mapping, write_json, writing
@@ -83,13 +83,21 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
     """
     import tokenizers
 
-    parts = _split(cfg.data) | {
-        "text": content(folder, cfg.data),
+    if cfg.data.mixture is None:
+        read = _split(cfg.data) | {"text": content(folder, cfg.data)}
+    else:
+        budgets = mixture.tokenizer_bytes(cfg)
+        read = {"mixture": []}
+        for name, part in mixture.parts(cfg).items():
+            with mixture.naming(name):
+                text = content(folder, part.data)
+            read["mixture"].append(_split(part.data) | {"text": text, "bytes": budgets[name]})
+    wanted = read | {
         "vocab_size": cfg.tokenizer.vocab_size,
         "train_bytes": cfg.tokenizer.train_bytes,
         "trained by": tokenizers.__version__,
     }
-    return folder / f"tokenizer-{digest(parts)}"
+    return folder / f"tokenizer-{digest(wanted)}"
 
 
 def digest(parts: dict) -> str:

@@ -9,8 +9,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config, Data
+from lm.data import best_fit
+from lm.data.corpora import open_sources
+from lm.data.corpus import Corpus
+from lm.data.mixture import shares
+from lm.data.mixture_loader import MixtureLoader
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
-from lm.data.prepare import open_corpus
+from lm.data.prepare import place_in_run
+from lm.data.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing
 from lm.data.sources import DataError
 from lm.data.stream import StreamLoader, merge_states
 
@@ -23,19 +29,54 @@ def build(
     run_dir: Path,
     rank: int = 0,
     world_size: int = 1,
-) -> tuple[MapLoader | StreamLoader, list[MicroBatch]]:
-    """(endless training loader, validation micro-batches) of this rank, once `prepare` has run.
+) -> tuple[MapLoader | StreamLoader | MixtureLoader, dict[str, list[MicroBatch]]]:
+    """(endless training loader, validation micro-batches by source) of this rank, once
+    `prepare_sources` has run. A run on a single source has that of the name "".
 
     Raises:
         DataError: the corpus is not prepared.
     """
-    corpus, size = open_corpus(run_dir), cfg.train.micro_batch_size
-    if cfg.data.source == "fineweb":
-        train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, rank, world_size)
+    corpora, size = open_sources(cfg, run_dir), cfg.train.micro_batch_size
+    place = (rank, world_size)
+    eos = tokenizer.eos_token_id
+    if cfg.data.mixture is not None:
+        sources = {
+            name: ShuffledBlocks(_rows(cfg, corpus, run_dir, name, eos), cfg.seed, number)
+            for number, (name, corpus) in enumerate(sorted(corpora.items()))
+        }
+        tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
+        train = MixtureLoader(
+            sources, shares(cfg.data, tokens), cfg.data.seq_len, size, cfg.seed, *place
+        )
+    elif cfg.data.source == "fineweb":
+        train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
-        train = MapLoader(corpus.train, cfg.data.seq_len, size, cfg.seed, rank, world_size)
+        rows = _rows(cfg, corpora[""], run_dir, "", eos)
+        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place, rows)
     eval_size = cfg.eval.micro_batch_size or size
-    return train, validation_blocks(corpus.val, cfg.data, eval_size, rank, world_size)
+    held_out = {
+        name: validation_blocks(corpus.val, cfg.data, eval_size, *place)
+        for name, corpus in corpora.items()
+    }
+    return train, held_out
+
+
+def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Rows:
+    """The training part of a source as blocks.
+
+    Raises:
+        DataError: it is not packed.
+    """
+    if cfg.data.packing == "plain":
+        return PlainRows(corpus.train, cfg.data.seq_len)
+    folder = place_in_run(run_dir, name)
+    found = best_fit.read(folder, cfg.data)
+    if found is None or found[2]["sha256"] != corpus.meta.sha256["train.bin"]:
+        raise DataError(
+            f"{folder / best_fit.FILE} is not there, damaged or of another corpus: continue the"
+            " run with resume=auto, and it is made again"
+        )
+    return best_fit.BestFitRows(corpus.train, found[0], cfg.data.seq_len, eos)
 
 
 def validation_blocks(
@@ -43,7 +84,8 @@ def validation_blocks(
 ) -> list[MicroBatch]:
     """This rank's share of the validation stream (n,): over all ranks each token but the first is a
     target once, up to `data.val_tokens` targets. Every rank gets equally many micro-batches of
-    equal shape (collectives need that), padded with labels -100.
+    equal shape (collectives need that), padded with labels -100. It is packed plainly under every
+    `data.packing`, so that losses compare.
 
     Raises:
         DataError: no target in the stream.
@@ -72,6 +114,7 @@ class MapLoader:
 
     Args:
         tokens: (n,) ids, e.g. a memory map; at least 2.
+        rows: the same tokens as blocks, where they are not packed plainly.
     """
 
     def __init__(
@@ -82,19 +125,25 @@ class MapLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        rows: Rows | None = None,
     ):
-        self._tokens, self._seq_len, self._seed = tokens, seq_len, seed
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
-        self._blocks = block_count(len(tokens), seq_len)
-        if not self._blocks:
+        rows = PlainRows(tokens, seq_len) if rows is None else rows
+        self._seq_len = seq_len
+        if not len(rows):
             raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
+        self._blocks, self._seed = ShuffledBlocks(rows, seed), seed
         self._next = 0  # the first block, counted over epochs, that no rank has seen
-        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of its sources: there is one."""
+        return {"": 1.0}
 
     @property
     def epoch(self) -> int:
         """Completed passes over the corpus."""
-        return self._next // self._blocks
+        return self._next // len(self._blocks)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -102,16 +151,25 @@ class MapLoader:
     def __next__(self) -> MicroBatch:
         first = self._next + self._rank * self._size
         self._next += self._world_size * self._size
-        indices = np.array([self._block_at(p) for p in range(first, first + self._size)])
-        return micro_batch(block_rows(self._tokens, self._seq_len, indices))
+        return micro_batch(self._blocks.rows(np.arange(first, first + self._size)))
+
+    def drawn(self) -> dict:
+        """Of best-fit packing, which share of all positions so far was padding. (Of a mixture also
+        what came from each source; here there is one.)"""
+        if self._blocks.packing == "plain":
+            return {}
+        positions = self._next * self._seq_len
+        padding = 1 - self._blocks.targets(self._next) / max(1, positions)
+        return {"data_padding": round(padding, 6)}
 
     def state_dict(self) -> dict:
         """Independent of the rank and of the number of ranks."""
         return {
             "next_global_micro_batch": self._next // self._size,
             "micro_batch_size": self._size,
-            "blocks": self._blocks,
+            "blocks": len(self._blocks),
             "seed": self._seed,
+            "packing": self._blocks.packing,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -120,18 +178,16 @@ class MapLoader:
         Raises:
             DataError: the state is of another corpus, sequence length or seed.
         """
-        for key, here in (("blocks", self._blocks), ("seed", self._seed)):
+        if "blocks" not in state:
+            raise DataError(
+                "the checkpoint's data position is of another kind of data (a stream, or several"
+                " sources of data.mixture): the data must not change on resuming"
+            )
+        check_packing(state, self._blocks.packing)
+        for key, here in (("blocks", len(self._blocks)), ("seed", self._seed)):
             if state[key] != here:
                 raise DataError(
                     f"the checkpoint's data position is of {key} {state[key]}, this run has {here}:"
                     " the corpus, data.seq_len and seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
-
-    def _block_at(self, position: int) -> int:
-        epoch, index = divmod(position, self._blocks)
-        if epoch not in self._orders:
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
-            rng = np.random.default_rng([self._seed, epoch])
-            self._orders[epoch] = rng.permutation(self._blocks)
-        return int(self._orders[epoch][index])

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 IGNORE = -100  # the label of a position without a target
+CONTEXT = -101  # in a block CONTEXT - id is an id that is an input, and no target
 MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
 
 
@@ -87,6 +88,9 @@ def block_rows(stream: np.ndarray, seq_len: int, indices: np.ndarray) -> np.ndar
 def micro_batch(blocks: np.ndarray) -> MicroBatch:
     """Blocks (b, L + 1) → inputs and labels (b, L); padding is id 0 in the inputs."""
     blocks = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
-    inputs = blocks[:, :-1].clone()
+    inputs, labels = blocks[:, :-1].clone(), blocks[:, 1:].clone()
     inputs[inputs == IGNORE] = 0
-    return {"input_ids": inputs, "labels": blocks[:, 1:].clone()}
+    context = inputs <= CONTEXT
+    inputs[context] = CONTEXT - inputs[context]
+    labels[labels <= CONTEXT] = IGNORE
+    return {"input_ids": inputs, "labels": labels}

@@ -58,6 +58,7 @@ def prepare(
     tokenizer: PreTrainedTokenizerFast,
     run_dir: Path,
     progress: Progress | None = None,
+    name: str = "",
 ) -> Corpus:
     """Tokenises the source into the cache of `data.cache`, or without one into `run_dir/data`,
     unless that is done already for the same text and tokenizer. Of a run on several nodes one
@@ -69,12 +70,15 @@ def prepare(
 
     Of a stream (`fineweb`) it reads only until `data.val_tokens` held-out tokens are there.
 
+    Args:
+        name: of a source of a mixture, whose config `cfg` is; "": the run has a single source.
+
     Raises:
         DataError: unreadable or empty source, no validation document, fewer tokens than a block;
             prepared files that are damaged; a corpus that is gone and cannot be made again.
         OutputError: no space or no right to write them.
     """
-    folder = Path(run_dir) / "data"
+    folder = place_in_run(run_dir, name)
     wanted = cache.digest(cache.settings(cfg.data, tokenizer))
     record = _read_record(folder)
     if record is not None and record.settings != wanted:
@@ -91,7 +95,7 @@ def prepare(
         verify(entry, meta, len(tokenizer))
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
-            f"{folder.parent} was trained on another corpus than the one that {entry} holds now"
+            f"{run_dir} was trained on another corpus than the one that {entry} holds now"
             f" (the sha256 of its files differ from those in {folder / RECORD}): train anew under"
             " another `name`"
         )
@@ -101,40 +105,48 @@ def prepare(
     return open_folder(entry)
 
 
-def open_corpus(run_dir: Path) -> Corpus:
+def place_in_run(run_dir: Path, name: str = "") -> Path:
+    """Where a run keeps its corpus, or the note of which one of the cache it is; of the source
+    `name` of a mixture."""
+    return Path(run_dir) / "data" / name
+
+
+def open_corpus(run_dir: Path, name: str = "") -> Corpus:
     """The corpus that a run uses; that it is what was written, `prepare` has verified.
 
     Raises:
         DataError: it is not there, or its files are not of the recorded length.
     """
-    folder = Path(run_dir) / "data"
+    folder = place_in_run(run_dir, name)
     record = _read_record(folder)
     if (folder / "meta.json").exists() or record is None:
         return open_folder(folder)
     if (entry := _find(folder, record)) is None:
         raise DataError(
-            f"{folder.parent} uses the corpus {_place(folder, record)}, which is not there:"
-            f" continue the run with resume=auto, or `fprnn prepare {folder.parent}/config.yaml`,"
+            f"{run_dir} uses the corpus {_place(folder, record)}, which is not there:"
+            f" continue the run with resume=auto, or `fprnn prepare {run_dir}/config.yaml`,"
             " and it is made again"
         )
     return open_folder(entry)
 
 
-def ensure_here(cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path) -> None:
+def ensure_here(
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path, name: str = ""
+) -> None:
     """Makes the corpus that a run uses on this node too, where its cache is not that of the node
     that `prepare` ran on. Any number of processes may call it.
 
     Raises:
         DataError, OutputError: as `prepare`.
     """
-    folder = Path(run_dir) / "data"
+    folder = place_in_run(run_dir, name)
     record = _read_record(folder)
     if (folder / "meta.json").exists() or record is None or _find(folder, record):
         return
     entry = _entry(cfg, tokenizer, folder, record, None)
     if entry is None or read_meta(entry).sha256 != record.sha256:
         raise DataError(
-            f"{_place(folder, record)}, the corpus of {folder.parent}, is not on this node: set"
+            f"{_place(folder, record)}, the corpus of {run_dir}, is not on this node: set"
             " data.cache to a folder that all nodes share"
         )
 
@@ -164,7 +176,7 @@ def prepare_ahead(
 
 
 def training_tokens(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path, name: str = ""
 ) -> tuple[int, Path] | None:
     """(training tokens, folder) of what a run has prepared of this source with this tokenizer; None
     where it has not.
@@ -172,7 +184,7 @@ def training_tokens(
     Raises:
         DataError: what it has is damaged or gone.
     """
-    folder = Path(run_dir) / "data"
+    folder = place_in_run(run_dir, name)
     wanted = fingerprint(cfg.data, tokenizer)
     record = _read_record(folder)
     if not (folder / "meta.json").exists() and record is not None:

@@ -108,6 +108,11 @@ class StreamLoader:
             self._numbers()  # refuses now, not when the model has been built
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Of its sources: there is one."""
+        return {"": 1.0}
+
+    @property
     def epoch(self) -> int:
         """Completed passes of the stream that is furthest."""
         return max((stream.epoch for stream in self._streams.values()), default=0)
@@ -138,6 +143,10 @@ class StreamLoader:
         self._next += self._world_size
         return micro_batch(np.stack(blocks))
 
+    def drawn(self) -> dict:
+        """Of a mixture, how much came from each source; a stream is one alone."""
+        return {}
+
     def close(self) -> None:
         """Ends the workers; the position stays."""
         if self._readers is not None:
@@ -162,6 +171,11 @@ class StreamLoader:
             DataError: the state lacks streams of this rank, is of another micro-batch size or of an
                 earlier version, or the ranks do not divide the number of streams.
         """
+        if "blocks" in state or "mixture" in state:
+            raise DataError(
+                "the checkpoint's data position is of prepared data, and this run streams its text:"
+                " the data must not change on resuming"
+            )
         if "count" not in state:
             raise DataError(
                 "the checkpoint's position in the stream is of an earlier version, which dealt out "

@@ -80,7 +80,7 @@ class TextBytes:
         return int(sizes.sum()) - self._prefix * int(first.sum())
 
 
-def bits_per_byte(nats: float, text_bytes: int | None) -> float | None:
+def bits_per_byte(nats: float, text_bytes: float | None) -> float | None:
     """Nats over all targets → bits for each byte of the text that they stand for; None where the
     bytes cannot be counted, or there are none."""
     return nats / (math.log(2) * text_bytes) if text_bytes else None

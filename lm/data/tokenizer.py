@@ -13,9 +13,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm.config import Config
+from lm.config import Config, Data
 from lm.data import cache
 from lm.data.hub import check_hub
+from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources import DataError, documents, is_validation
 from lm.errors import UserError, require
 
@@ -48,7 +49,7 @@ def load_tokenizer(
             )
         return _read(folder)
     tokenizer = new_tokenizer(cfg, log)
-    _save(tokenizer, folder, wanted)
+    save(tokenizer, folder, wanted)
     return tokenizer
 
 
@@ -94,7 +95,7 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
         return train_bpe(cfg, log)
 
     def make(_check: Callable[[], None]) -> None:
-        _save(train_bpe(cfg, log), folder, _wanted(cfg))
+        save(train_bpe(cfg, log), folder, _wanted(cfg))
 
     made = cache.make_once(entry, folder.is_dir, make)
     try:
@@ -109,18 +110,24 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
 def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
     on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
+    tokenizer = bpe_of(_training_texts(cfg), cfg.tokenizer.vocab_size)
+    _say_if_small(len(tokenizer), cfg, log)
+    return tokenizer
+
+
+def bpe_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of up to `vocab_size` tokens, trained on texts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=cfg.tokenizer.vocab_size,
+        vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_training_texts(cfg), trainer)
-    _say_if_small(backend.get_vocab_size(), cfg, log)
+    backend.train_from_iterator(texts, trainer)
     return _wrap(backend, eos_token=EOS, pad_token=PAD)
 
 
@@ -133,14 +140,35 @@ def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
 
 
 def _training_texts(cfg: Config) -> Iterator[str]:
-    left = cfg.tokenizer.train_bytes
-    for text in documents(cfg.data):
-        if not is_validation(text, cfg.data.val_fraction):
-            yield text
-            left -= len(text.encode())
-            if left <= 0:
-                return
-    if left == cfg.tokenizer.train_bytes:
+    """Training documents of the source, or of each of a mixture, up to the bytes of each."""
+    budgets = tokenizer_bytes(cfg)
+    for name, part in parts(cfg).items():
+        if budgets[name]:
+            with naming(name):
+                yield from first_texts(part.data, budgets[name])
+
+
+def first_texts(
+    data: Data, most: int, held_out: Callable[[str], None] = lambda _: None
+) -> Iterator[str]:
+    """Training documents, until they have `most` bytes.
+
+    Args:
+        held_out: is given the documents of validation that are met on the way.
+
+    Raises:
+        DataError: the source cannot be read, or has no training document.
+    """
+    left = most
+    for text in documents(data):
+        if is_validation(text, data.val_fraction):
+            held_out(text)
+            continue
+        yield text
+        left -= len(text.encode())
+        if left <= 0:
+            return
+    if left == most:
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
@@ -188,7 +216,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
         if {"vocab.json", "merges.txt"} <= has:
             return _from_gpt2_files(folder)
         if "tokenizer.model" in has:
-            return _from_sentencepiece(folder)
+            return from_sentencepiece(folder)
     except UserError:
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
@@ -214,7 +242,7 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     return _wrap(backend, **({"eos_token": eos} if eos else {}))
 
 
-def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
+def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
     transformers 5.23 loses its leading space and orders its merges by id, not by score."""
     require("sentencepiece", "a tokenizer.model")
@@ -261,7 +289,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     return _wrap(backend, **special)
 
 
-def _save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
     """Writes the folder beside its place and moves it there, so that it is whole or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))

@@ -34,6 +34,7 @@ def kill_after(seconds, out, processes, settings) -> bool:
     process = subprocess.Popen(
         command(out, *settings, "resume=auto", processes=processes if processes > 1 else 0),
         cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
     metrics = out / "tiny/metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
@@ -43,7 +44,9 @@ def kill_after(seconds, out, processes, settings) -> bool:
             output = process.communicate()[0]
             assert process.returncode == 0, output
             return False
-        assert time.monotonic() < until
+        if time.monotonic() > until:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"no update in 120 s: {process.communicate()[0][-3000:]}")
         time.sleep(0.02)
     time.sleep(seconds)
     found = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)

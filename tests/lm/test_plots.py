@@ -81,13 +81,14 @@ def test_a_run_with_a_solver_leaves_two_figures(tmp_path, drawn, layers):
 def test_a_second_scale_has_bits_per_byte(tmp_path, drawn):
     """Of the validation text: 4 bytes a token, so 2 nats are 2 / ln 2 / 4 bits."""
     lines = records(layers=0)
-    lines[-1]["validation"] |= {"tokens": 100, "bytes": 400}
+    validation = lines[-1]["validation"]
+    validation["bits_per_byte"] = validation["loss"] / math.log(2) / 4
     plots.draw(write(tmp_path / "run", lines))
     axes = drawn["loss.png"][0]
     (scale,) = axes.child_axes
     assert scale.get_ylabel() == "bits per byte of the validation text"
     assert scale.get_ylim() == pytest.approx([v / math.log(2) / 4 for v in axes.get_ylim()])
-    lines[-1]["validation"]["bytes"] = None
+    validation["bits_per_byte"] = None
     plots.draw(write(tmp_path / "unknown", lines))
     assert not drawn["loss.png"][0].child_axes
 

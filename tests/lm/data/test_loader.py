@@ -121,11 +121,11 @@ def test_empty_validation_split():
 
 def test_build_on_a_prepared_corpus(cfg, bpe):
     corpus = prepare(cfg, bpe, cfg.run_dir)
-    train, val = build(cfg, bpe, cfg.run_dir)
+    train, held_out = build(cfg, bpe, cfg.run_dir)
     assert next(train)["input_ids"].shape == (3, 16)
-    assert sorted(targets(val)) == sorted(corpus.val[1:].tolist())
+    assert sorted(targets(held_out[""])) == sorted(corpus.val[1:].tolist())
     cfg.eval.micro_batch_size = 5
-    assert build(cfg, bpe, cfg.run_dir)[1][0]["labels"].shape == (5, 16)
+    assert build(cfg, bpe, cfg.run_dir)[1][""][0]["labels"].shape == (5, 16)
 
 
 def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):

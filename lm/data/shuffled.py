@@ -1,0 +1,101 @@
+"""The blocks of a corpus in an endless shuffled order: each epoch has its own permutation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from lm.data.packing import block_count, block_rows
+from lm.data.sources import DataError
+
+
+class Rows(Protocol):
+    """A corpus as rows of seq_len + 1 ids: the first `seq_len` are inputs, those after the first
+    are targets, but for IGNORE and what `micro_batch` takes for context alone."""
+
+    kind: str  # of `data.packing`
+
+    def __len__(self) -> int: ...
+    def rows(self, indices: np.ndarray) -> np.ndarray: ...
+    def targets(self, indices: np.ndarray) -> int: ...
+
+
+class PlainRows:
+    """A token stream cut every `seq_len` tokens, wherever that is in a document; the last block is
+    padded with IGNORE, so no token is dropped.
+
+    Args:
+        tokens: (n,) ids, e.g. a memory map.
+    """
+
+    kind = "plain"
+
+    def __init__(self, tokens: np.ndarray, seq_len: int):
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return block_count(len(self._tokens), self._seq_len)
+
+    def rows(self, indices: np.ndarray) -> np.ndarray:
+        """The blocks `indices` (k,) as (k, seq_len + 1) int64."""
+        return block_rows(self._tokens, self._seq_len, indices)
+
+    def targets(self, indices: np.ndarray) -> int:
+        """How many targets these blocks have."""
+        padding = len(self) * self._seq_len - (len(self._tokens) - 1)
+        return len(indices) * self._seq_len - padding * int((indices == len(self) - 1).sum())
+
+
+class ShuffledBlocks:
+    """Block p of the endless order is block `permutation(seed, p // blocks)[p % blocks]`.
+
+    Args:
+        seed: what the permutations are drawn from, beside the epoch.
+        source: its number in a mixture, so that no two are drawn alike; None: it is alone.
+    """
+
+    def __init__(self, blocks: Rows, seed: int, source: int | None = None):
+        self._blocks, self._seed = blocks, seed
+        self._source = [] if source is None else [source]
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Blocks in an epoch."""
+        return len(self._blocks)
+
+    @property
+    def packing(self) -> str:
+        """How they were made, as `data.packing` says it."""
+        return self._blocks.kind
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """The blocks at positions (k,), counted over epochs, as (k, seq_len + 1) int64."""
+        return self._blocks.rows(np.array([self._index(p) for p in positions], dtype=np.int64))
+
+    def targets(self, count: int) -> int:
+        """How many targets the first `count` blocks of the order have."""
+        epochs, more = divmod(count, len(self))
+        targets = epochs * self._blocks.targets(np.arange(len(self))) if epochs else 0
+        return targets + (self._blocks.targets(self._order(epochs)[:more]) if more else 0)
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(int(position), len(self))
+        return int(self._order(epoch)[place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            rng = np.random.default_rng([self._seed, epoch, *self._source])
+            self._orders[epoch] = rng.permutation(len(self))
+        return self._orders[epoch]
+
+
+def check_packing(state: dict, here: str) -> None:
+    """Raises DataError where a loader's state is of blocks that were packed in another way."""
+    then = state.get("packing", "plain")
+    if then != here:
+        raise DataError(
+            f"the checkpoint's data position is of data.packing {then}, this run has {here}: it"
+            " must not change on resuming"
+        )

@@ -1,0 +1,351 @@
+"""Mixtures: whose sequence is whose, one order on any ranks, exact resuming, shares, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from lm import config
+from lm.config import Data
+from lm.data.ahead import prepare_config, summary
+from lm.data.corpora import open_sources, prepare_sources
+from lm.data.loader import MapLoader, build
+from lm.data.mixture import parts, shares, tokenizer_bytes
+from lm.data.mixture_loader import STRATA, Drawing, MixtureLoader
+from lm.data.packing import IGNORE
+from lm.data.shuffled import PlainRows, ShuffledBlocks
+from lm.data.sources import DataError, is_validation
+from lm.data.stream import StreamLoader
+from lm.data.tokenizer import _training_texts
+from lm.plan import describe, plan
+from lm.validation import pooled
+from tests.lm.test_plan import LM
+from tests.refusals import refused
+
+LENGTH = 4
+TOKENS = {"a": 41, "b": 90, "c": 23}  # of each source: 10 blocks, 23 (the last of 1), 6 (of 2)
+FIRST = {"a": 0, "b": 1000, "c": 2000}  # its ids, so that a target says whose it is
+WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
+GOLDEN = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
+
+
+def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None):
+    tokens = TOKENS if tokens is None else tokens
+    sources = {
+        name: ShuffledBlocks(
+            PlainRows(np.arange(FIRST[name], FIRST[name] + n), LENGTH), seed, number
+        )
+        for number, (name, n) in enumerate(tokens.items())
+    }
+    return MixtureLoader(sources, weights or WEIGHTS, LENGTH, size, seed, rank, world_size)
+
+
+def rows(batches) -> list[list[int]]:
+    return [row.tolist() for batch in batches for row in batch["labels"]]
+
+
+def take(batches, count) -> list[list[int]]:
+    return rows(itertools.islice(batches, count))
+
+
+def owner(row: list[int]) -> str:
+    return "abc"[row[0] // 1000]
+
+
+def test_every_source_goes_through_its_own_epochs_and_has_its_share():
+    whole = loader()
+    drawn = take(whole, 400)
+    count = Counter(map(owner, drawn))
+    for name, weight in WEIGHTS.items():
+        # Of every 256 in a row a source has its share to two: here of 1,200 in all.
+        assert abs(count[name] - 1200 * weight) <= 2 * math.ceil(1200 / STRATA), name
+        own = [row for row in drawn if owner(row) == name]
+        blocks = -(-(TOKENS[name] - 1) // LENGTH)
+        everything = list(range(FIRST[name] + 1, FIRST[name] + TOKENS[name]))
+        for epoch in range(len(own) // blocks):
+            part = own[epoch * blocks : (epoch + 1) * blocks]
+            assert sorted(t for row in part for t in row if t != IGNORE) == everything, name
+        assert own[:blocks] != own[blocks : 2 * blocks]  # each in another order
+        assert whole.drawn()["data_epochs"][name] == pytest.approx(len(own) / blocks, abs=1e-4)
+    targets = Counter(owner(row) for row in drawn for t in row if t != IGNORE)
+    for name, share in whole.drawn()["data_share"].items():
+        assert share == pytest.approx(targets[name] / targets.total(), abs=1e-6)
+
+
+def test_the_share_drawn_counts_tokens_not_sequences():
+    """A source of 6 targets in two blocks of 4: three targets a sequence."""
+    two = loader(tokens={"a": 41, "b": 7}, weights={"a": 0.5, "b": 0.5})
+    found = take(two, 128 * 2 // 3 * 2)
+    of_b = sum(t != IGNORE for row in found for t in row if owner(row) == "b")
+    of_all = sum(t != IGNORE for row in found for t in row)
+    assert two.drawn()["data_share"]["b"] == pytest.approx(of_b / of_all, abs=1e-6)
+    assert 0.41 < of_b / of_all < 0.45
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_order_does_not_depend_on_ranks(world_size):
+    alone = loader()
+    ranks = [loader(rank=r, world_size=world_size) for r in range(world_size)]
+    for _ in range(150):
+        for rank in ranks:
+            assert take(rank, 1) == take(alone, 1)
+        assert len({json.dumps(x.state_dict()) for x in (alone, *ranks)}) == 1
+        assert all(rank.drawn() == alone.drawn() for rank in ranks)
+
+
+@pytest.mark.parametrize("before, after", [((3, 1), (3, 2)), ((3, 2), (1, 3)), ((2, 3), (6, 1))])
+def test_resume_anywhere_on_other_ranks_and_with_other_micro_batches(before, after):
+    expected = take(loader(1), 1500)
+    for done in (0, 1, 42, 90):
+        size, world_size = before
+        old = [loader(size, r, world_size) for r in range(world_size)]
+        for _ in range(done):
+            for rank in old:
+                next(rank)
+        state = json.loads(json.dumps(old[-1].state_dict()))
+        size, world_size = after
+        new = [loader(size, r, world_size) for r in range(world_size)]
+        for rank in new:
+            rank.load_state_dict(state)
+        found = [row for _ in range(60) for rank in new for row in take(rank, 1)]
+        start = done * before[0] * before[1]
+        assert found == expected[start : start + len(found)]
+
+
+def test_the_drawing_is_of_seed_and_place_alone():
+    drawing = Drawing([0.5, 0.3, 0.2], 3)
+    whole = drawing.sources(0, 2000)
+    assert [drawing.sources(p, 1)[0] for p in (0, 255, 256, 1999)] == whole[
+        [0, 255, 256, 1999]
+    ].tolist()
+    assert np.array_equal(drawing.sources(700, 900), whole[700:1600])
+    assert not np.array_equal(Drawing([0.5, 0.3, 0.2], 4).sources(0, 2000), whole)
+    # It is no pattern: what follows a sequence of source 0 has all shares again.
+    after = whole[1:][whole[:-1] == 0]
+    assert np.bincount(after) / len(after) == pytest.approx([0.5, 0.3, 0.2], abs=0.06)
+    assert set(Drawing([0.0, 1.0, 0.0], 0).sources(0, 3000)) == {1}
+    # One of 256 is exactly one of each 256 in a row, from 0 on.
+    rare = Drawing([1 / 256, 0.5, 127 / 256], 5).sources(0, 20 * STRATA).reshape(20, STRATA)
+    assert [np.bincount(row).tolist() for row in rare] == [[1, 128, 127]] * 20
+    # What runs were trained on stays what it is.
+    assert drawing.sources(250, 16).tolist() == GOLDEN
+
+
+def test_sources_of_one_size_are_shuffled_each_in_its_own_way():
+    alike = loader(tokens={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
+    orders = {"a": [], "b": []}
+    for row in take(alike, 30):
+        orders[owner(row)].append(row[0] % 1000)
+    assert sorted(orders["a"][:20]) == sorted(orders["b"][:20])
+    assert orders["a"][:20] != orders["b"][:20]
+
+
+def test_a_state_of_another_mixture_is_refused():
+    state = loader().state_dict()
+    with pytest.raises(DataError, match=r"data.mixture.b is of weight 0.3, this run has 0.4"):
+        loader(weights=WEIGHTS | {"b": 0.4}).load_state_dict(state)
+    with pytest.raises(DataError, match=r"data.mixture.b is of blocks 23, this run has 24"):
+        loader(tokens=TOKENS | {"b": 94}).load_state_dict(state)
+    with pytest.raises(DataError, match="sources a, b, c, this run has a, b"):
+        loader(tokens={"a": 41, "b": 90}).load_state_dict(state)
+    with pytest.raises(DataError, match="seed 7, this run has 8"):
+        loader(seed=8).load_state_dict(state)
+    single = MapLoader(np.arange(50), 4, 3)
+    with pytest.raises(DataError, match="of another kind of data"):
+        single.load_state_dict(state)
+    with pytest.raises(DataError, match="a run on a single source"):
+        loader().load_state_dict(single.state_dict())
+    stream = StreamLoader(Data(streams=1), None, 3)
+    for other in (state, single.state_dict()):
+        with pytest.raises(DataError, match="is of prepared data, and this run streams"):
+            stream.load_state_dict(other)
+
+
+# Weights.
+
+
+def mixed(weights: dict, **data) -> Data:
+    """`weights`: None where a source has none."""
+    mixture = {name: {"source": "builtin", "weight": weight} for name, weight in weights.items()}
+    return config.build({"data": {"mixture": mixture, **data}}).data
+
+
+def test_shares_by_weight_and_by_temperature():
+    assert shares(mixed({"b": 3, "a": 1}), {}) == {"a": 0.25, "b": 0.75}
+    counts = {"a": 1000, "b": 16_000}
+    none = dict.fromkeys(counts)
+    assert shares(mixed(none, temperature=1), counts) == pytest.approx({"a": 1 / 17, "b": 16 / 17})
+    assert shares(mixed(none, temperature=2), counts) == pytest.approx({"a": 0.2, "b": 0.8})
+    assert shares(mixed(none, temperature=1e-4), counts) == {"a": 0, "b": 1}  # no overflow
+    found = shares(mixed(none, temperature=1e9), counts)
+    assert found == pytest.approx({"a": 0.5, "b": 0.5})
+
+
+def test_the_mean_of_validation_is_weighed_by_shares():
+    found = {"a": {"loss": 2.0, "perplexity": 0, "tokens": 900, "bytes": 1800},
+             "b": {"loss": 4.0, "perplexity": 0, "tokens": 100, "bytes": 600}}  # fmt: skip
+    scores = pooled(found, {"a": 0.25, "b": 0.75})
+    assert (scores["loss"], scores["tokens"], scores["sources"]) == (3.5, 1000, found)
+    assert scores["perplexity"] == pytest.approx(math.exp(3.5))
+    # A token of the mixture stands for 0.25 · 2 + 0.75 · 6 bytes.
+    assert scores["bits_per_byte"] == pytest.approx(3.5 / math.log(2) / 5)
+    assert scores["bytes"] == 2400
+    unknown = found | {"b": found["b"] | {"bytes": None}}
+    assert pooled(unknown, {"a": 0.25, "b": 0.75})["bits_per_byte"] is None
+    assert pooled({"": found["a"]}, {"": 1.0}) == found["a"]
+
+
+WEB = {"source": "text", "path": "x.txt", "weight": 1}
+REFUSED = [
+    ({"mixture": {"web": WEB | {"weight": 0}}}, "`data.mixture` (web) sum to 0"),
+    ({"mixture": {"web": WEB | {"weight": -1}}}, "`data.mixture.web.weight` is -1"),
+    ({"mixture": {"web": WEB | {"weight": None}}}, "`data.mixture.web.weight` is missing"),
+    ({"mixture": {"web": {"weight": 1}}}, "`data.mixture.web.source` is missing"),
+    ({"mixture": {"web": WEB | {"source": "webb"}}}, "`data.mixture.web.source` is 'webb'"),
+    ({"mixture": {"web": WEB | {"source": "fineweb"}}}, "`data.mixture.web.source`: a stream"),
+    ({"mixture": {"web": WEB | {"path": None}}}, "source `text` needs `path`"),
+    ({"mixture": {"web": WEB | {"source": "builtin"}}}, "`builtin` has no `path`"),
+    ({"mixture": {"web": WEB | {"wieght": 2}}}, "did you mean `data.mixture.web.weight`?"),
+    ({"mixture": {"../web": WEB}}, "'../web' cannot be a source's name"),
+    ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
+    ({"mixture": [WEB]}, "it must be a mapping of names to sources"),
+    ({"mixture": {}}, "`data.mixture`: it has no source"),
+    ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
+    ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
+    ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
+    ({"temperature": 2}, "`data.temperature` weighs the sources of `data.mixture`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data, said", REFUSED)
+def test_what_cannot_be_a_mixture_is_refused_by_name(data, said):
+    with pytest.raises(config.ConfigError) as error:
+        config.build({"data": data})
+    assert said in str(error.value)
+
+
+def test_overrides_and_sweeps_reach_into_a_mixture():
+    tree = {"name": "x", "data": {"mixture": {"web": WEB, "code": WEB}}}
+    config.set_overrides(tree, ["data.mixture.web.weight=3"])
+    assert config.build(tree).data.mixture["web"].weight == 3
+    tree["sweep"] = {"data.mixture.web.weight": [0.3, 0.5]}
+    points = config.sweep_points(tree)
+    assert config.point_name("x", 1, points[1]) == "x/001-weight=0.5"
+    with pytest.raises(config.ConfigError, match=r"did you mean `data.mixture.web.weight`"):
+        config.set_overrides(tree, ["data.mixture.web.wait=3"])
+    with pytest.raises(config.ConfigError, match=r"`data.mixture.wbe.source` is missing"):
+        config.set_overrides(
+            other := {"data": {"mixture": {"web": WEB}}}, ["data.mixture.wbe.weight=3"]
+        )
+        config.build(other)
+
+
+# Prepared, validated, planned.
+
+
+@pytest.fixture
+def two(cfg, texts, tmp_path):
+    """`cfg` with a mixture: its own documents, and twenty others under another key."""
+    other = tmp_path / "other.jsonl"
+    lines = [
+        json.dumps({"body": f"{text[::-1]} {i} backwards"}) for i, text in enumerate(texts[:20])
+    ]
+    other.write_text("\n".join(lines), encoding="utf-8")
+    tree = cfg.model_dump()
+    path = tree["data"]["path"]
+    tree["data"] |= {"source": "builtin", "path": None, "cache": str(tmp_path / "cache")}
+    tree["data"]["mixture"] = {
+        "own": {"source": "jsonl", "path": path, "weight": 3},
+        "back": {"source": "jsonl", "path": str(other), "text_field": "body", "weight": 1},
+    }
+    return config.build(tree)
+
+
+def test_each_source_is_prepared_as_it_is_alone_and_validated_alone(two, bpe):
+    corpora = prepare_sources(two, bpe, two.run_dir)
+    assert list(corpora) == ["back", "own"]
+    for name, part in parts(two).items():
+        part.name = f"alone-{name}"
+        alone = prepare_sources(part, bpe, part.run_dir)[""]
+        assert np.array_equal(alone.train, corpora[name].train) and len(alone.train)
+        assert np.array_equal(open_sources(two, two.run_dir)[name].val, alone.val)
+    assert corpora["own"].meta.documents == 200 and corpora["back"].meta.documents == 20
+    train, held_out = build(two, bpe, two.run_dir)
+    assert train.shares == {"back": 0.25, "own": 0.75}
+    for name, corpus in corpora.items():
+        found = [t for batch in held_out[name] for t in batch["labels"].flatten().tolist()]
+        assert [t for t in found if t != IGNORE] == corpus.val[1:].tolist()
+    both = {tuple(r[:5]) for r in rows(itertools.islice(train, 60))}
+    own = np.lib.stride_tricks.sliding_window_view(corpora["own"].train.astype(int), 5)
+    own = set(map(tuple, own.tolist()))
+    assert 0.6 < sum(row in own for row in both) / len(both) <= 1
+
+
+def test_a_tokenizer_of_a_mixture_reads_each_source_by_its_weight(two):
+    two.tokenizer.train_bytes = 1000
+    assert tokenizer_bytes(two) == {"back": 250, "own": 750}
+    found = list(_training_texts(two))
+    back = [t for t in found if t.endswith("backwards")]
+    assert (
+        250 <= sum(map(len, back)) < 400
+        and 750 <= sum(map(len, found)) - sum(map(len, back)) < 1100
+    )
+    assert not any(is_validation(text, two.data.val_fraction) for text in found)
+    two.data.mixture["back"].weight = 0
+    assert not any(t.endswith("backwards") for t in _training_texts(two))
+
+
+def test_a_sentence_about_a_source_names_its_key(two, bpe, capsys):
+    two.data.mixture["back"].text_field = "text"
+    with pytest.raises(DataError, match=r"no key `text`.*set data.mixture.back.text_field"):
+        prepare_sources(two, bpe, two.run_dir)
+    two.data.mixture["back"].path = "none.jsonl"
+    with pytest.raises(DataError, match=r"^data.mixture.back.path none.jsonl: no such file"):
+        prepare_sources(two, bpe, two.run_dir)
+    said = refused(capsys, "plan", LM / "mixture.yaml", "data.mixture.prose.path=none.jsonl")
+    assert said.startswith("data.mixture.prose.path none.jsonl: no such file")
+
+
+def test_prepared_ahead_and_planned(two, capsys):
+    def planned(cfg) -> dict[str, str]:
+        columns = describe(plan(cfg, 1), cfg).columns
+        return dict(zip(*(list(column.cells) for column in columns)))
+
+    two.model.d_model, two.model.n_layer, two.train.steps = 16, 1, 30
+    assert planned(two)["source own"].startswith("75.00% of the sequences; known once `jsonl`")
+    text = summary(two, prepare_config(two))
+    assert "source   back: 25.00%" in text and "corpus   20 documents" in text
+    from lm.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(two, two.run_dir)
+    tokens = prepare_sources(two, tokenizer, two.run_dir)["back"].meta.train_tokens
+    row = planned(two)["source back"]
+    passes = 0.25 * 30 * 3 * 16 / tokens
+    assert row.startswith(f"25.00% of the sequences; {tokens:,} (as tokenised in ")
+    assert f"; {passes:.2f} passes" in row and "tokens in the data" not in planned(two)
+
+
+def test_the_shipped_mixture_is_planned():
+    cfg = config.load(LM / "mixture.yaml")
+    found = plan(cfg, 1)["sources"]
+    assert {name: source["share"] for name, source in found.items()} == {
+        "prose": 0.1,
+        "python": 0.9,
+    }
+    cfg.data = Data(mixture={n: {"source": "builtin"} for n in found}, temperature=2.0)
+    assert {source["share"] for source in plan(cfg, 1)["sources"].values()} == {None}
+
+
+def test_a_single_source_draws_what_it_drew_before():
+    """The permutations of a run on one source are still those of (seed, epoch)."""
+    found = [row[0] - 1 for row in take(MapLoader(np.arange(101), 1, 10, 5), 20)]
+    expected = [np.random.default_rng([5, epoch]).permutation(100) for epoch in (0, 1)]
+    assert found == np.concatenate(expected).tolist()
+    assert torch.equal(next(MapLoader(np.arange(9), 4, 2))["input_ids"][:, 1:] + 1,
+                       next(MapLoader(np.arange(9), 4, 2))["labels"][:, 1:])  # fmt: skip

@@ -1,0 +1,132 @@
+"""`fprnn tokenizer train`: what it trains on, that it does so again alike, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from lm.cli import main
+from lm.config import build
+from lm.data import tokenizer_training
+from lm.data.corpora import prepare_sources
+from lm.data.packing import encode_documents
+from lm.data.sources import is_validation
+from lm.data.tokenizer import load_tokenizer, train_bpe
+from lm.data.tokenizer_training import train_tokenizer
+
+NASTY = [
+    "tab\there\n\n  two  spaces \r\n",
+    "ünïcödé 漢字 🙂 123 4,567",
+    "</s> <unk> <|endoftext|>",
+    "\n",
+]
+
+
+def options(jsonl, *more) -> list[str]:
+    return ["tokenizer", "train", "--source", "jsonl", "--path", str(jsonl), *map(str, more)]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_trained_twice_it_is_the_same_and_text_comes_back(cfg, kind, tmp_path):
+    for name in ("one", "two"):
+        trained = train_tokenizer(cfg, kind, tmp_path / name)
+    files = {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir()}
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "two").iterdir()}
+    assert trained.exact and trained.kind == kind
+    cfg.tokenizer.name = str(tmp_path / "one")
+    tokenizer = load_tokenizer(cfg, cfg.run_dir)
+    assert tokenizer.eos_token_id is not None and len(tokenizer) == trained.tokens
+    for text in NASTY:
+        *ids, last = encode_documents(tokenizer, [text]).tolist()
+        assert tokenizer.decode(ids) == text
+        # No text can forge a boundary.
+        assert last == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids
+    corpus = prepare_sources(cfg, tokenizer, cfg.run_dir)[""]
+    assert corpus.meta.documents == 200
+    assert int((corpus.train == tokenizer.eos_token_id).sum()) == corpus.meta.train_documents
+
+
+def test_the_bpe_is_the_one_that_a_run_would_train(cfg, tmp_path):
+    train_tokenizer(cfg, "bpe", tmp_path / "out")
+    ours = json.loads((tmp_path / "out/tokenizer.json").read_text("utf-8"))
+    assert ours == json.loads(train_bpe(cfg).backend_tokenizer.to_str())
+
+
+def test_it_reads_training_documents_and_is_measured_on_the_others(
+    cfg, texts, tmp_path, monkeypatch
+):
+    read = []
+
+    def bpe_of(documents, size):
+        read.extend(documents)
+        return real(read, size)
+
+    real = tokenizer_training.bpe_of
+    monkeypatch.setattr(tokenizer_training, "bpe_of", bpe_of)
+    trained = train_tokenizer(cfg, "bpe", tmp_path / "out")
+    held_out = [text for text in texts if is_validation(text, cfg.data.val_fraction)]
+    assert sorted(read + held_out) == sorted(texts) and held_out
+    assert (trained.documents, trained.bytes) == (len(read), sum(map(len, read)))
+    cfg.tokenizer.name = str(tmp_path / "out")
+    tokenizer = load_tokenizer(cfg, cfg.run_dir)
+    tokens = sum(len(tokenizer.encode(text)) for text in held_out)
+    assert (trained.held_out_bytes, trained.held_out_tokens) == (sum(map(len, held_out)), tokens)
+    read.clear()
+    cfg.tokenizer.train_bytes = 500
+    assert train_tokenizer(cfg, "bpe", tmp_path / "less").bytes < 800
+
+
+def test_the_command_trains_and_says_how_well_it_does(jsonl, tmp_path, capsys):
+    out = tmp_path / "out"
+    more = ("--vocab-size", 300, "--out", out, "data.val_fraction=0.2")
+    assert main(options(jsonl, *more)) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"tokenizer bpe, 300 tokens, of \d+ documents", said)
+    assert re.search(r"held out  \d\.\d{3} bytes per token on [\d,]+ bytes", said), said
+    assert f"tokenizer.name={out}" in said
+    assert main(options(jsonl, "--out", out)) != 0
+    assert "is not empty: name a new folder" in capsys.readouterr().err
+
+
+def test_a_mixture_is_read_by_weight(cfg, tmp_path):
+    own = {"source": "jsonl", "path": cfg.data.path}
+    tree = {"data": {"mixture": {"a": own | {"weight": 3}, "b": own | {"weight": 1}}}}
+    both = build(tree | {"tokenizer": {"vocab_size": 320, "train_bytes": 2000}})
+    trained = train_tokenizer(both, "bpe", tmp_path / "out")
+    assert 2000 <= trained.bytes < 2800
+
+
+def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys, monkeypatch):
+    out = ("--out", tmp_path / "out")
+
+    def sentence(*args) -> str:
+        assert main([str(a) for a in args]) in {1, 65, 78}
+        return capsys.readouterr().err.removeprefix("error: ")
+
+    said = sentence(*options(jsonl, *out, "--type", "sentencepiece", "--vocab-size", 258))
+    assert said.startswith("sentencepiece cannot make 258 tokens of this text: Vocabulary size is")
+    assert "Internal" not in said and "src/" not in said
+    said = sentence(*options(jsonl, *out, "--text-field", "body", "--type", "sentencepiece"))
+    assert "has no key `body`" in said
+    assert "no such file" in sentence(*options("none.jsonl", *out))
+    said = sentence("tokenizer", "train", *out, "--source", "text")
+    assert "source `text` needs `path`" in said
+    said = sentence("tokenizer", "train", *out, "--path", jsonl)
+    assert said.startswith("--path is a file of text, and the source is `builtin`")
+    said = sentence("tokenizer", "train", *out, "--text-field", "body")
+    assert said.startswith("--text-field is a column")
+    said = sentence("tokenizer", "train", *out, "data.val_frac=0.1")
+    assert "did you mean `data.val_fraction`?" in said
+    for size in ("257", "many"):
+        with pytest.raises(SystemExit):
+            main([str(a) for a in options(jsonl, *out, "--vocab-size", size)])
+        assert f"'{size}' is no whole number from 258 to" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = sentence(*options(jsonl, *out, "--type", "sentencepiece"))
+    assert said == (
+        "a tokenizer of --type sentencepiece needs the package sentencepiece, which is not"
+        " installed: pip install 'fprnn[train]'\n"
+    )
