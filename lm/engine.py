@@ -20,7 +20,7 @@ from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, DivergedAlone, TrainingError
 from lm.metrics import Busy
-from lm.optim import lr_factor, parameter_groups
+from lm.optim import groups, lr_factor, parameter_groups
 from lm.ranks import Ranks, launched
 
 
@@ -169,8 +169,9 @@ class Engine:
 
             set_z3_leaf_modules(model, [BLOCKS[cfg.model.block]])
         o = cfg.optim
+        self.factors = [group.factor for group in groups(model, o)]
         self.base_optimizer = torch.optim.AdamW(
-            parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
+            parameter_groups(model, o), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
             fused=True if ranks.device.type == "cuda" else None,
         )  # fmt: skip
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
@@ -186,8 +187,13 @@ class Engine:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
-        return self.deepspeed.optimizer.param_groups[0]["lr"]
+        """Learning rate of the next update, before a parameter's own factor."""
+        # Divided by 1, where there is such a group: the number stays what it was to the last bit.
+        factor, group = max(
+            zip(self.factors, self.deepspeed.optimizer.param_groups),
+            key=lambda pair: pair[0] == 1.0,
+        )
+        return group["lr"] / factor
 
     def forward(self, batch: dict[str, torch.Tensor]):
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""

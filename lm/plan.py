@@ -12,6 +12,7 @@ from lm.config import Config, ConfigError
 from lm.cost import flops_of
 from lm.deepspeed_json import deepspeed_config
 from lm.memory import Planner, on_the_meta_device, sizes
+from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
@@ -175,6 +176,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "world_size": world_size,
         "zero_stage": stage,
         "vocab_size": vocab_size,
+        "optimizer": described_optimizer(model, cfg.optim),
         "parameters": of.parameters,
         "parameters_without_embedding": of.parameters - of.embedding,
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
@@ -251,6 +253,7 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
         ("passes over the data", _passes(p, cfg)),
+        *(("optimizer", line) for line in p["optimizer"]),
     ]
 
 

@@ -14,6 +14,7 @@ from lm.data.sources import SUFFIXES, source_files
 from lm.deepspeed_json import check_contraction, deepspeed_config
 from lm.errors import ConfigError, require
 from lm.kernels import asked
+from lm.optim import groups
 from lm.ranks import Ranks
 
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
@@ -42,7 +43,8 @@ def check_config(cfg: Config, world_size: int) -> None:
 
     Raises:
         ConfigError: another number of processes than the config is meant for, a warm-up that cannot
-            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
+            of parameters that are not there.
         CheckpointError: no checkpoint of the name that `resume` gives.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
@@ -57,7 +59,8 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_warmup(cfg)
     check_resume(cfg.resume)
     check_contraction(cfg, deepspeed_config(cfg, world_size))
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    groups(model, cfg.optim)
     if cfg.data.path is not None and cfg.data.source in SUFFIXES:
         source_files(cfg.data)
 

@@ -18,8 +18,9 @@ from lm.checkpoint import (
     read_state,
     to_resume,
 )
-from lm.config import Config, load
+from lm.config import Config
 from lm.console import Progress, say
+from lm.continuing import check_batch, check_optimizer
 from lm.deepspeed_json import layout
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError, exit_status, sentence
 from lm.lease import LeaseError
@@ -36,7 +37,7 @@ from lm.metrics import (
     mean,
     read_metrics,
 )
-from lm.optim import optimizer_order
+from lm.optim import described, optimizer_order, signature
 from lm.outputs import DamagedError, write_json
 from lm.preflight import check, environment
 from lm.ranks import Ranks
@@ -99,7 +100,11 @@ class Training:
         self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         self.layout = layout(cfg, ranks.world_size)
-        about = {**self.layout, "global_batch_size": cfg.train.sequences(ranks.world_size)}
+        about = {
+            **self.layout,
+            "optimizer": signature(cfg.optim),
+            "global_batch_size": cfg.train.sequences(ranks.world_size),
+        }
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
@@ -145,13 +150,14 @@ class Training:
         if self.found is None:
             return ds.Engine(cfg, self.model, ranks)
         path, manifest = self.found
+        check_optimizer(path, manifest, signature(cfg.optim))
         if self._fits(manifest):
             engine = ds.Engine(cfg, self.model, ranks)
             engine.load(path)
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        whole = gathered(path, manifest, optimizer_order(self.model))
+        whole = gathered(path, manifest, optimizer_order(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
         engine.go_on(whole.moments, manifest["step"])
@@ -170,7 +176,8 @@ class Training:
         folder = self.run.checkpoints
         if self.found is not None:
             path, manifest = self.found
-            self._check_batch(path, manifest)
+            now = self.checkpoints.about["global_batch_size"]
+            check_batch(path, manifest, now, self.run, self.ranks)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
                 raise CheckpointError(
@@ -186,23 +193,6 @@ class Training:
                 self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
             self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
-
-    def _check_batch(self, path: Path, manifest: dict) -> None:
-        """Raises CheckpointError where an update would be of another size."""
-        before = manifest.get("global_batch_size")
-        if before is None:  # of a run of 0.1, whose config says it for one rank
-            before = self.ranks.first(self._batch_of_0_1, path, manifest["world_size"])
-        now = self.checkpoints.about["global_batch_size"]
-        if before not in (None, now):
-            raise CheckpointError(
-                f"{path} was trained with {before} sequences an update, this run has {now}: set"
-                f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
-            )
-
-    def _batch_of_0_1(self, path: Path, world_size: int) -> int:
-        own = path.resolve().parent == self.run.checkpoints.resolve()
-        config = self.run.previous if own else load(RunDir(path.parent.parent).config)
-        return config.train.sequences(world_size)
 
     def _restore(self, path: Path, manifest: dict) -> None:
         """Where a checkpoint stands, beside weights and optimizer."""
@@ -251,6 +241,8 @@ class Training:
         say(f"device   {env['device']}; kernels: {env['kernels']}")
         size = f"{self.parameters / 1e6:.2f} M parameters"
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
+        for line in described(self.model, cfg.optim):
+            say(f"optim    {line}")
         if warning := missing_kernels(cfg):
             say(warning)
         per_step = cfg.tokens_per_step(self.ranks.world_size)

@@ -1,0 +1,116 @@
+"""Schedules, learning rates of their own, optimizers: against formulas, and refused where wrong."""
+
+import pytest
+
+from lm import config, optim
+from lm.build import build_model
+from lm.checkpoint import CheckpointError
+from lm.config import ConfigError, Optim, check_warmup
+from lm.continuing import check_optimizer
+from lm.plan import plan
+from lm.preflight import check_config
+
+
+@pytest.mark.parametrize(
+    "decay, steps, expected",
+    [
+        (4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # by hand: T − D = 6
+        (0.4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        (None, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 0.6, 0.2]),  # 0.2 of all
+        (8, 10, [0.5, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
+    ],
+)
+def test_wsd_is_flat_and_then_linear(decay, steps, expected):
+    o = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="wsd", decay=decay)
+    assert [optim.lr_factor(o, steps, k) for k in range(1, steps + 1)] == pytest.approx(expected)
+
+
+def test_the_stable_part_of_wsd_does_not_depend_on_the_end():
+    o = Optim(lr=1.0, warmup=5, schedule="wsd", decay=10)
+    short, long = ([optim.lr_factor(o, steps, k) for k in range(1, 41)] for steps in (50, 500))
+    assert short == long
+
+
+def test_what_wsd_cannot_have_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"`decay` is 0\.1, and is of schedule wsd alone"):
+        tiny("optim.decay=0.1")
+    for overrides, words in [
+        (("optim.decay=7", "optim.warmup=2"), "are 2 and 7 updates, and train.steps is only 8"),
+        (("optim.warmup=7",), "optim.warmup and optim.decay are 7 and 2 updates"),
+        (("optim.decay=2.5",), "optim.decay: 2.5 updates cannot be"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            check_warmup(tiny("optim.schedule=wsd", *overrides))
+    check_warmup(tiny("optim.schedule=wsd", "optim.decay=6", "optim.warmup=2"))
+
+
+FACTORS = "optim.lr_factors={'*.A_log': 0.1, 'backbone.layers.1.*norm*': 3}"
+
+
+def test_each_parameter_has_the_rate_of_its_pattern(tiny):
+    model = build_model(tiny(), 32)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rates, decay = {}, {}
+    for group in optim.parameter_groups(model, tiny(FACTORS).optim):
+        for p in group["params"]:
+            assert names[id(p)] not in rates
+            rates[names[id(p)]] = group["lr"]
+            decay[names[id(p)]] = group["weight_decay"]
+    assert rates.keys() == set(names.values())
+    for name, rate in rates.items():
+        factor = 0.1 if name.endswith(".A_log") else 1.0
+        if name.startswith("backbone.layers.1.") and "norm" in name:
+            factor = 3.0
+        assert rate == pytest.approx(1e-2 * factor, rel=1e-12), name
+        assert decay[name] == (0.1 if optim.decays(name) else 0.0), name
+    assert sum(rate != 1e-2 for rate in rates.values()) >= 4
+
+
+def test_groups_without_factors_are_the_two_there_always_were(tiny):
+    model = build_model(tiny(), 32)
+    with_decay, without = optim.groups(model, tiny().optim)
+    assert with_decay.decays and not without.decays
+    named = [name for name, _ in model.named_parameters()]
+    assert with_decay.names == [name for name in named if optim.decays(name)]
+    assert optim.optimizer_order(model, tiny().optim) == with_decay.names + without.names
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ("{nothing*: 2}", "`nothing\\*` matches no parameter; there are, for example, backbone"),
+        ("{'*.A_log': 2, '*A_log': 3}", r"`\*.A_log` and `\*A_log` both match backbone"),
+        ("{'*.A_log': -1}", "factors above 0"),
+        ("{'*.A_log': true}", "factors above 0"),
+        ("{'*.A_log': fast}", "factors above 0"),
+        ("{'*.A_log': .nan}", "factors above 0"),
+        ("3", "a mapping of patterns"),
+    ],
+)
+def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
+    with pytest.raises(ConfigError, match=words):
+        check_config(tiny(f"optim.lr_factors={value}"), 1)
+
+
+def test_the_plan_says_which_parameters_a_pattern_took(tiny):
+    assert plan(tiny(), 1)["optimizer"] == []
+    first, second = plan(tiny(FACTORS), 1)["optimizer"]
+    assert first.startswith("learning rate × 0.1: `*.A_log`, 2 tensors, 256 numbers (backbone.")
+    assert "× 3: `backbone.layers.1.*norm*`" in second
+
+
+def test_patterns_with_dots_may_be_swept():
+    tree = {"sweep": {"optim.lr_factors": [{"*.A_log": 0.5}, {}]}}
+    for point, expected in zip(config.sweep_points(tree), ({"*.A_log": 0.5}, {})):
+        chosen = {}
+        config.set_point(chosen, point)
+        assert config.build(chosen).optim.lr_factors == expected
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    plain, own = (optim.signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1})))
+    check_optimizer(tmp_path, {"optimizer": own}, own)
+    check_optimizer(tmp_path, {}, plain)  # from before there was any other
+    for manifest, now in [({}, own), ({"optimizer": plain}, own), ({"optimizer": own}, plain)]:
+        with pytest.raises(CheckpointError, match=r"lr_factors=\{'\*.A_log': 0.1\}"):
+            check_optimizer(tmp_path, manifest, now)
