@@ -80,6 +80,6 @@ def link(card: Card, nodes: int) -> Link:
 
 
 def checkpoint_bytes(of: Sizes, stage: int) -> float:
-    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments, in fp32; ZeRO-1 and 2
-    save the weights a second time."""
-    return of.parameters * (16.0 if stage in (1, 2) else 12.0)
+    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments (Muon's one), in fp32;
+    ZeRO-1 and 2 save the weights a second time."""
+    return of.parameters * (16.0 if stage in (1, 2) else 12.0) - 4.0 * of.by_muon

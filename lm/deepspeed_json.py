@@ -97,6 +97,33 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
     return {"world_size": world_size, "zero_stage": stage}
 
 
+def check_muon(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where Muon would not get whole matrices.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if cfg.optim.name != "muon":
+        return
+    zero = config["zero_optimization"]
+    if zero["stage"] == 3:
+        raise ConfigError(
+            "optim.name is muon, which steps whole matrices, and ZeRO-3 has cut them apart: use"
+            " engine.zero_stage 0, 1 or 2 with it"
+        )
+    where = None
+    if zero.get("offload_optimizer"):
+        where = "zero_optimization.offload_optimizer"
+    for kind in ("fp16", "bf16", "bfloat16"):
+        if config.get(kind, {}).get("enabled"):
+            where = f"{kind}.enabled"
+    if where:
+        raise ConfigError(
+            f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
+            " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
+        )
+
+
 def check_contraction(cfg: Config, config: dict) -> None:
     """Raises ConfigError where `log.contraction` has no blocks to look into.
 

@@ -20,7 +20,8 @@ from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, DivergedAlone, TrainingError
 from lm.metrics import Busy
-from lm.optim import groups, lr_factor, parameter_groups
+from lm.muon import MatricesAndRest, Piece
+from lm.optim import lr_factor, optimizer
 from lm.ranks import Ranks, launched
 
 
@@ -169,11 +170,9 @@ class Engine:
 
             set_z3_leaf_modules(model, [BLOCKS[cfg.model.block]])
         o = cfg.optim
-        self.factors = [group.factor for group in groups(model, o)]
-        self.base_optimizer = torch.optim.AdamW(
-            parameter_groups(model, o), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
-            fused=True if ranks.device.type == "cuda" else None,
-        )  # fmt: skip
+        self.base_optimizer = optimizer(model, o, ranks.device.type == "cuda")
+        # Each group's peak, asked now: a checkpoint that is loaded puts its own there.
+        self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=model.to(ranks.device),
             optimizer=self.base_optimizer,
@@ -182,18 +181,21 @@ class Engine:
             ),
             config=self.config,
         )
+        if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
+            self._lay_out_matrices()
         self.busy = Busy(ranks.device)
         _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update, before a parameter's own factor."""
-        # Divided by 1, where there is such a group: the number stays what it was to the last bit.
-        factor, group = max(
-            zip(self.factors, self.deepspeed.optimizer.param_groups),
-            key=lambda pair: pair[0] == 1.0,
+        peak = self.cfg.optim.lr
+        # Of a group without one, where there is such: the number is what it was to the last bit.
+        of_group, group = max(
+            zip(self.peaks, self.deepspeed.optimizer.param_groups),
+            key=lambda pair: pair[0] == peak,
         )
-        return group["lr"] / factor
+        return group["lr"] * (peak / of_group)
 
     def forward(self, batch: dict[str, torch.Tensor]):
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
@@ -308,12 +310,18 @@ class Engine:
         ZeRO stage. The model had its weights before this engine was made.
 
         Args:
-            moments: {"exp_avg", "exp_avg_sq": {parameter name: its shape}}.
+            moments: {"exp_avg", "exp_avg_sq" and, of Muon, "momentum_buffer": {parameter name: its
+                shape}}, each of the parameters that have it.
         """
+        on_gpu = self.ranks.device.type == "cuda"  # where AdamW is fused
         for flat, parts in self._optimizer_parts():
-            on = flat.device if self.base_optimizer.defaults["fused"] else "cpu"
-            state = {"step": torch.tensor(float(updates), device=on)}
-            for key, whole in moments.items():
+            own = {k: v for k, v in moments.items() if all(name in v for name, _, _ in parts)}
+            state = {}
+            if "exp_avg" in own:
+                state["step"] = torch.tensor(
+                    float(updates), device=flat.device if on_gpu else "cpu"
+                )
+            for key, whole in own.items():
                 state[key] = torch.zeros_like(flat)
                 for name, target, source in parts:
                     # Past the end of `whole` there is a partition's padding.
@@ -326,8 +334,16 @@ class Engine:
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
 
+    def _lay_out_matrices(self) -> None:
+        shapes = {name: p.shape for name, p in self.deepspeed.module.named_parameters()}
+        pieces = {
+            flat: [Piece(shapes[name], place, part) for name, place, part in parts]
+            for flat, parts in self._optimizer_parts()
+        }
+        self.base_optimizer.laid_out(pieces, self.ranks.world_size, self.ranks.rank)
+
     def _optimizer_parts(self):
-        """(a tensor that AdamW steps, [(parameter name, slice of that tensor, slice of the whole
+        """(a tensor that is stepped, [(parameter name, slice of that tensor, slice of the whole
         parameter)]) of this rank, as the ZeRO stage has laid them out."""
         names = {p: n for n, p in self.deepspeed.module.named_parameters()}
         optimizer = self.deepspeed.optimizer

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Group(NamedTuple):
     """Parameters that are stepped alike."""
 
+    method: str  # "adamw" or "muon"
     decays: bool  # weight decay acts on them
     factor: float  # on the learning rate (optim.lr_factors)
     names: list[str]
@@ -55,19 +56,36 @@ def decays(name: str) -> bool:
     return not (kept or "norm" in owner)
 
 
+def matrices(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that Muon is for: 2-D weights of hidden layers of more than one row
+    and column, where decay acts. Not embedding and head, A_log, norms, gains, biases, convolutions.
+    What a layer stacks in one weight (in_proj: x and z) is one matrix, and of a weight-normalised
+    map the matrix is its direction."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    of_ends = {id(module.weight) for module in ends if module is not None}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and decays(name)
+        if id(p) not in of_ends
+    }
+
+
 def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
     """The trainable parameters in the optimizer's groups: with decay and without, and of each those
-    with a factor of their own apart.
+    that Muon steps, and those with a factor of their own, apart.
 
     Raises:
         ConfigError: a pattern of `optim.lr_factors` matches no parameter, or two match one.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     factors = _factors([name for name, _ in named], optim.lr_factors)
+    by_muon = matrices(model) if optim.name == "muon" else set()
     found: dict[tuple, Group] = {}
     for name, p in named:
-        key = (not decays(name), factors.get(name, 1.0))
-        group = found.setdefault(key, Group(decays(name), key[1], [], []))
+        method = "muon" if name in by_muon else "adamw"
+        key = (method, not decays(name), factors.get(name, 1.0))
+        group = found.setdefault(key, Group(method, decays(name), key[2], [], []))
         group.names.append(name)
         group.params.append(p)
     return [found[key] for key in sorted(found)]
@@ -103,14 +121,36 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
     Raises:
         ConfigError: as `groups`.
     """
+    peaks = {"adamw": optim.lr, "muon": optim.muon.lr or optim.lr}
     return [
         {
             "params": group.params,
+            "method": group.method,
             "weight_decay": optim.weight_decay if group.decays else 0.0,
-            "lr": optim.lr * group.factor,
+            "lr": peaks[group.method] * group.factor,
         }
         for group in groups(model, optim)
     ]
+
+
+def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
+    """What steps a model: AdamW, or Muon for its matrices and AdamW for the rest.
+
+    Raises:
+        ConfigError: as `groups`.
+    """
+    import torch
+
+    taken = parameter_groups(model, optim)
+    adamw = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    adamw["fused"] = True if on_gpu else None
+    if optim.name == "adamw":
+        return torch.optim.AdamW(taken, **adamw)
+    from lm.muon import MatricesAndRest
+
+    m = optim.muon
+    muon = {"lr": m.lr or optim.lr, "momentum": m.momentum, "nesterov": m.nesterov}
+    return MatricesAndRest(taken, muon | {"adjust_lr_fn": m.scale}, adamw)
 
 
 def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
@@ -118,15 +158,32 @@ def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
     return [name for group in groups(model, optim) for name in group.names]
 
 
+def moments(model: torch.nn.Module, optim: Optim) -> dict[str, list[str]]:
+    """What the optimizer keeps of parameters, in their shape: {its key: names of those}."""
+    of_method = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+    kept: dict[str, list[str]] = {}
+    for group in groups(model, optim):
+        for key in of_method[group.method]:
+            kept.setdefault(key, []).extend(group.names)
+    return kept
+
+
 def signature(optim: Optim) -> dict:
     """What a checkpoint's manifest says of its optimizer: a state goes on under the same alone."""
-    return {"lr_factors": optim.lr_factors}
+    muon = optim.muon.model_dump() if optim.name == "muon" else {}
+    return {"lr_factors": optim.lr_factors, "muon": muon}
 
 
 def described(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """What a run says of its optimizer beside the default: which parameters each pattern took."""
+    """What a run says of its optimizer beside the default: which parameters Muon and each pattern
+    took."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     lines = []
+    if optim.name == "muon":
+        own = matrices(model)
+        of_each = ([n for n in sizes if (n in own) == by_muon] for by_muon in (True, False))
+        muon, rest = (_counted(names, sizes) for names in of_each)
+        lines.append(f"Muon: {muon}; AdamW: {rest}")
     for pattern, factor in optim.lr_factors.items():
         matched = _matched(list(sizes), pattern)
         lines.append(f"learning rate × {factor:g}: `{pattern}`, {_counted(matched, sizes)}")

@@ -156,7 +156,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         at = where(cfg, at)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
-    of = sizes(model, vocab_size, cfg.train.precision)
+    of = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
     t, world_size = cfg.train, at.world_size
     tokens_per_step = cfg.tokens_per_step(world_size)
     tokens = tokens_per_step * t.steps
@@ -171,6 +171,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     sent = cost.communication(of, world_size, stage, t.accumulation(world_size))
     link = cost.link(at.card, at.nodes)
     dataset_tokens, dataset = training_data(cfg)
+    stages = range(3 if cfg.optim.name == "muon" else 4)  # that such a run can have
     return {
         "at": at,
         "world_size": world_size,
@@ -194,7 +195,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "limit": planner.limit,
         "fits": planner.fits(needed),
         "change": change,
-        "stages": {s: planner.memory(**_stage(cfg, s)) for s in range(4)},
+        "stages": {s: planner.memory(**_stage(cfg, s)) for s in stages},
         "communication": sent,
         "communication_seconds": sum(sent.values()) / link.bytes_per_second,
         "link": link,
@@ -289,7 +290,7 @@ PARTS = {
     "weights": "weights",
     "master": "DeepSpeed's copy of them",
     "gradients": "gradients",
-    "optimizer": "optimizer (AdamW)",
+    "optimizer": "optimizer's moments",
     "buffers": "DeepSpeed's buffers",
     "runtime": "CUDA, NCCL (assumed)",
     "activations": "activations",

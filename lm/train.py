@@ -37,7 +37,7 @@ from lm.metrics import (
     mean,
     read_metrics,
 )
-from lm.optim import described, optimizer_order, signature
+from lm.optim import described, moments, optimizer_order, signature
 from lm.outputs import DamagedError, write_json
 from lm.preflight import check, environment
 from lm.ranks import Ranks
@@ -157,7 +157,8 @@ class Training:
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        whole = gathered(path, manifest, optimizer_order(self.model, cfg.optim))
+        names, kept = (f(self.model, cfg.optim) for f in (optimizer_order, moments))
+        whole = gathered(path, manifest, names, kept)
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
         engine.go_on(whole.moments, manifest["step"])

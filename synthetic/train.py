@@ -17,7 +17,7 @@ from lm.lease import LeaseError
 from lm.log import Writer, describe
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
-from lm.optim import described, lr_factor, parameter_groups
+from lm.optim import described, lr_factor, optimizer
 from lm.outputs import write_json
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
@@ -116,13 +116,7 @@ class Training:
             raise tasks.TaskError(
                 f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
             )
-        o = cfg.optim
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, o),
-            lr=o.lr,
-            betas=tuple(o.betas),
-            eps=o.eps,
-        )
+        self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
         # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = sum(p.numel() for p in self.model.parameters())

@@ -25,6 +25,7 @@ FLOORS = {
         "kernels",
         "lease",
         "metrics",
+        "muon",
         "old_keys",
         "outputs",
         "optim",

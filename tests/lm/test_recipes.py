@@ -1,5 +1,9 @@
 """Schedules, learning rates of their own, optimizers: against formulas, and refused where wrong."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from lm import config, optim
@@ -7,8 +11,10 @@ from lm.build import build_model
 from lm.checkpoint import CheckpointError
 from lm.config import ConfigError, Optim, check_warmup
 from lm.continuing import check_optimizer
+from lm.engine import _free_port
 from lm.plan import plan
 from lm.preflight import check_config
+from tests.running import ENV, ROOT, run
 
 
 @pytest.mark.parametrize(
@@ -114,3 +120,131 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     for manifest, now in [({}, own), ({"optimizer": plain}, own), ({"optimizer": own}, plain)]:
         with pytest.raises(CheckpointError, match=r"lr_factors=\{'\*.A_log': 0.1\}"):
             check_optimizer(tmp_path, manifest, now)
+
+
+def updates_beside_the_oracle(processes):
+    """What `tests.oracle_muon` prints on rank 0."""
+    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
+    address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.oracle_muon"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    return json.loads(printed[0].splitlines()[-1])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_muon_is_active_in_every_stage_that_may_have_it(processes):
+    """Three updates with clipping, momentum and decay. A gradient that is not orthogonalised, or in
+    pieces, differs by about its own size; bf16 from fp64 by 0.024."""
+    found = updates_beside_the_oracle(processes)
+    assert set(found) == {"0", "1", "2"}
+    for of_matrices, of_others in found.values():
+        assert of_matrices < 0.03 and of_others < 1e-5
+
+
+MUON = ("optim.name=muon", "checkpoint.every=2", "checkpoint.keep=9", "log.every=1",
+        "train.global_batch_size=4", "train.grad_accum_steps=null")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained_by_muon(tmp_path_factory):
+    """On one rank under ZeRO-1: (the folder of runs, its records, a checkpoint in the middle)."""
+    out = tmp_path_factory.mktemp("muon")
+    whole, done = run(out, *MUON, "engine.zero_stage=1")
+    assert "Muon: 10 tensors, 8,256 numbers" in " ".join(done.stdout.split())
+    return out, whole, out / "tiny/checkpoints/step-000004"
+
+
+def test_muon_resumes_exactly(trained_by_muon, tmp_path):
+    _, whole, checkpoint = trained_by_muon
+    same, _ = run(tmp_path, *MUON, f"resume={checkpoint}", "name=same", name="same")
+    assert [(r["loss"], r["grad_norm"]) for r in same] == [
+        (r["loss"], r["grad_norm"]) for r in whole[4:]
+    ]
+
+
+@pytest.mark.slow
+def test_muon_goes_on_on_other_ranks_and_stages(trained_by_muon, tmp_path):
+    _, whole, checkpoint = trained_by_muon
+    second = going_on(tmp_path, "second", checkpoint, "engine.zero_stage=2", processes=2)
+    near(second, whole[4:])
+    checkpoint = tmp_path / "second/checkpoints/step-000006"
+    third = going_on(tmp_path, "third", checkpoint, "engine.zero_stage=0")
+    near(third, second[2:])
+
+
+def going_on(out, name, checkpoint, *overrides, processes=0):
+    settings = (*MUON, f"name={name}", f"resume={checkpoint}", *overrides)
+    records, done = run(out, *settings, processes=processes, name=name)
+    assert "laid out anew" in done.stdout
+    return records
+
+
+def near(records, expected):
+    """The rounding of a step in bf16 grows from update to update."""
+    assert records[0]["loss"] == pytest.approx(expected[0]["loss"], abs=1e-5)
+    for one, other in zip(records, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ["fprnn", "mamba", "lstm", "transformer"])
+def test_matrices_are_hidden_weights(tiny, name):
+    model = build_model(tiny(f"model.name={name}", "model.headdim=8"), 32)
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    own = optim.matrices(model)
+    for n, shape in shapes.items():
+        beside = ("embed", "lm_head", "A_log", "norm", "bias", "gain", "conv1d", "alpha_proj", ".D")
+        other = any(part in n for part in beside)
+        assert (n in own) == (not other and len(shape) == 2 and min(shape) > 1), n
+    assert len(own) >= 4
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (("optim.name=muon", "engine.zero_stage=3"), "ZeRO-3 has cut them apart: use engine.zero"),
+        (
+            ("optim.name=muon", "engine.deepspeed={zero_optimization: {stage: 3}}"),
+            "ZeRO-3 has cut them apart",
+        ),
+        (
+            ("optim.name=muon", "engine.deepspeed={bf16: {enabled: true}}"),
+            "engine.deepspeed sets bf16.enabled, under which Muon",
+        ),
+        (
+            (
+                "optim.name=muon",
+                "engine.deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}",
+            ),
+            "sets zero_optimization.offload_optimizer",
+        ),
+        (("optim.muon.momentum=0.9",), "`muon` is of `name: muon` alone"),
+        (("optim.name=shampoo",), "one of adamw, muon"),
+    ],
+)
+def test_what_muon_cannot_have_is_refused(tiny, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_config(tiny(*overrides), 1)
+
+
+def test_a_checkpoint_of_adamw_is_refused_under_muon(tmp_path):
+    muon = optim.signature(Optim(name="muon"))
+    for manifest, now in (({}, muon), ({"optimizer": muon}, optim.signature(Optim()))):
+        with pytest.raises(CheckpointError, match="trained with another optimizer"):
+            check_optimizer(tmp_path, manifest, now)
+
+
+def test_the_plan_counts_one_moment_of_muon(tiny):
+    adamw, muon = (plan(tiny(*o, "engine.zero_stage=0"), 1) for o in ((), ("optim.name=muon",)))
+    assert adamw["memory"].optimizer - muon["memory"].optimizer == 4 * 8256
+    assert adamw["checkpoint_bytes"] - muon["checkpoint_bytes"] == 4 * 8256
+    assert set(muon["stages"]) == {0, 1, 2} and set(adamw["stages"]) == {0, 1, 2, 3}
+    assert muon["optimizer"][0].startswith("Muon: 10 tensors, 8,256 numbers (backbone.")
