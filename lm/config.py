@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from lm.config_messages import all_keys, explain, nearest
-from lm.config_model import Count, Fraction, Model, Section, Size, Solver
+from lm.config_model import Count, Fraction, Model, OpenFraction, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
@@ -131,6 +131,14 @@ class Optim(Section):
         return DECAY if self.decay is None else self.decay
 
 
+class Skip(Section):
+    """An update whose loss or gradient norm is more than `sigma` standard deviations above the mean
+    of the last `window` updates is left out."""
+
+    sigma: float = Field(6.0, gt=0)
+    window: int = Field(128, ge=2, le=100_000)
+
+
 class Train(Section):
     """How much is trained at once, and for how long."""
 
@@ -148,6 +156,10 @@ class Train(Section):
     # data after it.
     rollbacks: int = Field(2, ge=0)
     spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
+    # so many times the mean of log²Z over the targets is added to the loss; 0: off
+    z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
+    skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
+    ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self):

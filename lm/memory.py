@@ -16,7 +16,7 @@ from lm.activations import Activations
 from lm.build import build_model
 from lm.cards import GIB, Card
 from lm.config import Config, Optim
-from lm.deepspeed_json import deepspeed_config
+from lm.deepspeed_json import deepspeed_config, highest_stage
 from lm.optim import matrices
 
 BUCKET = 500_000_000  # elements of DeepSpeed's gradient buffer, where nothing else is set
@@ -56,11 +56,13 @@ class Memory(NamedTuple):
     loss: float  # logits and what the loss makes of them
     update: float  # the gradients' flat copy and AdamW's temporaries
     buffers_in_loss: bool = True  # ZeRO-2 has none yet when the loss goes back
+    average: float = 0.0  # of the weights (train.ema)
 
     @property
     def moments(self) -> dict[str, float]:
         """Bytes at the worst moments, each by itself."""
         still = self.weights + self.master + self.gradients + self.optimizer + self.runtime
+        still += self.average
         in_loss = self.buffers if self.buffers_in_loss else 0.0
         return {
             "a layer": still + self.buffers + self.activations + self.temporaries,
@@ -147,6 +149,7 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
         loss=logits,
         update=copy + max(unfused, muon),
         buffers_in_loss=stage != 2,
+        average=0.0 if t.ema is None else n,
     )
 
 
@@ -196,8 +199,7 @@ class Planner:
             bucket.append({key: SMALL_BUCKET})
         if self.world_size > 1 and not own_json:
             most = 2 if self.cfg.log.contraction else 3
-            if self.cfg.optim.name == "muon":
-                most = 2
+            most = min(most, highest_stage(self.cfg))
             stages += [{"engine__zero_stage": s} for s in range(stage + 1, most + 1)]
         if not m.gradient_checkpointing:
             checkpointed.append({"model__gradient_checkpointing": True})

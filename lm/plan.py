@@ -10,7 +10,7 @@ from lm.build import vocabulary
 from lm.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.config import Config, ConfigError
 from lm.cost import flops_of
-from lm.deepspeed_json import deepspeed_config
+from lm.deepspeed_json import deepspeed_config, highest_stage
 from lm.memory import Planner, on_the_meta_device, sizes
 from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
@@ -171,7 +171,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     sent = cost.communication(of, world_size, stage, t.accumulation(world_size))
     link = cost.link(at.card, at.nodes)
     dataset_tokens, dataset = training_data(cfg)
-    stages = range(3 if cfg.optim.name == "muon" else 4)  # that such a run can have
+    stages = range(highest_stage(cfg) + 1)  # that such a run can have
     return {
         "at": at,
         "world_size": world_size,
@@ -199,7 +199,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "communication": sent,
         "communication_seconds": sum(sent.values()) / link.bytes_per_second,
         "link": link,
-        "checkpoint_bytes": cost.checkpoint_bytes(of, stage),
+        "checkpoint_bytes": cost.checkpoint_bytes(of, stage, t.ema is not None),
     }
 
 
@@ -291,6 +291,7 @@ PARTS = {
     "master": "DeepSpeed's copy of them",
     "gradients": "gradients",
     "optimizer": "optimizer's moments",
+    "average": "average of the weights",
     "buffers": "DeepSpeed's buffers",
     "runtime": "CUDA, NCCL (assumed)",
     "activations": "activations",

@@ -11,7 +11,7 @@ from lm.build import check_section
 from lm.checkpoint import check_resume
 from lm.config import Config, check_warmup
 from lm.data.sources import SUFFIXES, source_files
-from lm.deepspeed_json import check_contraction, check_muon, deepspeed_config
+from lm.deepspeed_json import check_average, check_contraction, check_muon, deepspeed_config
 from lm.errors import ConfigError, require
 from lm.kernels import asked
 from lm.optim import groups
@@ -44,7 +44,8 @@ def check_config(cfg: Config, world_size: int) -> None:
     Raises:
         ConfigError: another number of processes than the config is meant for, a warm-up that cannot
             be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
-            of parameters that are not there, a ZeRO stage that the optimizer cannot have.
+            of parameters that are not there, a ZeRO stage that the optimizer or
+            train.ema cannot have.
         CheckpointError: no checkpoint of the name that `resume` gives.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
@@ -61,6 +62,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     config = deepspeed_config(cfg, world_size)
     check_contraction(cfg, config)
     check_muon(cfg, config)
+    check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     groups(model, cfg.optim)
     if cfg.data.path is not None and cfg.data.source in SUFFIXES:

@@ -25,6 +25,7 @@ class Gathered(NamedTuple):
 
     weights: dict[str, torch.Tensor]
     moments: dict[str, dict[str, torch.Tensor]]
+    adamw_steps: float  # that AdamW has made: updates, without those that were skipped
 
 
 def consolidated(path: Path) -> dict[str, torch.Tensor]:
@@ -55,7 +56,9 @@ def gathered(
     for key, having in moments.items():
         whole = _laid_out_as_weights(path, manifest["zero_stage"], key)
         found[key] = {name: whole[name] for name in having if name in whole}
-    return Gathered(consolidate_zero(path.parent, path.name), found)
+    one = read_state(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
+    states, _ = _states_and_weights(one, manifest["zero_stage"])
+    return Gathered(consolidate_zero(path.parent, path.name), found, _adamw_steps(states))
 
 
 def _of_one_piece(path: Path, names: list[str], moments: dict[str, list[str]]) -> Gathered:
@@ -65,7 +68,11 @@ def _of_one_piece(path: Path, names: list[str], moments: dict[str, list[str]]) -
         key: {name: states[i][key] for i, name in enumerate(names) if key in states.get(i, {})}
         for key in moments
     }
-    return Gathered(saved["module"], found)
+    return Gathered(saved["module"], found, _adamw_steps(states))
+
+
+def _adamw_steps(states: dict[int, dict]) -> float:
+    return max(float(state["step"]) for state in states.values() if "step" in state)
 
 
 def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Tensor]:
@@ -83,12 +90,15 @@ def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Te
         return consolidate_zero(copy.parent, copy.name)
 
 
-def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
+def _states_and_weights(saved: dict, stage: int) -> tuple[dict, list]:
+    """Of a rank's file: {number of a group: its state}, [its weights, flat]."""
     if stage == 3:
-        states, weights = saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
-    else:
-        states = saved["base_optimizer_state"]["state"]
-        weights = saved["single_partition_of_fp32_groups"]
+        return saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
+    return saved["base_optimizer_state"]["state"], saved["single_partition_of_fp32_groups"]
+
+
+def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
+    states, weights = _states_and_weights(saved, stage)
     for i, weight in enumerate(weights):
         if key not in states[i]:  # of a group that another method steps
             continue

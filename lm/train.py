@@ -22,11 +22,12 @@ from lm.config import Config
 from lm.console import Progress, say
 from lm.continuing import check_batch, check_optimizer
 from lm.deepspeed_json import layout
-from lm.errors import Diverged, DivergedAlone, Stopped, UserError, exit_status, sentence
-from lm.lease import LeaseError
+from lm.ema import Average
+from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations
 from lm.metrics import (
     FailureWatch,
+    Outliers,
     Spikes,
     Throughput,
     adjoint_metrics,
@@ -74,7 +75,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.fit()
             training.conclude()
         except Exception as e:
-            _leave_word(run, ranks, e)
+            run.leave_word(e, ranks.is_main)
             raise
     return run.path
 
@@ -96,6 +97,7 @@ class Training:
         self.writer: Writer | None = None  # on rank 0
         self.signals = on_exit.enter_context(StopSignals())
         self.spikes = Spikes(cfg.train.spike)
+        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
@@ -138,6 +140,8 @@ class Training:
         self.parameters = sum(p.numel() for p in self.model.parameters())
         flops = affine(getattr(self.model, "flops_per_token", None))
         self.engine = self._engine()
+        decay = cfg.train.ema
+        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
@@ -161,7 +165,7 @@ class Training:
         whole = gathered(path, manifest, names, kept)
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
-        engine.go_on(whole.moments, manifest["step"])
+        engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
         return engine
 
     def _fits(self, manifest: dict) -> bool:
@@ -214,6 +218,10 @@ class Training:
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
         self.rollbacks = state.get("rollbacks", 0)
+        if "outliers" in state:
+            self.outliers.load_state_dict(state["outliers"])
+        if self.average:
+            self.average.load(path, say)
         self.checkpoints.published = self.step
 
     @property
@@ -226,11 +234,14 @@ class Training:
             "loader": self.batches.state_dict(),
             "seconds": self.seconds + time.perf_counter() - self.began,
             "rollbacks": self.rollbacks,
+            "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         files = self.engine.state_files(self.run.checkpoints, self.step)
+        if self.average and self.ranks.is_main:
+            files |= self.average.files()
         return {**files, self._own_file: state}
 
     def introduce(self) -> None:
@@ -327,14 +338,23 @@ class Training:
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
         micro = self._micro_batches()
-        update = self.engine.step(micro, self.signals.asked, self.alive)
-        if what := self.spikes.look(update.loss):
+        update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
+        if not update.skipped and (what := self.spikes.look(update.loss)):
             raise Diverged(what)
         self.first_micro_batch = micro[0]
         self.step += 1
+        if update.skipped:
+            self._note_skip(update.skipped)
+        if self.average:
+            self.average.update()
         self.stats += update.stats
         self.speed.tokens += self.cfg.tokens_per_step(self.ranks.world_size)
         return update
+
+    def _note_skip(self, why: str) -> None:
+        self.outliers.number += 1
+        say(f"note: update {self.step} is skipped: {why}")
+        self._write({"step": self.step, "skip": {"number": self.outliers.number, "why": why}})
 
     def _roll_back(self, error: Exception) -> None:
         """Take weights and optimizer from the last checkpoint, and go on with the data after the
@@ -391,6 +411,8 @@ class Training:
             "perplexity": math.exp(min(update.loss, 700.0)),
             "lr": self.lr,
             "grad_norm": update.norm,
+            **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
+            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * cfg.tokens_per_step(self.ranks.world_size),
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
@@ -432,14 +454,15 @@ class Training:
             )
 
     def _validate(self) -> None:
-        self._write(self.validation.measure(self.engine, self.step, self.alive))
+        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        self._write(measured)
         self.speed.restart()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            final = self.validation.measure(self.engine, self.step, lambda: None)
+            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
             if self.ranks.is_main:
                 final["baselines"] = self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
@@ -474,13 +497,3 @@ class Training:
     def _log_saves(self) -> None:
         for saved in self.checkpoints.news():
             self._write({"step": self.step, "checkpoint": saved.record()})
-
-
-def _leave_word(run: RunDir, ranks: Ranks, error: Exception) -> None:
-    """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank knows
-    better and was first."""
-    if isinstance(error, LeaseError) or run.failure.exists():
-        return
-    if ranks.is_main or isinstance(error, DivergedAlone):
-        with contextlib.suppress(Exception):  # the disk may be what failed
-            run.write_failure(sentence(error) or repr(error), exit_status(error))

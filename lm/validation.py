@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lm.config import Config
 from lm.console import Progress, say
+from lm.ema import Average
 from lm.engine import Engine
 from lm.log import iterations
 from lm.metrics import FailureWatch, fixed_point_metrics, probe
@@ -24,11 +25,14 @@ class Validation:
     def __init__(self, cfg: Config, ranks: Ranks, batches: list, watch: FailureWatch | None):
         self.cfg, self.ranks, self.batches, self.watch = cfg, ranks, batches, watch
 
-    def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
+    def measure(
+        self, engine: Engine, step: int, alive: Callable[[], None], average: Average | None = None
+    ) -> dict:
         """The record of a validation after update `step`: loss, perplexity, ℓ*.
 
         Args:
-            alive: called after each micro-batch.
+            alive: called after each micro-batch. average: of the weights; its loss and perplexity
+                are measured as well ("ema").
         """
         with Progress("validating", unit="batches") as bar:
 
@@ -42,6 +46,10 @@ class Validation:
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
             f" {scores['perplexity']:.2f}{iterations(record)}"
         )
+        if average is not None:
+            with average.in_place():
+                record["ema"] = engine.validate(self.batches, lambda done, total: alive())
+            say(f"update {step:>6}  … of the average of the weights {record['ema']['loss']:.4f}")
         if self.watch is not None:
             self.watch.look(record["probe"]["failed"], f"validation after update {step}")
         return record

@@ -39,7 +39,7 @@ FLOORS = {
     1: ("doctor", "model", "plots"),
     2: ("baselines", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
-    4: ("activations", "continuing", "engine", "preflight"),
+    4: ("activations", "continuing", "ema", "engine", "preflight"),
     5: ("exported", "memory", "probes", "reshard"),
     6: ("cost", "validation"),
     7: ("train",),

@@ -1,9 +1,5 @@
 """Schedules, learning rates of their own, optimizers: against formulas, and refused where wrong."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from lm import config, optim
@@ -11,10 +7,9 @@ from lm.build import build_model
 from lm.checkpoint import CheckpointError
 from lm.config import ConfigError, Optim, check_warmup
 from lm.continuing import check_optimizer
-from lm.engine import _free_port
 from lm.plan import plan
 from lm.preflight import check_config
-from tests.running import ENV, ROOT, run
+from tests.running import printed_by_ranks, run
 
 
 @pytest.mark.parametrize(
@@ -122,29 +117,11 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             check_optimizer(tmp_path, manifest, now)
 
 
-def updates_beside_the_oracle(processes):
-    """What `tests.oracle_muon` prints on rank 0."""
-    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
-    address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.oracle_muon"],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in started]
-    return json.loads(printed[0].splitlines()[-1])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_muon_is_active_in_every_stage_that_may_have_it(processes):
     """Three updates with clipping, momentum and decay. A gradient that is not orthogonalised, or in
     pieces, differs by about its own size; bf16 from fp64 by 0.024."""
-    found = updates_beside_the_oracle(processes)
+    found = printed_by_ranks("tests.oracle_muon", processes)
     assert set(found) == {"0", "1", "2"}
     for of_matrices, of_others in found.values():
         assert of_matrices < 0.03 and of_others < 1e-5
