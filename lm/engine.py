@@ -206,13 +206,10 @@ class Engine:
         )
         return group["lr"] * (peak / of_group)
 
-    def forward(self, batch: dict[str, torch.Tensor], log_z: bool = False):
-        """input_ids, labels (b,l), labels already shifted → the model's output, with its loss.
-
-        Args:
-            log_z: of our model also the mean of log²Z.
-        """
+    def forward(self, batch: dict[str, torch.Tensor]):
+        """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
+        log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
         extra = {"loss_only": True, "log_z": log_z} if self.losses_only else {}
         return self.deepspeed(
             input_ids=batch["input_ids"],
@@ -240,7 +237,7 @@ class Engine:
         for i, (batch, share) in enumerate(zip(batches, shares)):
             try:
                 with self.busy.working():
-                    output = self.forward(batch, self.cfg.train.z_loss > 0)
+                    output = self.forward(batch)
                 loss = output.loss * share
                 z_loss = self._z_loss(output, batch) * share
                 if getattr(output, "fixed_point", None) is not None:
