@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -241,12 +242,14 @@ class Outliers:
         high becomes what is usual.
 
         Args:
-            found: numbers of one update by their names.
+            found: numbers of one update by their names; NaN and infinity are others' business.
         """
         if self.sigma is None:
             return None
         wrong = []
         for name, value in found.items():
+            if not math.isfinite(value):
+                continue
             before = self.before.setdefault(name, deque(maxlen=self.window))
             if len(before) == self.window:
                 mean, deviation = statistics.fmean(before), statistics.pstdev(before)

@@ -132,6 +132,7 @@ class Training:
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
+        self.average = None  # a rollback's, with the model that it is of
         self.vocab_size = vocabulary(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
