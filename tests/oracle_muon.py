@@ -19,6 +19,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 LR, MOMENTUM, DECAY = 0.02, 0.9, 0.3
 UPDATES = 3
 SETTINGS = [
+    "model.n_layer=3",  # so that the border between two ranks' pieces goes through a matrix
     "optim.name=muon", f"optim.muon={{lr: {LR}, momentum: {MOMENTUM}}}", "optim.lr=0.01",
     f"optim.weight_decay={DECAY}", "optim.schedule=constant", "optim.warmup=1",
     "optim.grad_clip=0.5", "train.global_batch_size=4", "train.micro_batch_size=2",
