@@ -26,7 +26,7 @@ from lm.config import Config, Model
 from lm.kernels import available
 from lm.model import blocks, cell, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW
-from lm.model.loss import chunked_nll_sum, in_fp32, nll_sum
+from lm.model.loss import chunked_nll_sum, in_fp32, log_z_sum, nll_sum
 from lm.model.patterns import parse
 
 PROBE_WIDTH = 256  # d_model of the model that is counted on, at most
@@ -379,9 +379,14 @@ def loss_bytes(cfg: Config, tokens: int, vocab_size: int) -> tuple[float, float]
     with Live([head.weight, hidden, targets]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             if chunked:
-                loss = chunked_nll_sum(head, hidden, targets, few)
+                sums = chunked_nll_sum(head, hidden, targets, few, cfg.train.z_loss > 0)
+                loss = sum(sums) if cfg.train.z_loss else sums
             else:
-                loss = nll_sum(in_fp32(head(hidden)), targets)
+                logits = in_fp32(head(hidden))
+                loss = nll_sum(logits, targets)
+                if cfg.train.z_loss:
+                    loss = loss + log_z_sum(logits, targets)
+                del logits
         kept = live.bytes
         loss.backward()
     each = few * words

@@ -68,9 +68,9 @@ def build_section(
         logger.setLevel(level)
 
 
-def check_section(model: Model, solver: Solver, seq_len: int, precision: str) -> None:
+def check_section(model: Model, solver: Solver, seq_len: int, precision: str):
     """Find out whether a model can be built, before there is data or a run directory: it is, on the
-    meta device, without weights.
+    meta device, without weights, for a vocabulary of 8.
 
     Raises:
         ConfigError: as `build_section`.
@@ -78,7 +78,7 @@ def check_section(model: Model, solver: Solver, seq_len: int, precision: str) ->
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        build_section(model, solver, 8, seq_len, precision)
+        return build_section(model, solver, 8, seq_len, precision)
 
 
 def missing_kernels(cfg) -> str | None:

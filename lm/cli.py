@@ -128,7 +128,7 @@ def _sweep_status(args) -> int:
 def _export(args) -> int:
     from lm.export import export
 
-    print(export(args.run, args.out, args.checkpoint))
+    print(export(args.run, args.out, args.checkpoint, args.ema))
     return 0
 
 
@@ -353,6 +353,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
+    c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.set_defaults(run_command=_export)
 
     c = commands.add_parser(

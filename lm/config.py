@@ -20,7 +20,7 @@ from pydantic import (
 
 from lm.config_data import Source, check_mixture, check_names
 from lm.config_messages import explain, is_key, nearest
-from lm.config_model import Count, Fraction, Model, Section, Size, Solver
+from lm.config_model import Count, Fraction, Model, OpenFraction, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
@@ -84,23 +84,79 @@ class Data(Section):
         return self
 
 
+DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
+LR_FACTORS = "a mapping of patterns of parameters' names to factors above 0, {'*.A_log': 0.1}"
+
+
+class Muon(Section):
+    """Of `optim.name: muon`, for the matrices of hidden layers."""
+
+    lr: float | None = Field(None, gt=0)  # peak; null: optim.lr
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    # what the orthogonalised gradient is scaled by, for a matrix of m × n: 0.2 √max(m, n), as large
+    # as a step of AdamW; or √max(1, m / n)
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
 class Optim(Section):
-    """AdamW with decoupled weight decay and a warm-up schedule, counted in updates."""
+    """AdamW, or Muon beside it, with decoupled weight decay and a schedule, counted in updates."""
 
     lr: float = Field(4e-3, gt=0)
     min_lr: float = Field(1e-5, ge=0)
     warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
+    decay: float | None = Field(None, gt=0)
+    lr_factors: dict[str, float] = Field({}, description=LR_FACTORS)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
+    muon: Muon = Muon()
 
     @model_validator(mode="after")
     def _floor_below_peak(self):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
         return self
+
+    @model_validator(mode="after")
+    def _muon_of_muon(self):
+        if self.name != "muon" and self.muon != Muon():
+            raise ValueError("`muon` is of `name: muon` alone: set optim.name to muon as well")
+        return self
+
+    @model_validator(mode="after")
+    def _decay_of_wsd(self):
+        if self.decay is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"`decay` is {self.decay:g}, and is of schedule wsd alone, not {self.schedule}:"
+                " leave it out (null)"
+            )
+        return self
+
+    @field_validator("lr_factors", mode="before")
+    @classmethod
+    def _factors_above_0(cls, value):
+        for pattern, factor in value.items() if isinstance(value, dict) else ():
+            is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+            if not is_number or not factor > 0 or not pattern:
+                raise ValueError(f"{pattern!r}: {factor!r} will not do: it must be {LR_FACTORS}")
+        return value
+
+    @property
+    def decay_of_wsd(self) -> float:
+        return DECAY if self.decay is None else self.decay
+
+
+class Skip(Section):
+    """An update whose loss or gradient norm is more than `sigma` standard deviations above the mean
+    of the last `window` updates is left out."""
+
+    sigma: float = Field(6.0, gt=0)
+    window: int = Field(128, ge=2, le=100_000)
 
 
 class Train(Section):
@@ -120,6 +176,10 @@ class Train(Section):
     # data after it.
     rollbacks: int = Field(2, ge=0)
     spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
+    # so many times the mean of log²Z over the targets is added to the loss; 0: off
+    z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
+    skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
+    ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self):
@@ -232,13 +292,20 @@ class Run(Section):
         return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
+def number_of_updates(value: float, steps: int) -> int:
+    """`optim.warmup` or `optim.decay` in updates: below 1 it is a fraction of all of them."""
+    return round(value * steps if value < 1 else value)
+
+
 def check_warmup(cfg) -> None:
     """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
     before this was checked are still read.
 
     Raises:
-        ConfigError: it is longer than the run, or no whole number of updates.
+        ConfigError: it is longer than the run, or no whole number of updates; or there is no room
+            for the decay of `wsd` after it.
     """
+    _check_decay(cfg.optim, cfg.train.steps)
     warmup = cfg.optim.warmup
     if warmup > 1 and warmup != int(warmup):
         raise ConfigError(
@@ -249,6 +316,23 @@ def check_warmup(cfg) -> None:
         raise ConfigError(
             f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
             " learning rate would never reach optim.lr"
+        )
+
+
+def _check_decay(optim: Optim, steps: int) -> None:
+    if optim.schedule != "wsd":
+        return
+    decay = optim.decay_of_wsd
+    if decay > 1 and decay != int(decay):
+        raise ConfigError(
+            f"optim.decay: {decay:g} updates cannot be: below 1 it is a fraction of all updates,"
+            " else a whole number of them"
+        )
+    in_updates = [number_of_updates(value, steps) for value in (optim.warmup, decay)]
+    if sum(in_updates) > steps:
+        raise ConfigError(
+            f"optim.warmup and optim.decay are {in_updates[0]} and {in_updates[1]} updates, and"
+            f" train.steps is only {steps}: they do not fit one after the other"
         )
 
 
@@ -294,7 +378,8 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
 def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
     for key, value in moved(point.items(), "sweep"):
-        if isinstance(value, dict):
+        # The keys of optim.lr_factors are patterns with dots, no keys of ours.
+        if isinstance(value, dict) and key != "optim.lr_factors":
             for below, v in value.items():
                 set_key(tree, f"{key}.{below}", v)
         else:

@@ -53,7 +53,9 @@ def nearest(key: str, schema: type[BaseModel]) -> str:
     keys = all_keys(schema) + _keys_of_entry(key, schema)
     parent, _, last = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
-    by_leaf = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    by_leaf: dict[str, str] = {}
+    for k in sorted(keys, key=lambda k: k.count(".")):  # the outermost of a name
+        by_leaf.setdefault(k.rpartition(".")[2], k)
     close = [by_leaf[last]] if last in by_leaf else []  # the right key in the wrong section
     close = close or [siblings[k] for k in difflib.get_close_matches(last, siblings, 1, 0.6)]
     close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]

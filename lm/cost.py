@@ -83,7 +83,8 @@ def link(card: Card, nodes: int) -> Link:
     return Link("NVLink", card.nvlink) if card.nvlink else Link("PCIe", PCIE)
 
 
-def checkpoint_bytes(of: Sizes, stage: int) -> float:
-    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments, in fp32; ZeRO-1 and 2
-    save the weights a second time."""
-    return of.parameters * (16.0 if stage in (1, 2) else 12.0)
+def checkpoint_bytes(of: Sizes, stage: int, average: bool = False) -> float:
+    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments (Muon's one), in fp32;
+    ZeRO-1 and 2 save the weights a second time, and there may be their average."""
+    weights = 1 + (stage in (1, 2)) + average
+    return 4.0 * (of.parameters * (weights + 2) - of.by_muon)

@@ -97,6 +97,62 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
     return {"world_size": world_size, "zero_stage": stage}
 
 
+def highest_stage(cfg: Config) -> int:
+    """The highest ZeRO stage that a run can have: 3 has no whole matrix and no whole weights."""
+    return 2 if cfg.optim.name == "muon" or cfg.train.ema is not None else 3
+
+
+def check_average(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where a rank has not all weights to average, in fp32.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if cfg.train.ema is None:
+        return
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "train.ema averages whole weights, which no rank has under ZeRO-3: use"
+            " engine.zero_stage 0, 1 or 2 with it"
+        )
+    for kind in _low_precisions(config):
+        raise ConfigError(
+            f"train.ema averages weights in fp32, and engine.deepspeed sets {kind}.enabled: use"
+            " train.precision: bf16 instead, whose weights are fp32"
+        )
+
+
+def _low_precisions(config: dict) -> list[str]:
+    """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
+    return [kind for kind in ("fp16", "bf16", "bfloat16") if config.get(kind, {}).get("enabled")]
+
+
+def check_muon(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where Muon would not get whole matrices.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if cfg.optim.name != "muon":
+        return
+    zero = config["zero_optimization"]
+    if zero["stage"] == 3:
+        raise ConfigError(
+            "optim.name is muon, which steps whole matrices, and ZeRO-3 has cut them apart: use"
+            " engine.zero_stage 0, 1 or 2 with it"
+        )
+    where = None
+    if zero.get("offload_optimizer"):
+        where = "zero_optimization.offload_optimizer"
+    for kind in _low_precisions(config):
+        where = f"{kind}.enabled"
+    if where:
+        raise ConfigError(
+            f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
+            " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
+        )
+
+
 def check_contraction(cfg: Config, config: dict) -> None:
     """Raises ConfigError where `log.contraction` has no blocks to look into.
 

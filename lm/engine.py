@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import math
@@ -20,7 +21,9 @@ from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, DivergedAlone, TrainingError
 from lm.metrics import Busy
-from lm.optim import lr_factor, parameter_groups
+from lm.model.loss import log_z_sum, number_of
+from lm.muon import MatricesAndRest, Piece
+from lm.optim import lr_factor, optimizer
 from lm.ranks import Ranks, launched
 
 
@@ -113,13 +116,17 @@ class Update(NamedTuple):
     Args:
         loss: mean over all ranks and micro-batches. norm: of the gradient, before clipping.
         stats: the FixedPointReport of each micro-batch of this rank; none of a baseline.
-        stopping: some rank was asked to stop.
+        stopping: some rank was asked to stop. z_loss: what `train.z_loss` has added to the loss,
+            which is without it; mean as the loss. skipped: why weights and optimizer were left as
+            they were.
     """
 
     loss: float
     norm: float
     stats: list
     stopping: bool
+    z_loss: float = 0.0
+    skipped: str | None = None
 
 
 def _slice(address) -> slice:
@@ -170,10 +177,9 @@ class Engine:
             blocks = (m.block for m in model.modules() if isinstance(m, FPRNNLayer))
             set_z3_leaf_modules(model, list(dict.fromkeys(map(type, blocks))))
         o = cfg.optim
-        self.base_optimizer = torch.optim.AdamW(
-            parameter_groups(model, o.weight_decay), lr=o.lr, betas=tuple(o.betas), eps=o.eps,
-            fused=True if ranks.device.type == "cuda" else None,
-        )  # fmt: skip
+        self.base_optimizer = optimizer(model, o, ranks.device.type == "cuda")
+        # Each group's peak, asked now: a checkpoint that is loaded puts its own there.
+        self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
         self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
             model=model.to(ranks.device),
             optimizer=self.base_optimizer,
@@ -182,18 +188,30 @@ class Engine:
             ),
             config=self.config,
         )
+        if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
+            self._lay_out_matrices()
+        self._judge = None  # of the update under way: its norm → why it is to be skipped
+        if cfg.train.skip:
+            self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self.busy = Busy(ranks.device)
         _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update."""
-        return self.deepspeed.optimizer.param_groups[0]["lr"]
+        """Learning rate of the next update, before a parameter's own factor."""
+        peak = self.cfg.optim.lr
+        # Of a group without one, where there is such: the number is what it was to the last bit.
+        of_group, group = max(
+            zip(self.peaks, self.deepspeed.optimizer.param_groups),
+            key=lambda pair: pair[0] == peak,
+        )
+        return group["lr"] * (peak / of_group)
 
     def forward(self, batch: dict[str, torch.Tensor]):
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
-        extra = {"loss_only": True} if self.losses_only else {}
+        log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
+        extra = {"loss_only": True, "log_z": log_z} if self.losses_only else {}
         return self.deepspeed(
             input_ids=batch["input_ids"],
             labels=batch["labels"],
@@ -201,44 +219,90 @@ class Engine:
             **extra,
         )
 
-    def step(self, batches, stop: bool = False, alive=lambda: None) -> Update:
+    def step(self, batches, stop: bool = False, alive=lambda: None, outlier=None) -> Update:
         """One update.
 
         Args:
             batches: `accumulation` micro-batches.
             stop: this rank was asked to stop. alive: called after each micro-batch.
+            outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
+                where `train.skip` is set.
         Raises:
             Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
                 spoilt.
         """
         self.deepspeed.train()
         total, stats = torch.zeros((), device=self.ranks.device), []
+        added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
         for i, (batch, share) in enumerate(zip(batches, shares)):
             try:
                 with self.busy.working():
                     output = self.forward(batch)
                 loss = output.loss * share
+                z_loss = self._z_loss(output, batch) * share
                 if getattr(output, "fixed_point", None) is not None:
                     stats.append(output.fixed_point)
             except FloatingPointError as e:
-                loss = self._spoilt(e)
+                loss, z_loss = self._spoilt(e), 0.0
             total += loss.detach().float() / len(batches)
+            if self.cfg.train.z_loss:
+                added += torch.as_tensor(z_loss).detach().float() / len(batches)
+                loss = loss + z_loss
             self._backward(loss)
             alive()
             if i < len(batches) - 1:
                 self.deepspeed.step()
-        loss, asked = self.ranks.sum(total.item(), stop)
-        loss = loss / self.ranks.world_size
+        loss, added, asked = self.ranks.sum(total.item(), added.item(), stop)
+        loss, added = loss / self.ranks.world_size, added / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")
         norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
+        self._skip, self._judge = None, self._judged_once(loss, norm, outlier)
         self.deepspeed.step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
-        return Update(loss, norm, stats, asked > 0)
+        return Update(loss, norm, stats, asked > 0, added, self._skip)
+
+    def _unless_skipped(self, step):
+        """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
+        under ZeRO for each group, once the norm is known: what it does before and after (gradients,
+        counters, the schedule) is as in any update, and the weights that it copies are the same."""
+
+        @functools.wraps(step)
+        def step_or_not(*args, **kwargs):
+            if self._judge() is None:
+                return step(*args, **kwargs)
+
+        return step_or_not
+
+    def _judged_once(self, loss: float, norm: float | None, outlier):
+        """() → why this update is to be skipped, on every rank alike, or None."""
+        asked = False
+
+        def judge():
+            nonlocal asked
+            if not asked and outlier is not None:
+                found = self.deepspeed.optimizer._global_grad_norm if norm is None else norm
+                why = outlier(loss=loss, gradient_norm=float(found))
+                (votes,) = self.ranks.sum(why is not None)
+                self._skip = (why or "another rank found it so") if votes else None
+            asked = True
+            return self._skip
+
+        return judge
+
+    def _z_loss(self, output, batch: dict[str, torch.Tensor]) -> torch.Tensor | float:
+        """`train.z_loss` times the mean of log²Z over the targets of a micro-batch; 0: off."""
+        weight = self.cfg.train.z_loss
+        if not weight:
+            return 0.0
+        if self.losses_only:
+            return weight * output.log_z
+        labels = batch["labels"].to(self.ranks.device)
+        return weight * log_z_sum(output.logits, labels) / number_of(labels)
 
     def _spoilt(self, error: FloatingPointError) -> torch.Tensor:
         """A loss of NaN in the place of one that a forward pass has not come to. Its backward meets
@@ -298,17 +362,24 @@ class Engine:
         if loaded is None:
             raise TrainingError(f"DeepSpeed could not load {path}")
 
-    def go_on(self, moments: dict[str, dict[str, torch.Tensor]], updates: int) -> None:
+    def go_on(
+        self, moments: dict[str, dict[str, torch.Tensor]], updates: int, adamw_steps: float
+    ) -> None:
         """Go on after so many updates with moments that were gathered from other ranks or another
         ZeRO stage. The model had its weights before this engine was made.
 
         Args:
-            moments: {"exp_avg", "exp_avg_sq": {parameter name: its shape}}.
+            moments: {"exp_avg", "exp_avg_sq" and, of Muon, "momentum_buffer": {parameter name: its
+                shape}}, each of the parameters that have it.
+            adamw_steps: that AdamW has made: updates, without those that were skipped.
         """
+        on_gpu = self.ranks.device.type == "cuda"  # where AdamW is fused
         for flat, parts in self._optimizer_parts():
-            on = flat.device if self.base_optimizer.defaults["fused"] else "cpu"
-            state = {"step": torch.tensor(float(updates), device=on)}
-            for key, whole in moments.items():
+            own = {k: v for k, v in moments.items() if all(name in v for name, _, _ in parts)}
+            state = {}
+            if "exp_avg" in own:
+                state["step"] = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
+            for key, whole in own.items():
                 state[key] = torch.zeros_like(flat)
                 for name, target, source in parts:
                     # Past the end of `whole` there is a partition's padding.
@@ -321,8 +392,16 @@ class Engine:
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
 
+    def _lay_out_matrices(self) -> None:
+        shapes = {name: p.shape for name, p in self.deepspeed.module.named_parameters()}
+        pieces = {
+            flat: [Piece(shapes[name], place, part) for name, place, part in parts]
+            for flat, parts in self._optimizer_parts()
+        }
+        self.base_optimizer.laid_out(pieces, self.ranks.world_size, self.ranks.rank)
+
     def _optimizer_parts(self):
-        """(a tensor that AdamW steps, [(parameter name, slice of that tensor, slice of the whole
+        """(a tensor that is stepped, [(parameter name, slice of that tensor, slice of the whole
         parameter)]) of this rank, as the ZeRO stage has laid them out."""
         names = {p: n for n, p in self.deepspeed.module.named_parameters()}
         optimizer = self.deepspeed.optimizer

@@ -31,16 +31,18 @@ tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
 """
 
 
-def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
+def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool = False) -> Path:
     """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
     that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
 
     Args:
-        checkpoint: which one; None takes the newest complete one.
+        checkpoint: which one; None takes the newest complete one. ema: the average of the weights
+            (train.ema) in their place.
     Raises:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
-            checkpoint is of another model than the run's config.yaml describes.
+            checkpoint is of another model than the run's config.yaml describes, or has no
+            average of the weights.
         OutputError: `out` cannot be written.
     """
     from lm import checkpoint as checkpoints
@@ -72,7 +74,28 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None) -> Path:
             " run's config.yaml must stay as it was trained"
         ) from None
     origin = f"Trained with fprnn for {step} updates."
+    if ema:
+        origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
     return write_export(model, out, run.tokenizer, cfg.name, origin)
+
+
+def _put_average(model, path: Path) -> float:
+    """Give the model the average of a checkpoint's weights → its decay."""
+    import torch
+
+    from lm import ema
+    from lm.checkpoint import read_state
+
+    if not (path / ema.FILE).is_file():
+        raise ExportError(
+            f"{path} has no average of the weights: it is kept where train.ema is set; export"
+            " without --ema"
+        )
+    saved = read_state(path / ema.FILE)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # a tied weight has one name here
+            p.copy_(saved["weights"][name])
+    return saved["decay"]
 
 
 def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: str) -> Path:

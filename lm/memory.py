@@ -15,8 +15,9 @@ from lm import activations
 from lm.activations import Activations
 from lm.build import build_model
 from lm.cards import GIB, Card
-from lm.config import Config
-from lm.deepspeed_json import deepspeed_config
+from lm.config import Config, Optim
+from lm.deepspeed_json import deepspeed_config, highest_stage
+from lm.optim import matrices
 
 BUCKET = 500_000_000  # elements of DeepSpeed's gradient buffer, where nothing else is set
 SMALL_BUCKET = 50_000_000
@@ -37,6 +38,8 @@ class Sizes(NamedTuple):
     embedding: int
     sent_low: int  # parameters whose gradients travel in bf16
     vocab_size: int
+    by_muon: int = 0  # parameters that Muon steps, with one moment where AdamW has two
+    largest_by_muon: int = 0  # of the largest matrix among them
 
 
 class Memory(NamedTuple):
@@ -53,11 +56,13 @@ class Memory(NamedTuple):
     loss: float  # logits and what the loss makes of them
     update: float  # the gradients' flat copy and AdamW's temporaries
     buffers_in_loss: bool = True  # ZeRO-2 has none yet when the loss goes back
+    average: float = 0.0  # of the weights (train.ema)
 
     @property
     def moments(self) -> dict[str, float]:
         """Bytes at the worst moments, each by itself."""
         still = self.weights + self.master + self.gradients + self.optimizer + self.runtime
+        still += self.average
         in_loss = self.buffers if self.buffers_in_loss else 0.0
         return {
             "a layer": still + self.buffers + self.activations + self.temporaries,
@@ -70,8 +75,14 @@ class Memory(NamedTuple):
         return max(self.moments.values())
 
 
-def sizes(model: torch.nn.Module, vocab_size: int, precision: str) -> Sizes:
-    """Of a model, which may lie on the meta device."""
+def sizes(
+    model: torch.nn.Module, vocab_size: int, precision: str, optim: Optim | None = None
+) -> Sizes:
+    """Of a model, which may lie on the meta device.
+
+    Args:
+        optim: what steps it; None: AdamW.
+    """
     each = [p.numel() for p in model.parameters()]
     low = {}
     if precision == "bf16":
@@ -80,7 +91,13 @@ def sizes(model: torch.nn.Module, vocab_size: int, precision: str) -> Sizes:
                 low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
     head = model.get_output_embeddings().weight.numel()
     embedding = model.get_input_embeddings().weight.numel()
-    return Sizes(sum(each), max(each), head, embedding, sum(low.values()), vocab_size)
+    muon = [0]
+    if optim is not None and optim.name == "muon":
+        names = matrices(model)
+        muon = [p.numel() for name, p in model.named_parameters() if name in names]
+    return Sizes(
+        sum(each), max(each), head, embedding, sum(low.values()), vocab_size, sum(muon), max(muon)
+    )
 
 
 def buffers(cfg: Config, world_size: int, of: Sizes, on_gpu: bool) -> float:
@@ -114,18 +131,25 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
     logits = max(logits, logits / 3 + 4.0 * of.head)  # the gradient of the head, before it is added
     copy = 0.0 if stage == 0 else share
     unfused = 0.0 if card.on_gpu else 2 * (4.0 * of.largest if stage == 0 else share)
+    moments = 2 * n - 4.0 * of.by_muon
+    # Of Muon the gradient with its momentum, and what Newton and Schulz make of a matrix in bf16;
+    # under ZeRO the momentum of all ranks, twice while it is put together.
+    muon = (4.0 + 3 * 2.0) * of.largest_by_muon
+    if stage and of.by_muon:
+        muon += 4.0 * of.by_muon * (1 if world_size == 1 else 2)
     return Memory(
         weights=share if stage == 3 else n,
         master=0.0 if stage == 0 else share,
         gradients=share if stage >= 2 else n,
-        optimizer=2 * (n if stage == 0 else share),
+        optimizer=moments if stage == 0 else moments / world_size,
         buffers=buffers(cfg, world_size, of, card.on_gpu),
         runtime=RUNTIME if card.on_gpu else 0.0,
         activations=kept + logits_kept,
         temporaries=temporary,
         loss=logits,
-        update=copy + unfused,
+        update=copy + max(unfused, muon),
         buffers_in_loss=stage != 2,
+        average=0.0 if t.ema is None else n,
     )
 
 
@@ -175,6 +199,7 @@ class Planner:
             bucket.append({key: SMALL_BUCKET})
         if self.world_size > 1 and not own_json:
             most = 2 if self.cfg.log.contraction else 3
+            most = min(most, highest_stage(self.cfg))
             stages += [{"engine__zero_stage": s} for s in range(stage + 1, most + 1)]
         if not m.gradient_checkpointing:
             checkpointed.append({"model__gradient_checkpointing": True})

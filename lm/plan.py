@@ -10,8 +10,9 @@ from lm.build import vocabulary
 from lm.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.config import Config, ConfigError
 from lm.cost import flops_of
-from lm.deepspeed_json import deepspeed_config
+from lm.deepspeed_json import deepspeed_config, highest_stage
 from lm.memory import Planner, on_the_meta_device, sizes
+from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
@@ -199,7 +200,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         at = where(cfg, at)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
-    of = sizes(model, vocab_size, cfg.train.precision)
+    of = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
     t, world_size = cfg.train, at.world_size
     tokens_per_step = cfg.tokens_per_step(world_size)
     tokens = tokens_per_step * t.steps
@@ -219,11 +220,13 @@ def plan(cfg: Config, at: Where | int) -> dict:
     link = cost.link(at.card, at.nodes)
     sources = mixed_data(cfg, tokens)
     dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
+    stages = range(highest_stage(cfg) + 1)  # that such a run can have
     return {
         "at": at,
         "world_size": world_size,
         "zero_stage": stage,
         "vocab_size": vocab_size,
+        "optimizer": described_optimizer(model, cfg.optim),
         "parameters": of.parameters,
         "parameters_without_embedding": of.parameters - of.embedding,
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
@@ -243,11 +246,11 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "limit": planner.limit,
         "fits": planner.fits(needed),
         "change": change,
-        "stages": {s: planner.memory(**_stage(cfg, s)) for s in range(4)},
+        "stages": {s: planner.memory(**_stage(cfg, s)) for s in stages},
         "communication": sent,
         "communication_seconds": sum(sent.values()) / link.bytes_per_second,
         "link": link,
-        "checkpoint_bytes": cost.checkpoint_bytes(of, stage),
+        "checkpoint_bytes": cost.checkpoint_bytes(of, stage, t.ema is not None),
     }
 
 
@@ -326,6 +329,7 @@ def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:
     return [
         ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
         ("passes over the data", _passes(p, cfg)),
+        *(("optimizer", line) for line in p["optimizer"]),
     ]
 
 
@@ -361,7 +365,8 @@ PARTS = {
     "weights": "weights",
     "master": "DeepSpeed's copy of them",
     "gradients": "gradients",
-    "optimizer": "optimizer (AdamW)",
+    "optimizer": "optimizer's moments",
+    "average": "average of the weights",
     "buffers": "DeepSpeed's buffers",
     "runtime": "CUDA, NCCL (assumed)",
     "activations": "activations",

@@ -12,9 +12,10 @@ from lm.checkpoint import check_resume
 from lm.config import Config, check_warmup
 from lm.data.mixture import naming, parts
 from lm.data.sources import SUFFIXES, source_files
-from lm.deepspeed_json import check_contraction, deepspeed_config
+from lm.deepspeed_json import check_average, check_contraction, check_muon, deepspeed_config
 from lm.errors import ConfigError, require
 from lm.kernels import asked
+from lm.optim import groups
 from lm.ranks import Ranks
 
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
@@ -43,7 +44,9 @@ def check_config(cfg: Config, world_size: int) -> None:
 
     Raises:
         ConfigError: another number of processes than the config is meant for, a warm-up that cannot
-            be, sizes that do not go together, a DeepSpeed JSON that cannot be used.
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
+            of parameters that are not there, a ZeRO stage that the optimizer or train.ema cannot
+            have.
         CheckpointError: no checkpoint of the name that `resume` gives.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
@@ -57,8 +60,12 @@ def check_config(cfg: Config, world_size: int) -> None:
     asked()
     check_warmup(cfg)
     check_resume(cfg.resume)
-    check_contraction(cfg, deepspeed_config(cfg, world_size))
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    config = deepspeed_config(cfg, world_size)
+    check_contraction(cfg, config)
+    check_muon(cfg, config)
+    check_average(cfg, config)
+    model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    groups(model, cfg.optim)
     for name, part in parts(cfg).items():
         if part.data.path is not None and part.data.source in SUFFIXES:
             with naming(name):

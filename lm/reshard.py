@@ -11,7 +11,6 @@ import torch
 from lm.checkpoint import read_state, verify
 from lm.engine import consolidate_zero
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 _PLAIN = "mp_rank_00_model_states.pt"  # where stage 0 keeps all
 
 
@@ -20,11 +19,13 @@ class Gathered(NamedTuple):
 
     Args:
         weights: in fp32, under the model's names.
-        moments: {"exp_avg", "exp_avg_sq": {name: of that parameter's shape}}.
+        moments: {"exp_avg", "exp_avg_sq", "momentum_buffer": {name: of that parameter's shape}},
+            each of the parameters that have it.
     """
 
     weights: dict[str, torch.Tensor]
     moments: dict[str, dict[str, torch.Tensor]]
+    adamw_steps: float  # that AdamW has made: updates, without those that were skipped
 
 
 def consolidated(path: Path) -> dict[str, torch.Tensor]:
@@ -39,33 +40,44 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     return consolidate_zero(path.parent, path.name)
 
 
-def gathered(path: Path, manifest: dict, names: list[str]) -> Gathered:
+def gathered(
+    path: Path, manifest: dict, names: list[str], moments: dict[str, list[str]]
+) -> Gathered:
     """Weights and optimizer of a verified checkpoint, whole. All of it is read, by every rank that
     calls this.
 
     Args:
-        names: of the parameters, in the optimizer's order.
+        names: of the parameters, in the optimizer's order. moments: of each the parameters that
+            have it, as `lm.optim.moments` says.
     """
     if manifest["zero_stage"] == 0:
-        return _of_one_piece(path, names)
-    moments = {key: _laid_out_as_weights(path, manifest["zero_stage"], key) for key in MOMENTS}
-    weights = consolidate_zero(path.parent, path.name)
-    return Gathered(weights, {k: {n: v[n] for n in names if n in v} for k, v in moments.items()})
+        return _of_one_piece(path, names, moments)
+    found = {}
+    for key, having in moments.items():
+        whole = _laid_out_as_weights(path, manifest["zero_stage"], key)
+        found[key] = {name: whole[name] for name in having if name in whole}
+    one = read_state(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
+    states, _ = _states_and_weights(one, manifest["zero_stage"])
+    return Gathered(consolidate_zero(path.parent, path.name), found, _adamw_steps(states))
 
 
-def _of_one_piece(path: Path, names: list[str]) -> Gathered:
+def _of_one_piece(path: Path, names: list[str], moments: dict[str, list[str]]) -> Gathered:
     saved = read_state(path / _PLAIN)
     states = saved["optimizer"]["state"]
-    moments = {
-        key: {name: states[i][key] for i, name in enumerate(names) if i in states}
-        for key in MOMENTS
+    found = {
+        key: {name: states[i][key] for i, name in enumerate(names) if key in states.get(i, {})}
+        for key in moments
     }
-    return Gathered(saved["module"], moments)
+    return Gathered(saved["module"], found, _adamw_steps(states))
+
+
+def _adamw_steps(states: dict[int, dict]) -> float:
+    return max(float(state["step"]) for state in states.values() if "step" in state)
 
 
 def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Tensor]:
-    """One moment of all parameters. Each rank's lies in its file as its weights do, so DeepSpeed
-    puts it together when it is given in their place."""
+    """One moment of all parameters that have it (of the others something else). Each rank's lies in
+    its file as its weights do, so DeepSpeed puts it together when it is given in their place."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "moment"
         copy.mkdir()
@@ -78,12 +90,17 @@ def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Te
         return consolidate_zero(copy.parent, copy.name)
 
 
-def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
+def _states_and_weights(saved: dict, stage: int) -> tuple[dict, list]:
+    """Of a rank's file: {number of a group: its state}, [its weights, flat]."""
     if stage == 3:
-        states, weights = saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
-    else:
-        states = saved["base_optimizer_state"]["state"]
-        weights = saved["single_partition_of_fp32_groups"]
+        return saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
+    return saved["base_optimizer_state"]["state"], saved["single_partition_of_fp32_groups"]
+
+
+def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
+    states, weights = _states_and_weights(saved, stage)
     for i, weight in enumerate(weights):
+        if key not in states[i]:  # of a group that another method steps
+            continue
         # Without the padding at a partition's end, as the weights are saved.
         weights[i] = states[i][key].flatten()[: weight.numel()].view(weight.shape)

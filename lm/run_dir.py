@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 from lm.config import Run, build, load_tree
-from lm.errors import UserError
-from lm.lease import Lease
+from lm.errors import DivergedAlone, UserError, exit_status, sentence
+from lm.lease import Lease, LeaseError
 from lm.outputs import check_folder, read_json, write_json, write_text, writing
 from lm.resuming import Resume, resume_rule
 
@@ -115,6 +116,15 @@ class RunDir:
     def write_failure(self, sentence: str, exit_status: int) -> None:
         """Leave word of why a run stopped, for `fprnn sweep --status`; taken back by `claim`."""
         write_json(self.failure, {"sentence": sentence, "exit_code": exit_status})
+
+    def leave_word(self, error: Exception, is_main: bool) -> None:
+        """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank
+        knows better and was first."""
+        if isinstance(error, LeaseError) or self.failure.exists():
+            return
+        if is_main or isinstance(error, DivergedAlone):
+            with contextlib.suppress(Exception):  # the disk may be what failed
+                self.write_failure(sentence(error) or repr(error), exit_status(error))
 
     def _take(self, cfg: Run, overwrite: bool, say) -> None:
         if self.holds_run and not overwrite and self.is_started:

@@ -11,21 +11,17 @@ import torch
 
 from lm import engine as ds
 from lm.build import build_model, missing_kernels, vocabulary
-from lm.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    drop_after,
-    read_state,
-    to_resume,
-)
-from lm.config import Config, load
+from lm.checkpoint import CheckpointError, Checkpoints, drop_after, read_state, to_resume
+from lm.config import Config
 from lm.console import Progress, say
+from lm.continuing import check_batch, check_optimizer
 from lm.deepspeed_json import layout
-from lm.errors import Diverged, DivergedAlone, Stopped, UserError, exit_status, sentence
-from lm.lease import LeaseError
+from lm.ema import Average
+from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations
 from lm.metrics import (
     FailureWatch,
+    Outliers,
     Spikes,
     Throughput,
     adjoint_metrics,
@@ -36,7 +32,7 @@ from lm.metrics import (
     mean,
     read_metrics,
 )
-from lm.optim import optimizer_order
+from lm.optim import described, moments, optimizer_order, signature
 from lm.outputs import DamagedError, write_json
 from lm.preflight import check, environment
 from lm.ranks import Ranks
@@ -73,7 +69,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.fit()
             training.conclude()
         except Exception as e:
-            _leave_word(run, ranks, e)
+            run.leave_word(e, ranks.is_main)
             raise
     return run.path
 
@@ -94,11 +90,16 @@ class Training:
         self.writer: Writer | None = None  # on rank 0
         self.signals = on_exit.enter_context(StopSignals())
         self.spikes = Spikes(cfg.train.spike)
+        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.accumulation = cfg.train.accumulation(ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         self.layout = layout(cfg, ranks.world_size)
-        about = {**self.layout, "global_batch_size": cfg.train.sequences(ranks.world_size)}
+        about = {
+            **self.layout,
+            "optimizer": signature(cfg.optim),
+            "global_batch_size": cfg.train.sequences(ranks.world_size),
+        }
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
@@ -125,6 +126,7 @@ class Training:
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
+        self.average = None  # a rollback's, with the model that it is of
         self.vocab_size = vocabulary(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -134,6 +136,8 @@ class Training:
         self.solves = hasattr(self.model, "solver") and self.model.solver() != "none"
         flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
+        decay = cfg.train.ema
+        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
@@ -148,16 +152,18 @@ class Training:
         if self.found is None:
             return ds.Engine(cfg, self.model, ranks)
         path, manifest = self.found
+        check_optimizer(path, manifest, signature(cfg.optim))
         if self._fits(manifest):
             engine = ds.Engine(cfg, self.model, ranks)
             engine.load(path)
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        whole = gathered(path, manifest, optimizer_order(self.model))
+        names, kept = (f(self.model, cfg.optim) for f in (optimizer_order, moments))
+        whole = gathered(path, manifest, names, kept)
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
-        engine.go_on(whole.moments, manifest["step"])
+        engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
         return engine
 
     def _fits(self, manifest: dict) -> bool:
@@ -173,7 +179,8 @@ class Training:
         folder = self.run.checkpoints
         if self.found is not None:
             path, manifest = self.found
-            self._check_batch(path, manifest)
+            now = self.checkpoints.about["global_batch_size"]
+            check_batch(path, manifest, now, self.run, self.ranks)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
                 raise CheckpointError(
@@ -189,23 +196,6 @@ class Training:
                 self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
             self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
-
-    def _check_batch(self, path: Path, manifest: dict) -> None:
-        """Raises CheckpointError where an update would be of another size."""
-        before = manifest.get("global_batch_size")
-        if before is None:  # of a run of 0.1, whose config says it for one rank
-            before = self.ranks.first(self._batch_of_0_1, path, manifest["world_size"])
-        now = self.checkpoints.about["global_batch_size"]
-        if before not in (None, now):
-            raise CheckpointError(
-                f"{path} was trained with {before} sequences an update, this run has {now}: set"
-                f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
-            )
-
-    def _batch_of_0_1(self, path: Path, world_size: int) -> int:
-        own = path.resolve().parent == self.run.checkpoints.resolve()
-        config = self.run.previous if own else load(RunDir(path.parent.parent).config)
-        return config.train.sequences(world_size)
 
     def _restore(self, path: Path, manifest: dict) -> None:
         """Where a checkpoint stands, beside weights and optimizer."""
@@ -226,6 +216,10 @@ class Training:
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
         self.rollbacks = state.get("rollbacks", 0)
+        if "outliers" in state:
+            self.outliers.load_state_dict(state["outliers"])
+        if self.average:
+            self.average.load(path, say)
         self.checkpoints.published = self.step
 
     @property
@@ -238,11 +232,14 @@ class Training:
             "loader": self.batches.state_dict(),
             "seconds": self.seconds + time.perf_counter() - self.began,
             "rollbacks": self.rollbacks,
+            "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         files = self.engine.state_files(self.run.checkpoints, self.step)
+        if self.average and self.ranks.is_main:
+            files |= self.average.files()
         return {**files, self._own_file: state}
 
     def introduce(self) -> None:
@@ -254,6 +251,8 @@ class Training:
         say(f"device   {env['device']}; kernels: {env['kernels']}")
         size = f"{self.parameters / 1e6:.2f} M parameters"
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
+        for line in described(self.model, cfg.optim):
+            say(f"optim    {line}")
         if warning := missing_kernels(cfg):
             say(warning)
         per_step = cfg.tokens_per_step(self.ranks.world_size)
@@ -337,14 +336,23 @@ class Training:
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
         micro = self._micro_batches()
-        update = self.engine.step(micro, self.signals.asked, self.alive)
-        if what := self.spikes.look(update.loss):
+        update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
+        if not update.skipped and (what := self.spikes.look(update.loss)):
             raise Diverged(what)
         self.first_micro_batch = micro[0]
         self.step += 1
+        if update.skipped:
+            self._note_skip(update.skipped)
+        if self.average:
+            self.average.update()
         self.stats += update.stats
         self.speed.tokens += self.cfg.tokens_per_step(self.ranks.world_size)
         return update
+
+    def _note_skip(self, why: str) -> None:
+        self.outliers.number += 1
+        say(f"note: update {self.step} is skipped: {why}")
+        self._write({"step": self.step, "skip": {"number": self.outliers.number, "why": why}})
 
     def _roll_back(self, error: Exception) -> None:
         """Take weights and optimizer from the last checkpoint, and go on with the data after the
@@ -401,6 +409,8 @@ class Training:
             "perplexity": math.exp(min(update.loss, 700.0)),
             "lr": self.lr,
             "grad_norm": update.norm,
+            **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
+            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * cfg.tokens_per_step(self.ranks.world_size),
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
@@ -443,14 +453,15 @@ class Training:
             )
 
     def _validate(self) -> None:
-        self._write(self.validation.measure(self.engine, self.step, self.alive))
+        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        self._write(measured)
         self.speed.restart()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            final = self.validation.measure(self.engine, self.step, lambda: None)
+            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
@@ -486,13 +497,3 @@ class Training:
     def _log_saves(self) -> None:
         for saved in self.checkpoints.news():
             self._write({"step": self.step, "checkpoint": saved.record()})
-
-
-def _leave_word(run: RunDir, ranks: Ranks, error: Exception) -> None:
-    """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank knows
-    better and was first."""
-    if isinstance(error, LeaseError) or run.failure.exists():
-        return
-    if ranks.is_main or isinstance(error, DivergedAlone):
-        with contextlib.suppress(Exception):  # the disk may be what failed
-            run.write_failure(sentence(error) or repr(error), exit_status(error))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from lm.config import Config
 from lm.console import Progress, say
 from lm.data.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.ema import Average
 from lm.engine import Engine
 from lm.log import iterations
 from lm.metrics import FailureWatch, fixed_point_metrics, probe
@@ -38,12 +39,36 @@ class Validation:
         self.held_out, self.shares = held_out, shares
         self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
 
-    def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
-        """The record of a validation after update `step`: loss, perplexity, bits per byte, ℓ*.
+    def measure(
+        self, engine: Engine, step: int, alive: Callable[[], None], average: Average | None = None
+    ) -> dict:
+        """The record of a validation after update `step`: loss, perplexity, bits per byte,
+        ℓ*.
 
         Args:
-            alive: called after each micro-batch.
+            alive: called after each micro-batch. average: of the weights; its loss and perplexity
+                are measured as well ("ema").
         """
+        scores = self._scores(engine, alive)
+        record = {"step": step, "validation": scores, **self.probed(engine)}
+        of_sources = ""
+        for name, of in scores.get("sources", {}).items():
+            of_sources += f"  {name} {of['perplexity']:.2f}"
+        say(
+            f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
+            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{of_sources}"
+            f"{iterations(record)}"
+        )
+        if average is not None:
+            with average.in_place():
+                record["ema"] = self._scores(engine, alive)
+            say(f"update {step:>6}  … of the average of the weights {record['ema']['loss']:.4f}")
+        if self.watch is not None:
+            self.watch.look(record["probe"]["failed"], f"validation after update {step}")
+        return record
+
+    def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
+        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, found = 0, {}
         with Progress("validating", unit="batches") as bar:
@@ -58,19 +83,7 @@ class Validation:
                 bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
                 found[name] = scores | {"bits_per_byte": bits, "bytes": text}
                 done += len(batches)
-        scores = pooled(found, self.shares)
-        record = {"step": step, "validation": scores, **self.probed(engine)}
-        of_sources = ""
-        for name, of in scores.get("sources", {}).items():
-            of_sources += f"  {name} {of['perplexity']:.2f}"
-        say(
-            f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{of_sources}"
-            f"{iterations(record)}"
-        )
-        if self.watch is not None:
-            self.watch.look(record["probe"]["failed"], f"validation after update {step}")
-        return record
+        return pooled(found, self.shares)
 
     def probed(self, engine: Engine) -> dict:
         """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:

@@ -17,7 +17,7 @@ from lm.lease import LeaseError
 from lm.log import Writer, describe
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
-from lm.optim import lr_factor, parameter_groups
+from lm.optim import described, lr_factor, optimizer
 from lm.outputs import write_json
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
@@ -116,13 +116,9 @@ class Training:
             raise tasks.TaskError(
                 f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
             )
-        o = cfg.optim
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, o.weight_decay),
-            lr=o.lr,
-            betas=tuple(o.betas),
-            eps=o.eps,
-        )
+        self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
+        # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversary
         self.adversary = Adversary(self.model.fixed_point_blocks(), kappa) if kappa else None
@@ -160,6 +156,8 @@ class Training:
         if cfg.model.name == "fprnn":
             say(f"kernels  {available(self.device.type)}")
         say(f"solver   {_solver_line(self.model, cfg)}")
+        for line in described(self.model, cfg.optim):
+            say(f"optim    {line}")
         if self.streams and not self.carries:
             say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
         if warning := missing_kernels(cfg):
@@ -243,9 +241,10 @@ class Training:
             Diverged: the loss or its gradient is NaN or infinite; no weight has moved.
         """
         number = self.step + 1
-        lr = self.cfg.optim.lr * lr_factor(self.cfg.optim, self.cfg.train.steps, number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
+        lr = self.cfg.optim.lr * factor
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
         batch = next(self.batches)
         self.batch_number += 1
         if self.seen is not None and batch.shared is not None:

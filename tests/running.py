@@ -59,3 +59,23 @@ def run(out_dir, *overrides, processes=0, name="tiny"):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return losses(Path(out_dir) / name), done
+
+
+def printed_by_ranks(module, processes):
+    """What a module prints last on rank 0, of so many processes, as JSON."""
+    from lm.engine import _free_port
+
+    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
+    address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    return json.loads(printed[0].splitlines()[-1])

@@ -149,7 +149,7 @@ def test_the_loop_trains_the_demo_as_lm_train_does(module):
     assert ours.config.to_dict() == theirs.config.to_dict()
     assert loop.accumulation(tree) == cfg.train.accumulation(1) == 2
     adamw, schedule = loop.optimiser(tree, ours, 50)
-    expected = optim.parameter_groups(ours, cfg.optim.weight_decay)
+    expected = optim.parameter_groups(ours, cfg.optim)
     for one, other in zip(adamw.param_groups, expected, strict=True):
         assert one["weight_decay"] == other["weight_decay"]
         assert [id(p) for p in one["params"]] == [id(p) for p in other["params"]]

@@ -45,19 +45,30 @@ def nll_sum(logits, targets):
     )
 
 
-def chunked_nll_sum(head, hidden, targets, chunk_tokens):
+def log_z_sum(logits, targets):
+    """Summed log²Z over the targets that are not IGNORED, Z = Σ_v exp(logit_v) being what the
+    softmax divides by (docs/recipes.md, "z-loss")."""
+    log_z = in_fp32(logits).logsumexp(-1)
+    return log_z.square().masked_fill(targets == IGNORED, 0.0).sum()
+
+
+def chunked_nll_sum(head, hidden, targets, chunk_tokens, log_z=False):
     """`nll_sum` of head(hidden) without ever holding all logits: those of a chunk of tokens are
     computed again in the backward.
 
     Args:
         head: hidden (…,d_model) → logits. hidden: (b,l,d_model). targets: (b,l).
+        log_z: `log_z_sum` as well: the two sums.
     """
 
     def of_chunk(hidden, targets):
-        return nll_sum(in_fp32(head(hidden)), targets)
+        logits = in_fp32(head(hidden))
+        nll = nll_sum(logits, targets)
+        return (nll, log_z_sum(logits, targets)) if log_z else nll
 
     chunks = zip(hidden.flatten(0, 1).split(chunk_tokens), targets.flatten().split(chunk_tokens))
-    return sum(checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in chunks)
+    sums = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in chunks]
+    return tuple(map(sum, zip(*sums))) if log_z else sum(sums)
 
 
 def number_of(targets, num_items_in_batch=None):

@@ -26,6 +26,7 @@ from .loss import (
     chunked_nll_sum,
     in_fp32,
     kept,
+    log_z_sum,
     nll_sum,
     number_of,
     shifted,
@@ -380,6 +381,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         position_ids=None,
         seq_idx=None,
         count_iterations=False,
+        log_z=False,
         **kwargs,
     ):
         """Next-token logits and, with labels, the mean cross-entropy.
@@ -389,6 +391,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
                 loss.kept. The loss is then over these alone.
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
+            log_z: also the mean of log²Z over the same targets; it is no part of the loss.
             state, return_state, past_key_values, use_cache, position_ids, seq_idx,
                 count_iterations and what is raised: see FPRNNModel.forward. The last target of a
                 segment is the first token of the next: segments are trained with shift_labels.
@@ -401,7 +404,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         targets, num_items = kwargs.pop("shift_labels", None), kwargs.get("num_items_in_batch")
         if targets is None and labels is not None:
             targets = shifted(labels)
-        self._check_targets(targets, loss_only, logits_to_keep, num_items)
+        self._check_targets(targets, loss_only, logits_to_keep, num_items, log_z)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
         outputs = self.backbone(
@@ -411,15 +414,20 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             seq_idx=seq_idx, count_iterations=count_iterations, **kwargs,
         )  # fmt: skip
         hidden = outputs.last_hidden_state
-        loss = logits = None
+        loss = logits = mean_log_z = None
         if loss_only:
-            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
+            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS, log_z)
+            if log_z:
+                total, of_z = total
+                mean_log_z = of_z / number_of(targets, num_items)
             loss = total / number_of(targets, num_items)
         else:
             logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
             if targets is not None:
                 those = kept(targets, logits_to_keep)
                 loss = nll_sum(logits, those) / number_of(those, num_items)
+                if log_z:
+                    mean_log_z = log_z_sum(logits, those) / number_of(those, num_items)
         if loss is not None and self.training and outputs.fixed_point is not None:
             count = number_of(targets, num_items)
             loss = loss + weighted_penalty(outputs.fixed_point.penalty, targets, count)
@@ -428,16 +436,17 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             raise explained("the head", self.lm_head, self.config, what)
         output = FPRNNCausalLMOutput(
             loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
-            outputs.past_key_values,
+            outputs.past_key_values, mean_log_z,
         )  # fmt: skip
         return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
-    def _check_targets(self, targets, loss_only, logits_to_keep, num_items):
+    def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
         blocks = self.fixed_point_blocks()
         regularised = blocks and blocks[0].settings.jacobian_reg
-        if targets is None and loss_only:
-            raise ValueError("loss_only needs labels or shift_labels")
+        if targets is None and (loss_only or log_z):
+            which = "loss_only" if loss_only else "log_z"
+            raise ValueError(f"{which} needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
         if targets is None and num_items is not None and self.training and regularised:

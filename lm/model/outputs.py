@@ -50,8 +50,8 @@ class FPRNNOutput(ModelOutput):
 
 @dataclass
 class FPRNNCausalLMOutput(ModelOutput):
-    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; the rest as in
-    FPRNNOutput."""
+    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; log_z (scalar), if it
+    was asked for; the rest as in FPRNNOutput."""
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
@@ -59,3 +59,4 @@ class FPRNNCausalLMOutput(ModelOutput):
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
     past_key_values: FPRNNCache | None = None
+    log_z: torch.FloatTensor | None = None

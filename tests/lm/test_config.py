@@ -575,7 +575,7 @@ def documented() -> dict[str, str]:
     rows, section = {}, ""
     for line in (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
-            name = re.fullmatch(r"## `(\w+)`", line)
+            name = re.fullmatch(r"## `([\w.]+)`", line)
             section = f"{name[1]}." if name else ""
         row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
         if row:

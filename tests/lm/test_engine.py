@@ -43,7 +43,7 @@ def test_linear_and_constant_schedules():
 @pytest.mark.parametrize("name", ["fprnn", "mamba"])
 def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
     model = build_model(tiny(f"model.name={name}"), 32)
-    groups = optim.parameter_groups(model, 0.1)
+    groups = optim.parameter_groups(model, Optim())
     names = {id(p): n for n, p in model.named_parameters()}
     with_decay = {names[id(p)] for p in groups[0]["params"]}
     without = {names[id(p)] for p in groups[1]["params"]}

@@ -52,9 +52,17 @@ class MutationError(Exception):
 
 def all_mutations():
     """Every Mutation there is."""
-    from tests.mutations import of_cell, of_cpu_cell, of_kernels, of_model, of_running, of_solver
+    from tests.mutations import (
+        of_cell,
+        of_cpu_cell,
+        of_kernels,
+        of_model,
+        of_recipes,
+        of_running,
+        of_solver,
+    )
 
-    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running
+    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running, of_recipes
     return [mutation for part in parts for mutation in part.MUTATIONS]
 
 

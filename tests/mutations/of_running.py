@@ -154,8 +154,8 @@ MUTATIONS = [
     Mutation(
         "running: AdamW's count begins anew on another layout",
         ENGINE,
-        '{"step": torch.tensor(float(updates), device=on)}',
-        '{"step": torch.tensor(0.0, device=on)}',
+        "torch.tensor(adamw_steps, device",
+        "torch.tensor(0.0, device",
         ELASTIC,
     ),
     Mutation(

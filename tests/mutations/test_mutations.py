@@ -68,7 +68,7 @@ def test_the_score_and_the_exit_status():
 
 def test_a_sample_is_spread_and_the_same_each_time():
     assert sample(ALL, 10) == sample(ALL, 10) and len(set(sample(ALL, 10))) == 10
-    assert {m.file.split("/")[1] for m in sample(ALL, 10)} == {"model", "kernels"}
+    assert {m.file.split("/")[1] for m in sample(ALL, 10)} >= {"model", "kernels"}
     assert sample(ALL, 10**6) == ALL
 
 

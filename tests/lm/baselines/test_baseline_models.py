@@ -14,7 +14,7 @@ from lm.baselines import FIELDS
 from lm.baselines.__main__ import count, table
 from lm.baselines.deltanet import DeltaNetForCausalLM
 from lm.build import build_model
-from lm.config import Config, ConfigError, Model
+from lm.config import Config, ConfigError, Model, Optim
 from lm.export import write_export
 
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
@@ -49,7 +49,7 @@ def test_the_loss_falls_on_one_batch(baseline):
     model = build(baseline).train()
     ids = batch(4, 17)
     labels = ids[:, 1:].contiguous()
-    optimizer = torch.optim.AdamW(optim.parameter_groups(model, 0.1), lr=1e-2)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(model, Optim(lr=1e-2)))
     losses = []
     for _ in range(20):
         loss = model(input_ids=ids[:, :-1], labels=labels, shift_labels=labels).loss
@@ -175,7 +175,7 @@ def test_greedy_generation_is_the_argmax_of_forward_passes(baseline):
 @each
 def test_weight_decay_spares_rates_norms_and_biases(baseline):
     model = build(baseline)
-    _, without = optim.parameter_groups(model, 0.1)
+    _, without = optim.parameter_groups(model, Optim())
     names = {id(p): n for n, p in model.named_parameters()}
     spared = {names[id(p)] for p in without["params"]}
     rates = {n for n in names.values() if n.endswith("A_log")}  # a matrix in Mamba

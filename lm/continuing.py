@@ -1,0 +1,52 @@
+"""What a checkpoint must be so that a run can go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm.checkpoint import CheckpointError
+from lm.config import Config, load
+from lm.ranks import Ranks
+from lm.run_dir import RunDir
+
+
+def check_batch(path: Path, manifest: dict, now: int, run: RunDir, ranks: Ranks) -> None:
+    """Raises CheckpointError where an update would be of another size.
+
+    Args:
+        now: sequences of an update of this run.
+    """
+    before = manifest.get("global_batch_size")
+    if before is None:  # of a run of 0.1, whose config says it for one rank
+        before = ranks.first(_batch_of_0_1, path, manifest["world_size"], run)
+    if before not in (None, now):
+        raise CheckpointError(
+            f"{path} was trained with {before} sequences an update, this run has {now}: set"
+            f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
+        )
+
+
+def _batch_of_0_1(path: Path, world_size: int, run: RunDir) -> int:
+    own = path.resolve().parent == run.checkpoints.resolve()
+    config: Config = run.previous if own else load(RunDir(path.parent.parent).config)
+    return config.train.sequences(world_size)
+
+
+def check_optimizer(path: Path, manifest: dict, now: dict) -> None:
+    """Raises CheckpointError where the optimizer's state is of another than this run's.
+
+    Args:
+        now: `lm.optim.signature` of this run. A manifest from before there was one is of AdamW
+            with one learning rate.
+    """
+    before = {key: value for key, value in manifest.get("optimizer", {}).items() if value}
+    now = {key: value for key, value in now.items() if value}
+    if before != now:
+        was, this = (
+            ", ".join(f"optim.{key}={value}" for key, value in each.items()) or "none of its own"
+            for each in (before, now)
+        )
+        raise CheckpointError(
+            f"{path} was trained with another optimizer ({was}; this run: {this}), whose state"
+            " cannot go on: set the same, or train anew"
+        )

@@ -1,0 +1,138 @@
+"""Mutations of schedules, optimizers, z-loss, skipped updates and the average of the weights."""
+
+from tests.mutations import Mutation
+
+MUON = "lm/muon.py"
+OPTIM = "lm/optim.py"
+LOSS = "lm/model/loss.py"
+METRICS = "lm/metrics.py"
+EMA = "lm/ema.py"
+ENGINE = "lm/engine.py"
+RECIPES = "tests/lm/test_recipes.py::"
+STABILITY = "tests/lm/test_stability.py::"
+ACTIVE = (RECIPES + "test_muon_is_active_in_every_stage_that_may_have_it",)
+WSD = (RECIPES + "test_wsd_is_flat_and_then_linear",)
+RATES = (RECIPES + "test_each_parameter_has_the_rate_of_its_pattern",)
+UPDATES = (STABILITY + "test_updates_with_z_loss_and_skipped_ones",)
+LOG_Z = (STABILITY + "test_log_z_is_that_of_the_softmax_and_no_part_of_the_loss",)
+OUTLIERS = (
+    STABILITY + "test_an_outlier_is_above_the_mean_by_so_many_deviations",
+    STABILITY + "test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken",
+)
+AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
+
+
+MUTATIONS = [
+    Mutation(
+        "recipes: the sign of Muon's step over flat pieces",
+        MUON,
+        'p[piece.place].add_(step, alpha=group["lr"])',
+        'p[piece.place].add_(step, alpha=-group["lr"])',
+        ACTIVE,
+    ),
+    Mutation(
+        "recipes: a matrix of another rank's piece",
+        MUON,
+        "start = self.rank * p.numel() + piece.place.start - piece.part.start",
+        "start = self.rank * p.numel() + piece.place.start + piece.part.start",
+        ACTIVE,
+    ),
+    Mutation(
+        "recipes: Nesterov's momentum is plain over flat pieces",
+        MUON,
+        'p.grad.lerp(momentum, group["momentum"])',
+        "momentum.clone()",
+        ACTIVE,
+    ),
+    Mutation(
+        "recipes: Muon's decay grows over flat pieces",
+        MUON,
+        'p.mul_(1 - group["lr"] * group["weight_decay"])',
+        'p.mul_(1 + group["lr"] * group["weight_decay"])',
+        ACTIVE,
+    ),
+    Mutation(
+        "recipes: Muon takes the head",
+        OPTIM,
+        "        if id(p) not in of_ends\n",
+        "",
+        (RECIPES + "test_matrices_are_hidden_weights",),
+    ),
+    Mutation(
+        "recipes: wsd decays from the warm-up on",
+        OPTIM,
+        "begin = max(warmup, steps - decay)",
+        "begin = warmup",
+        WSD,
+    ),
+    Mutation(
+        "recipes: a factor divides the rate",
+        OPTIM,
+        "peaks[group.method] * group.factor",
+        "peaks[group.method] / group.factor",
+        RATES,
+    ),
+    Mutation(
+        "recipes: log Z is not squared",
+        LOSS,
+        "log_z.square().masked_fill",
+        "log_z.masked_fill",
+        LOG_Z,
+    ),
+    Mutation(
+        "recipes: z-loss of what is no target",
+        LOSS,
+        ".masked_fill(targets == IGNORED, 0.0).sum()",
+        ".sum()",
+        LOG_Z,
+    ),
+    Mutation(
+        "recipes: z-loss is taken off the loss",
+        ENGINE,
+        "loss = loss + z_loss",
+        "loss = loss - z_loss",
+        UPDATES,
+    ),
+    Mutation(
+        "recipes: a skipped update steps",
+        ENGINE,
+        "if self._judge() is None:",
+        "if self._judge() is None or True:",
+        UPDATES,
+    ),
+    Mutation(
+        "recipes: each rank decides for itself",
+        ENGINE,
+        '(why or "another rank found it so") if votes else None',
+        "why",
+        UPDATES,
+    ),
+    Mutation(
+        "recipes: outliers are below the mean, too",
+        METRICS,
+        "if value > mean + self.sigma * deviation:",
+        "if abs(value - mean) > self.sigma * deviation:",
+        OUTLIERS,
+    ),
+    Mutation(
+        "recipes: outliers are forgotten",
+        METRICS,
+        "            before.append(value)\n",
+        "            if not wrong:\n                before.append(value)\n",
+        OUTLIERS,
+    ),
+    Mutation(
+        "recipes: the average forgets as it should remember",
+        EMA,
+        "lerp_(p, 1 - self.decay)",
+        "lerp_(p, self.decay)",
+        AVERAGE,
+    ),
+    Mutation(
+        "recipes: the average stays in the place of the weights",
+        EMA,
+        "        finally:\n            self._swap()\n",
+        "        finally:\n            pass\n",
+        AVERAGE,
+    ),
+]

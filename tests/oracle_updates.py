@@ -1,0 +1,109 @@
+"""Updates of an engine beside plain autograd: `python -m tests.oracle_updates`, on one rank or two.
+
+Prints for several models and ZeRO stages what z-loss did to an update, and what a skipped one left
+behind.
+"""
+
+import copy
+import json
+
+import torch
+
+from lm import engine as ds
+from lm.build import build_model
+from lm.checkpoint import snapshot
+from lm.config import load
+
+WEIGHT = 0.05
+SETTINGS = ["train.global_batch_size=4", "train.micro_batch_size=1", "train.grad_accum_steps=null",
+            "optim.grad_clip=0.3", f"train.z_loss={WEIGHT}",
+            "train.skip={sigma: 3, window: 2}", "model.headdim=8"]  # fmt: skip
+CASES = [("fprnn", 0), ("fprnn", 1), ("fprnn", 2), ("fprnn", 3), ("transformer", 1)]
+
+
+def micro_batches(ranks):
+    """All four sequences, with 9, 5, 12 and 1 targets, and those of this rank."""
+    ids = torch.randint(64, (4, 12))
+    labels = ids.roll(-1, 1)
+    for row, targets in enumerate((9, 5, 12, 1)):
+        labels[row, targets:] = -100
+    each = [{"input_ids": i[None], "labels": j[None]} for i, j in zip(ids, labels)]
+    return ids, labels, each[ranks.rank :: ranks.world_size]
+
+
+def expected(model, ids, labels):
+    """(cross-entropy, z-loss, norm of the gradient of their sum) of all targets at once."""
+    model.train()
+    logits = model(input_ids=ids).logits[labels != -100]
+    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[labels != -100])
+    z_loss = WEIGHT * (logits.exp().sum(-1).log() ** 2).mean()
+    gradient = torch.autograd.grad(cross_entropy + z_loss, list(model.parameters()))
+    norm = torch.stack([g.norm() for g in gradient]).norm()
+    return [cross_entropy.item(), z_loss.item(), norm.item()]
+
+
+def state(engine):
+    """What a checkpoint would hold of weights and optimizer."""
+    files = engine.state_files("nowhere", 0)
+    kept = ("module", "optimizer", "optimizer_state_dict")
+    return snapshot([v for f in files.values() for k, v in f.items() if k in kept])
+
+
+def equal(one, other):
+    """Whether nested containers hold the same tensors, to the last bit; learning rates aside."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            equal(one[k], other[k])
+            for k in one
+            if k not in ("lr", "fragment", "param_slice_mappings")
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return True
+
+
+def case(name, stage, ranks):
+    cfg = load(
+        "configs/tiny/lm.yaml", [*SETTINGS, f"model.name={name}", f"engine.zero_stage={stage}"]
+    )
+    torch.manual_seed(0)
+    plain = build_model(cfg, 64)
+    engine = ds.Engine(cfg, copy.deepcopy(plain), ranks)
+    ids, labels, own = micro_batches(ranks)
+    first = engine.step(own, outlier=lambda **found: None)
+    before, lr = state(engine), engine.lr
+    # One rank alone finds it so: the last.
+    last = ranks.rank == ranks.world_size - 1
+    seen = []
+
+    def outlier(**found):
+        seen.append(found)
+        return "too high" if last else None
+
+    second = engine.step(own, outlier=outlier)
+    after = state(engine)
+    third = engine.step(own, outlier=lambda **found: None)
+    return {
+        "expected": expected(plain, ids, labels),
+        "found": [first.loss, first.z_loss, first.norm],
+        "skipped": [bool(u.skipped) for u in (first, second, third)],
+        "asked": [len(seen), seen[0] == {"loss": second.loss, "gradient_norm": second.norm}],
+        "unchanged": equal(before, after),
+        "moves again": not equal(after, state(engine)),
+        "lr goes on": engine.lr != lr,
+        "same gradient": abs(third.norm - second.norm) < 1e-6 * second.norm,
+    }
+
+
+def main():
+    ranks = ds.start(load("configs/tiny/lm.yaml", SETTINGS))
+    found = {f"{name} ZeRO-{stage}": case(name, stage, ranks) for name, stage in CASES}
+    if ranks.is_main:
+        print(json.dumps(found))
+    ranks.barrier()
+
+
+if __name__ == "__main__":
+    main()
