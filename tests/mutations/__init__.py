@@ -56,13 +56,14 @@ def all_mutations():
         of_cell,
         of_cpu_cell,
         of_kernels,
+        of_layers,
         of_model,
         of_recipes,
         of_running,
         of_solver,
     )
 
-    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running, of_recipes
+    parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running, of_recipes, of_layers
     return [mutation for part in parts for mutation in part.MUTATIONS]
 
 

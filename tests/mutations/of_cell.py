@@ -335,13 +335,13 @@ MUTATIONS = [
     ),
     Mutation(
         "ℓ*: measured by the damping of the model's own solver",
-        BLOCK, "s, damping = self.prepare(u, seqs), PAPER_RULES[self.config.block]",
-        's, damping = self.prepare(u, seqs), {"stepsize": 0.5}',
+        SOLVER, 'damping = {**PAPER_RULES[block], "quantile": 1.0}',
+        'damping = {**PAPER_RULES[block], "quantile": 1.0, "stepsize": 0.5}',
         (f"{TESTS}test_solver_name.py::test_iterations_are_the_papers_whatever_solves_the_model",),
     ),
     Mutation(
         "ℓ*: measured to the tolerance of evaluation",
-        BLOCK, 'PROBE = {"tol": 0.1,', 'PROBE = {"tol": 0.01,',
+        SOLVER, "return Rule(tol=0.1,", "return Rule(tol=0.01,",
         (f"{TESTS}test_solver_name.py::test_iterations_are_the_papers_whatever_solves_the_model",),
     ),
     # The way back through time.

@@ -147,7 +147,7 @@ MUTATIONS = [
     # The language model.
     Mutation(
         "the residual stream drops what came before",
-        MODEL, "else residual + hidden\n        if self.residual_in_fp32",
+        "lm/model/residual.py", "else residual + hidden\n        if self.residual_in_fp32",
         "else hidden\n        if self.residual_in_fp32",
         language_model("tied"),
     ),

@@ -1,0 +1,132 @@
+"""Mutations of layer patterns: Mamba, Mamba-2, attention, gated MLP, and their states."""
+
+from tests.mutations import Mutation
+
+ATTENTION = "lm/model/attention.py"
+DIAGONAL = "lm/model/diagonal.py"
+PATTERNS = "lm/model/patterns.py"
+PLAIN = "lm/model/plain.py"
+STATE = "lm/model/state.py"
+CONFIG = "lm/model/configuration_fprnn.py"
+TESTS = "tests/lm/model/test_patterns.py::"
+LLAMA = (TESTS + "test_attention_is_llamas",)
+BY_HAND = (TESTS + "test_attention_by_hand",)
+MAMBA = (TESTS + "test_mamba_is_transformers_mamba",)
+SEGMENTS = (TESTS + "test_segments_and_single_tokens_give_what_the_whole_gives",)
+PADDING = (TESTS + "test_a_state_after_padding_goes_on_as_without",)
+PACKED = (TESTS + "test_packed_documents_are_documents_alone",)
+
+MUTATIONS = [
+    Mutation(
+        "layers: RoPE turns the other way",
+        ATTENTION,
+        "[first * cos - second * sin, second * cos + first * sin]",
+        "[first * cos + second * sin, second * cos + first * sin]",
+        LLAMA,
+    ),
+    Mutation(
+        "layers: RoPE's frequencies are of the whole head",
+        ATTENTION,
+        "dtype=wide) / half",
+        "dtype=wide) / (2 * half)",
+        LLAMA,
+    ),
+    Mutation(
+        "layers: the window has a token more",
+        ATTENTION,
+        "seen &= distance < self.config.attention_window",
+        "seen &= distance <= self.config.attention_window",
+        BY_HAND,
+    ),
+    Mutation(
+        "layers: the window's cache has a token less",
+        ATTENTION,
+        "key_positions >= self.config.attention_window",
+        "key_positions >= self.config.attention_window - 1",
+        SEGMENTS,
+    ),
+    Mutation(
+        "layers: attention looks into other documents",
+        ATTENTION,
+        "seen &= document.unsqueeze(2) == of_key.unsqueeze(1)",
+        "seen &= document.unsqueeze(2) >= of_key.unsqueeze(1)",
+        BY_HAND,
+    ),
+    Mutation(
+        "layers: attention's cache keeps documents that are over",
+        ATTENTION,
+        "key_positions = key_positions.masked_fill(over, UNSEEN)",
+        "key_positions = key_positions.masked_fill(over & False, UNSEEN)",
+        PACKED,
+    ),
+    Mutation(
+        "layers: padding counts as a position",
+        ATTENTION,
+        "next_position = positions[:, 0] + seqs.mask.sum(1)",
+        "next_position = positions[:, -1] + 1",
+        PADDING,
+    ),
+    Mutation(
+        "layers: attention looks at padding",
+        ATTENTION,
+        "return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, UNSEEN)",
+        "return positions",
+        PADDING,
+    ),
+    Mutation(
+        "layers: Mamba's gate is a sigmoid",
+        DIAGONAL,
+        "return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)",
+        "return self.out_proj(o.to(z.dtype) * F.sigmoid(z)), self._end(h, tail)",
+        MAMBA,
+    ),
+    Mutation(
+        "layers: Mamba-2's gate comes after its norm",
+        DIAGONAL,
+        "o = self.norm(o * F.silu(z.to(wide)))",
+        "o = self.norm(o) * F.silu(z.to(wide))",
+        MAMBA,
+    ),
+    Mutation(
+        "layers: Mamba's state passes into the next document",
+        DIAGONAL,
+        "return None if seqs.starts is None else 1 - seqs.starts.to(dtype)",
+        "return None",
+        PACKED,
+    ),
+    Mutation(
+        "layers: Mamba's convolution forgets the segment before",
+        DIAGONAL,
+        "return self.conv1d(x, segments, before), tail",
+        "return self.conv1d(x, segments, None), tail",
+        SEGMENTS,
+    ),
+    Mutation(
+        "layers: the MLP's gate is its other half",
+        PLAIN,
+        "F.silu(gate) * up",
+        "gate * F.silu(up)",
+        (TESTS + "test_the_mlp_is_llamas",),
+    ),
+    Mutation(
+        "layers: options of a layer are dropped",
+        CONFIG,
+        "setattr(own, name, value)\n        try:",
+        "pass\n        try:",
+        (TESTS + "test_an_option_is_of_its_layer_alone",),
+    ),
+    Mutation(
+        "layers: the state of another model is taken",
+        STATE,
+        "if not same:",
+        "if False:",
+        (TESTS + "test_a_state_of_another_model_is_refused",),
+    ),
+    Mutation(
+        "layers: a pattern that does not fit is cut",
+        PATTERNS,
+        "if n_layer % len(pattern):",
+        "if n_layer < len(pattern):",
+        (TESTS + "test_what_cannot_be_is_refused",),
+    ),
+]
