@@ -17,13 +17,15 @@ from lm.reshard import consolidated
 from tests.running import ENV, ROOT, command, run
 
 CYCLES = int(os.environ.get("FPRNN_KILLS", "100"))
-# A schedule that does not depend on the number of updates, and updates that are smooth in the
-# gradient: one and two ranks sum in another order, and Adam's division by a small number would
-# make that rounding large within some hundred updates.
+# A schedule that does not depend on the number of updates; and steps that are small, and smooth in
+# the gradient: one and two ranks sum in another order, and a model that fits its few documents
+# makes that rounding large within some hundred updates. Another micro-batch would still be seen at
+# once: the losses of two differ by more than 0.01.
 SETTINGS = (
     "train.global_batch_size=4", "train.grad_accum_steps=null", "checkpoint.every=5",
     "log.every=1", "log.probe_every=0", "eval.every=100000",
-    "optim.schedule=constant", "optim.warmup=5", "optim.lr=1e-3", "optim.eps=0.01",
+    "optim.schedule=constant", "optim.warmup=5", "optim.lr=3e-5",
+    "optim.min_lr=1e-6", "optim.eps=0.01",
 )  # fmt: skip
 
 
@@ -74,9 +76,8 @@ def test_random_kills_lose_nothing(tmp_path):
     whole, _ = run(tmp_path / "whole", *final)
     assert [(r["step"], r["tokens"]) for r in resumed] == [(r["step"], r["tokens"]) for r in whole]
     apart = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
-    # One and two ranks sum in another order: rounding, which grows with the updates.
-    assert max(apart[:20]) < 1e-5 and max(apart) < 1e-3
+    assert max(apart) < 1e-4
     weights = [consolidated(newest(o / "tiny/checkpoints")) for o in (out, tmp_path / "whole")]
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=0)
     print(f"score: {CYCLES} kills, {reached[-1]} updates, losses within {max(apart):.1e}")
