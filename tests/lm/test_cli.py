@@ -278,11 +278,11 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
 @pytest.mark.parametrize(
     "imports",
     [
-        "import lm, transformers",
-        "import transformers, lm",
+        pytest.param("import lm, transformers", marks=pytest.mark.slow),
+        pytest.param("import transformers, lm", marks=pytest.mark.slow),
         "import transformers; transformers.AutoConfig; import lm",
         "import transformers; transformers.AutoModelForCausalLM; import lm",
-        "import lm, lm.model.modeling_fprnn, transformers",
+        pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
     ],
 )
 def test_import_lm_registers_the_auto_classes(tmp_path, imports):

@@ -79,7 +79,10 @@ def test_lr_of_every_update_is_applied(tiny_losses):
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [1, 3, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)],
+)
 def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     """Same global batch: one process accumulates two micro-batches, two processes take one each."""
     records, _ = run(

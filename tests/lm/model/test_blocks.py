@@ -332,9 +332,15 @@ MIXER_SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("mixer", MIXER_SETTINGS)
-@pytest.mark.parametrize("name", BLOCKS)
+# In bf16 every block with one mixer, and one block with every mixer.
+TRAINED = [
+    (name, mixer, bf16)
+    for name, mixer, bf16 in itertools.product(BLOCKS, MIXER_SETTINGS, (False, True))
+    if not bf16 or mixer == "householder" or name == "fp_mamba1"
+]
+
+
+@pytest.mark.parametrize("name, mixer, bf16", TRAINED)
 def test_every_block_with_every_mixer_trains(name, mixer, bf16):
     torch.manual_seed(0)
     config = FPRNNConfig(

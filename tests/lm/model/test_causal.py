@@ -34,6 +34,7 @@ MODELS = {
     "fp_rnn-conv-nonselective": dict(block="fp_rnn", use_short_conv=True, mixer="nonselective"),
 }
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
+BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -61,17 +62,29 @@ def close(a, b, tol=1e-9):
     assert largest(a, b) < tol * (1 + b.abs().max().item())
 
 
+def of_models(*cases, quick):
+    """(name, *case) of every model and every case; of models that are no plain block the cases that
+    are not in `quick` are slow."""
+    return [
+        pytest.param(name, *case, marks=() if name in BLOCKS or case in quick else pytest.mark.slow)
+        for name in MODELS
+        for case in cases
+    ]
+
+
 # One solution.
 
 
 @pytest.mark.parametrize(
-    "schedule, kernels",
-    [*((schedule, "plain") for schedule in SCHEDULES), ("sequential", "auto"), ("auto", "auto")],
-)
-@every_model
+    "name, schedule, kernels",
+    of_models(
+        *((schedule, "plain") for schedule in SCHEDULES), ("sequential", "auto"), ("auto", "auto"),
+        quick=[("window:4", "plain"), ("auto", "auto")],
+    ),
+)  # fmt: skip
 def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
-    tokens = ids()
+    tokens = ids(length=12)
     tokens[0, 6] = tokens[1, 9] = EOS
     expected = run(model_of(name), tokens, return_state=True)
     assert (expected.fixed_point.failed == 0).all()
@@ -98,13 +111,14 @@ def assert_alike(ours, theirs, tol=1e-8):
         assert ((ours[name] - grad).abs().max() / scale).item() < tol, name
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:4])
-@every_model
+@pytest.mark.parametrize(
+    "name, schedule", of_models(*((name,) for name in SCHEDULES[:4]), quick=[("window:4",)])
+)
 def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
     """Where no token is at a fold: MOST_GAIN limits every term of the series by itself."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     monkeypatch.setattr(cell, "MOST_GAIN", 1e9)
-    tokens = ids(length=10)
+    tokens = ids(length=9)
     tokens[0, 4] = EOS
     model = model_of(name)
     expected = gradients_of(model, tokens, schedule="sequential")
@@ -244,8 +258,10 @@ def test_padding_changes_nothing(name, pad):
     close(run(model, tokens, attention_mask=mask).logits[2, real], alone, 1e-8)
 
 
-@pytest.mark.parametrize("schedule", ["parallel", "window:4", "sequential"])
-@every_model
+@pytest.mark.parametrize(
+    "name, schedule",
+    of_models(("parallel",), ("window:4",), ("sequential",), quick=[("sequential",)]),
+)
 def test_documents_and_segments_are_their_own(name, schedule):
     model, tokens = model_of(name, schedule), ids()
     tokens[:, 5] = EOS

@@ -34,8 +34,8 @@ def tokens(length=32, batch=3):
 @pytest.mark.parametrize("schedule", ["auto", "window:4"])
 def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
     slow = mixer in ("mixture", "selective_dense")  # their tokens are solved by iterating
-    ids = tokens(40 if slow else 200)
-    for seed in range(1 if slow else 3):
+    ids = tokens(20 if slow else 100)
+    for seed in range(1 if slow else 2):
         fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXERS[mixer], schedule=schedule)
         model = model_of(seed=seed, **fields)
         output = model(ids, labels=ids)
@@ -72,7 +72,7 @@ NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*cont
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
     model, ids = wild("nonselective", solver), tokens(80)
-    for call in (
+    calls = (
         lambda: model(ids),
         lambda: model(ids, labels=ids),
         lambda: model(ids, labels=ids, loss_only=True),
@@ -80,7 +80,8 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
         lambda: torch.no_grad()(model)(ids),
         lambda: model.backbone(ids),
         lambda: model.generate(ids, max_new_tokens=2),
-    ):
+    )
+    for call in calls if solver == "sequential" else calls[1::2]:
         with pytest.raises(NonFiniteError, match=NAMED.format("nonselective")):
             call()
 
@@ -88,7 +89,7 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("mixer", ["kronecker", "monarch", "mixture", "householder"])
 def test_what_is_returned_is_finite_or_refused(mixer, solver):
-    model, ids = wild(mixer, solver, max_iters=60), tokens(50)
+    model, ids = wild(mixer, solver, max_iters=60), tokens(30)
     try:
         output = model(ids, labels=ids)
     except NonFiniteError as error:
@@ -139,9 +140,10 @@ GRADIENTS = {
 def test_a_forward_pass_without_gradients_is_the_one_with_them(block, gradient, solver):
     fields = dict(block=block, headdim=8, tol=0.1, eval_tol=0.1, **GRADIENTS[gradient])
     model = model_of(n_layer=2, **fields, **SOLVERS[solver]).double().eval()
-    with_gradients = model(tokens(), return_state=True)
+    ids = tokens(length=14, batch=2)
+    with_gradients = model(ids, return_state=True)
     with torch.no_grad():
-        without = model(tokens(), return_state=True)
+        without = model(ids, return_state=True)
     torch.testing.assert_close(without.logits, with_gradients.logits, rtol=1e-9, atol=1e-9)
     for ours, theirs in zip(without.state.layers, with_gradients.state.layers):
         for name, a, b in zip(ours._fields, ours, theirs):
