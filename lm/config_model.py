@@ -94,6 +94,13 @@ class Model(Section):
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     backend: Literal["auto", "plain", "fla"] = "auto"
 
+    @property
+    def has_fixed_point(self) -> bool:
+        """Whether some layer is solved."""
+        kinds = get_args(type(self).model_fields["block"].annotation)
+        named = self.layers is None or any(kind in str(self.layers) for kind in kinds)
+        return self.name == "fprnn" and named
+
 
 class Solver(Section):
     """How the fixed point is found, and how gradients go through it; of `fprnn` alone. No weight

@@ -161,9 +161,10 @@ def check_contraction(cfg: Config, config: dict) -> None:
     """
     if not cfg.log.contraction:
         return
-    if cfg.model.name != "fprnn":
+    if not cfg.model.has_fixed_point:
         raise ConfigError(
-            f"log.contraction is for model.name fprnn: {cfg.model.name} has no fixed point"
+            "log.contraction is for model.name fprnn:"
+            f" {cfg.model.layers or cfg.model.name} has no fixed point"
         )
     if config["zero_optimization"]["stage"] == 3:
         raise ConfigError(

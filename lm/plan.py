@@ -165,9 +165,10 @@ def where(
             f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
             " above 0 and at most 1"
         )
-    if evaluations is not None and cfg.model.name != "fprnn":
+    if evaluations is not None and not cfg.model.has_fixed_point:
         raise ConfigError(
-            f"--evaluations is of model.name fprnn: {cfg.model.name} iterates nothing"
+            "--evaluations is of model.name fprnn:"
+            f" {cfg.model.layers or cfg.model.name} iterates nothing"
         )
     if utilisation is None:
         utilisation = UTILISATION
@@ -193,8 +194,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     Args:
         at: what for; a number is that of GPUs of the default card.
     Raises:
-        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`; evaluations of a model
-            that iterates nothing.
+        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
     """
     if isinstance(at, int):
         at = where(cfg, at)
@@ -206,8 +206,6 @@ def plan(cfg: Config, at: Where | int) -> dict:
     tokens = tokens_per_step * t.steps
     flops = flops_of(cfg, model, of)
     evaluations = evaluations_of(model, at)
-    if evaluations is None and at.evaluations is not None:
-        raise ConfigError("--evaluations is of fixed-point layers: this model has none")
     each = next(iter(flops.values()))
     if evaluations is not None:
         each = model.flops_per_token(evaluations, length=cfg.data.seq_len)

@@ -133,7 +133,7 @@ class Training:
         )
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.solves = hasattr(self.model, "solver") and self.model.solver() != "none"
+        self.solves = cfg.model.has_fixed_point
         flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
         decay = cfg.train.ema
