@@ -80,8 +80,7 @@ def test_lr_of_every_update_is_applied(tiny_losses):
 
 
 @pytest.mark.parametrize(
-    "stage",
-    [1, 3, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)],
+    "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))]
 )
 def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     """Same global batch: one process accumulates two micro-batches, two processes take one each."""

@@ -299,7 +299,7 @@ class Solved(Oracle):
             iterations = torch.stack([input_ids[:, 0], input_ids[:, 0] + 2])
         output.fixed_point = SimpleNamespace(
             evaluations=each, failed=each * input_ids.shape[1] / 1000, residual=0 * each,
-            num_iters=iterations,
+            num_iters=iterations, layers=None,
         )  # fmt: skip
         return output
 

@@ -72,6 +72,12 @@ def of_models(*cases, quick):
     ]
 
 
+# Seconds each.
+LONG = ("fp_mamba1-dt-lowrank", "fp_mamba1-symm-monarch", "fp_mamba2-mixture")
+DIFFERENCES = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MODELS
+]
+
 # One solution.
 
 
@@ -125,7 +131,7 @@ def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
     assert_alike(gradients_of(model, tokens, schedule=schedule), expected, 1e-7)
 
 
-@every_model
+@pytest.mark.parametrize("name", DIFFERENCES)
 def test_the_exact_gradient_is_that_of_finite_differences_of_the_loss(name):
     model, tokens = model_of(name, n_layer=1).train(), ids(length=8)
     found = gradients_of(model, tokens)

@@ -24,9 +24,10 @@ BLOCKS = [
 every_block = pytest.mark.parametrize("settings", BLOCKS, ids=str)
 
 
-def model_of(**settings):
+def model_of(n_layer=2, **settings):
     torch.manual_seed(0)
-    config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=2, d_state=4, tol=1e-10, **settings)
+    sizes = dict(vocab_size=16, d_model=8, n_layer=n_layer, d_state=4)
+    config = FPRNNConfig(**sizes, tol=1e-10, **settings)
     return FPRNNForCausalLM(config).double().eval()
 
 
@@ -59,7 +60,7 @@ def test_what_is_kept_changes_nothing(settings):
 @every_block
 @torch.no_grad()
 def test_a_parameter_that_changed_is_read_again(settings):
-    model = model_of(**settings)
+    model = model_of(n_layer=1, **settings)
     cache = model(ids(), use_cache=True).past_key_values
     before = after(model, cache)
     for name, parameter in model.named_parameters():
