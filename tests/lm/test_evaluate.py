@@ -290,7 +290,10 @@ def test_local_tasks_on_the_real_files(checkpoint, tmp_path, monkeypatch):
 
 
 def _python(*arguments: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {
+    # A training in this process has named its own rank and port.
+    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    environment |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
