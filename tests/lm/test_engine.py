@@ -1,12 +1,15 @@
 """The schedule, the parameter groups, the generated DeepSpeed config, and two real processes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lm import deepspeed_json, optim, ranks
 from lm.build import build_model
 from lm.config import ConfigError, Optim
+from lm.engine import Engine
 from tests.running import run
 
 
@@ -141,3 +144,11 @@ def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert ranks.launched() == (3, 4, 1)
+
+
+def test_a_micro_batch_counts_by_its_targets():
+    """Five targets here and six on the other rank are 11 in four micro-batches."""
+    labels = [[1, 2, 3, 4]], [[1, -100, -100, -100]]
+    batches = [{"labels": torch.tensor(of)} for of in labels]
+    ranks = SimpleNamespace(sum=lambda count: [count + 6], world_size=2)
+    assert Engine._shares(SimpleNamespace(ranks=ranks), batches) == [4 / 2.75, 1 / 2.75]

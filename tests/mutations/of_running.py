@@ -10,7 +10,6 @@ TRAIN = "lm/train.py"
 SAVING = "tests/lm/test_saving.py::"
 HOLDING = "tests/lm/test_lease.py::"
 ELASTIC = ("tests/lm/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
-TWO_RANKS = ("tests/lm/test_elastic.py::test_2_1_2_ranks_and_stages_1_3_0",)
 BACK = (
     "tests/lm/test_recovery.py::test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data",
 )
@@ -177,7 +176,7 @@ MUTATIONS = [
         ENGINE,
         "return [count / mean for count in counts]",
         "return [1.0 for _ in counts]",
-        TWO_RANKS,
+        ("tests/lm/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
     ),
     Mutation(
         "running: a rollback keeps the spoilt gradients",
