@@ -59,29 +59,28 @@ class Attention(PlainLayer):
         if self.config.position == "rope":
             q, k = rotated(q, positions), rotated(k, positions)
         # 2. What lies before these tokens. No document that has ended is looked into again.
-        keys, values, key_positions = k, v, hidden_at(positions, seqs)
+        keys, values, key_positions = k, v, positions_of_keys(positions, seqs)
         if before is not None:
-            old = before.positions
             keys = torch.cat([before.keys.to(k.dtype), k], 1)
             values = torch.cat([before.values.to(v.dtype), v], 1)
-            key_positions = torch.cat([old, key_positions], 1)
+            key_positions = torch.cat([before.positions, key_positions], 1)
         # 3. Attend.
         plain = before is None and seqs.mask is None and seqs.starts is None
         window = self.config.attention_window
         whole = plain and (window is None or window >= u.shape[1])
-        seen = None if whole else self._seen(positions, key_positions, seqs, before)
+        seen = None if whole else self._seen(positions, key_positions, seqs)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
             None if seen is None else seen.unsqueeze(1), is_causal=whole,
         )  # fmt: skip
         end = None
         if seqs.return_state:
-            end = self._end(keys, values, key_positions, positions, seqs, before)
+            end = self._end(keys, values, key_positions, positions, seqs)
         return self.out_proj(o.transpose(1, 2).flatten(-2)), end
 
-    def _seen(self, positions, key_positions, seqs, before):
+    def _seen(self, positions, key_positions, seqs):
         """Which keys each query looks at, (b,l,t) bool; at padding the token itself, so that no
-        softmax is over nothing."""
+        softmax is over nothing. positions: (b,l) of the queries. key_positions: (b,t)."""
         length, older = positions.shape[1], key_positions.shape[1] - positions.shape[1]
         distance = positions.unsqueeze(2) - key_positions.unsqueeze(1)
         seen = (distance >= 0) & (key_positions != UNSEEN).unsqueeze(1)
@@ -94,8 +93,9 @@ class Attention(PlainLayer):
         itself = torch.eye(length, dtype=torch.bool, device=positions.device)
         return seen | F.pad(itself, (older, 0))
 
-    def _end(self, keys, values, key_positions, positions, seqs, before):
-        """The AttentionState after the last token that is no padding."""
+    def _end(self, keys, values, key_positions, positions, seqs):
+        """The AttentionState after the last token that is no padding. keys, values: (b,t,h,e).
+        key_positions: (b,t). positions: (b,l)."""
         length = positions.shape[1]
         if seqs.mask is None:
             next_position = positions[:, -1] + 1
@@ -109,9 +109,11 @@ class Attention(PlainLayer):
         if self.config.attention_window is not None:
             gone = next_position.unsqueeze(1) - key_positions >= self.config.attention_window
             key_positions = key_positions.masked_fill(gone, UNSEEN)
-        # Columns that no row needs are dropped, of those at the beginning.
-        needed = (key_positions != UNSEEN).any(0).to(torch.int8)
-        drop = int(needed.argmax()) if needed.any() else key_positions.shape[1]
+        drop = 0
+        if seqs.starts is not None or self.config.attention_window is not None:
+            # What no row needs any more, of the oldest. (To ask waits for the device.)
+            needed = (key_positions != UNSEEN).any(0).cumsum(0)
+            drop = int((needed == 0).sum())
         keys, values = (t[:, drop:].detach().clone() for t in (keys, values))
         return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
 
@@ -122,8 +124,8 @@ class Attention(PlainLayer):
         return 8 * c.d_model**2 + int(4 * c.d_model * looked_at)
 
 
-def hidden_at(positions, seqs):
-    """The positions of the keys, UNSEEN at padding. (b,l)"""
+def positions_of_keys(positions, seqs):
+    """The tokens' positions (b,l) as those of keys: UNSEEN at padding."""
     return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, UNSEEN)
 
 

@@ -145,15 +145,12 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.norm_f = residual_norm(config)
+        # The numbers of the fixed-point layers, from 0 on; None where all are.
+        self.solved_layers = None
+        if config.layers is not None:
+            kinds = [layer.kind for layer in self.layers]
+            self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
         self.post_init()
-
-    @property
-    def solved_layers(self):
-        """The numbers of the fixed-point layers, from 0 on; None where all are."""
-        if self.config.layers is None:
-            return None
-        kinds = [layer.kind for layer in self.config.layer_list()]
-        return [index for index, kind in enumerate(kinds) if kind in FIXED_POINT]
 
     def get_input_embeddings(self):
         return self.embeddings

@@ -24,6 +24,8 @@ def explained(where, module, config, what):
         where: "layer 3" or the like: the first place that is not finite.
         module: the module there. config: the FPRNNConfig. what: what was seen there.
     """
+    kind = getattr(module, "kind", config.block)  # of a layer
+    own = module.block.config if hasattr(module, "kind") else config
     damaged = [name for name, p in module.named_parameters() if not all_finite(p)]
     if damaged:
         cause = f"its parameter {damaged[0]} is NaN or infinite ({len(damaged)} are)"
@@ -34,21 +36,21 @@ def explained(where, module, config, what):
     elif any(p.dtype == torch.float16 for p in module.parameters()):
         cause = "its parameters are finite, but what it computes with them is above what fp16 holds"
         cure = "compute in bf16 or fp32"
-    elif config.block == "fp_rnn" and config.contractive is None:
+    elif kind == "fp_rnn" and own.contractive is None:
         cause = (
-            f"fp_rnn iterates its state without a norm, and with mixer {config.mixer} and"
+            f"fp_rnn iterates its state without a norm, and with mixer {own.mixer} and"
             " contractive null nothing keeps ‖I − Q‖ below 1, so that the state may grow without"
             " bound"
         )
         cure = "set contractive to a number below 1, such as 0.95"
-        if config.mixer in ("kronecker", "mixture") and config.kronecker_norm != "spectral":
+        if own.mixer in ("kronecker", "mixture") and own.kronecker_norm != "spectral":
             cure += ", or kronecker_norm to spectral"
     else:
-        cause = (
-            f"its parameters are finite: numbers of the {config.block} grew too large on the way"
-        )
+        cause = f"its parameters are finite: numbers of the {kind} grew too large on the way"
         cure = (
             "compute in fp32 or bf16 if this was under fp16 autocast; in training lower the"
-            " learning rate or clip the gradient; or bound the mixer (contractive: 0.95)"
+            " learning rate or clip the gradient"
         )
+        if kind.startswith("fp_"):
+            cure += "; or bound the mixer (contractive: 0.95)"
     return NonFiniteError(f"{where}: {what}. Cause: {cause}. What helps: {cure}.")

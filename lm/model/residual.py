@@ -30,6 +30,7 @@ class FPRNNLayer(SolvesOnceLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = residual_norm(config)
+        self.kind = layer.kind
         own = config.of_layer(layer)
         if layer.kind in PLAIN:
             self.block = PLAIN[layer.kind](own)

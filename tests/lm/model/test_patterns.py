@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 from lm.model.attention import Attention
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.non_finite import NonFiniteError
 from lm.model.patterns import KINDS, Layer, parse
 from lm.model.plain import GatedMLP
 from lm.model.state import Sequences
@@ -295,3 +296,12 @@ def test_flops_are_those_of_the_layers():
     assert both == mamba + attention - head
     # Four maps of 32 × 32; scores and values over 50 tokens on average; three times the forward.
     assert attention - head == 3 * (2 * 4 * 32 * 32 + 2 * 2 * 50 * 32)
+
+
+def test_what_is_not_finite_names_the_layers_own_kind():
+    model = build(layers="mamba fp_rnn", n_layer=2, dtype=torch.float32)
+    with torch.no_grad():
+        model.backbone.layers[0].block.in_proj.weight.fill_(1e38)
+    with pytest.raises(NonFiniteError, match=r"^layer 0: .* numbers of the mamba grew") as e:
+        model(ids_of(1, 3))
+    assert "mixer" not in str(e.value)
