@@ -303,6 +303,7 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         *(_mixed(p) or _single(p, cfg)),
         *p["packing"],
+        *(("optimizer", line) for line in p["optimizer"]),
     ]
 
 
@@ -327,7 +328,6 @@ def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:
     return [
         ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
         ("passes over the data", _passes(p, cfg)),
-        *(("optimizer", line) for line in p["optimizer"]),
     ]
 
 

@@ -23,7 +23,7 @@ from lm.data.shuffled import PlainRows, ShuffledBlocks
 from lm.data.sources import DataError, is_validation
 from lm.data.stream import StreamLoader
 from lm.data.tokenizer import _training_texts
-from lm.plan import describe, plan
+from lm.plan import _what, describe, plan
 from lm.validation import pooled
 from tests.lm.test_plan import LM
 from tests.refusals import refused
@@ -338,6 +338,9 @@ def test_the_shipped_mixture_is_planned():
         "prose": 0.1,
         "python": 0.9,
     }
+    cfg.optim.lr_factors = {"*.A_log": 0.5}
+    rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
+    assert rows[-3:] == ["source prose", "source python", "optimizer"]
     cfg.data = Data(mixture={n: {"source": "builtin"} for n in found}, temperature=2.0)
     assert {source["share"] for source in plan(cfg, 1)["sources"].values()} == {None}
 
