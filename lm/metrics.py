@@ -273,31 +273,52 @@ class Outliers:
 
 
 class Throughput:
-    """Tokens per second between two readings, and MFU where the peak is known."""
+    """What updates take: tokens per second between two readings, MFU where the peak is known, and
+    the time of all updates of the run; what `restart` cuts off (validations, saves) is not in it.
+
+    Attributes:
+        spent: {"seconds", "processor_seconds"} of all updates; the processor's are those of this
+            rank's process, of all its threads.
+    """
 
     def __init__(self, flops_per_token, world_size: int):
         self.flops_per_token = flops_per_token  # evaluations per token → FLOPs, or None
         self.peak = peak_flops()
         self.world_size = world_size
+        self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
-        self.since, self.tokens = time.perf_counter(), 0
+        self.tokens = 0
+        self.since = self.last = _clocks()
+
+    def count(self, tokens: int) -> None:
+        """An update of so many tokens has ended."""
+        self.tokens += tokens
+        now = _clocks()
+        for name in self.spent:
+            self.spent[name] += now[name] - self.last[name]
+        self.last = now
 
     def read(self, evaluations: float) -> dict:
-        """Tokens per second since the last reading, and MFU.
+        """Tokens per second since the last reading, MFU, and what all updates took.
 
         Args:
             evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
         """
-        seconds = time.perf_counter() - self.since
+        seconds = _clocks()["seconds"] - self.since["seconds"]
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values = {"tokens_per_s": round(rate, 1)}
         if self.peak and self.flops_per_token:
             flops = rate * self.flops_per_token(evaluations)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
+        values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()
         return values
+
+
+def _clocks() -> dict[str, float]:
+    return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

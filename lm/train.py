@@ -215,6 +215,7 @@ class Training:
             torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
+        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
         self.rollbacks = state.get("rollbacks", 0)
         if "outliers" in state:
             self.outliers.load_state_dict(state["outliers"])
@@ -231,6 +232,7 @@ class Training:
         state = {
             "loader": self.batches.state_dict(),
             "seconds": self.seconds + time.perf_counter() - self.began,
+            "spent": dict(self.speed.spent),
             "rollbacks": self.rollbacks,
             "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
@@ -346,7 +348,7 @@ class Training:
         if self.average:
             self.average.update()
         self.stats += update.stats
-        self.speed.tokens += self.cfg.tokens_per_step(self.ranks.world_size)
+        self.speed.count(self.cfg.tokens_per_step(self.ranks.world_size))
         return update
 
     def _note_skip(self, why: str) -> None:
@@ -375,12 +377,14 @@ class Training:
                 " (train.rollbacks) made"
             ) from None
         after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
+        spent = self.speed.spent
         self.engine.release()  # with the gradients that are spoilt
         self.found = found
         self._build_model()
         self._restore(*found)
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
+        self.speed.spent = spent
         self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
