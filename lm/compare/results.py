@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from lm.build import vocabulary
 from lm.compare.runs import Measured, has_diverged, label, measured
 from lm.compare.settings import Comparison, Training, points, training, updates_for
 from lm.console import say
+from lm.cost import flops_of as flops_of_model
 from lm.errors import ConfigError, TrainingError
-from lm.plan import plan
+from lm.memory import on_the_meta_device, sizes
 
 
 class Cost(NamedTuple):
@@ -25,18 +27,17 @@ class Cost(NamedTuple):
 
 def cost(c: Comparison, model: str) -> Cost:
     """Raises ConfigError where such a model cannot be built."""
-    cfg = training(c, model, "tokens", points(c)[0], c.seeds[0]).cfg
+    cfg = tuning(c, model)[0].cfg
     try:
-        planned = plan(cfg, 1)
+        vocab_size = vocabulary(cfg)
+        built = on_the_meta_device(cfg, vocab_size)
     except ConfigError as e:
         raise ConfigError(f"comparison {c.name}, model {model}: {e}") from None
-    flops = list(planned["flops_per_token"].items())
-    more = 0.0
-    if len(flops) > 1:  # "evaluations = 1", "evaluations = 5", …
-        (first, least), (last, most) = flops[0], flops[-1]
-        evaluations = int(last.rpartition(" ")[2]) - int(first.rpartition(" ")[2])
-        more = (most - least) / evaluations
-    return Cost(planned["parameters"], planned["parameters_without_embedding"], flops[0][1], more)
+    of = sizes(built, vocab_size, cfg.train.precision, cfg.optim)
+    first = more = next(iter(flops_of_model(cfg, built, of).values()))
+    if cfg.model.has_fixed_point:
+        more = built.flops_per_token(2, length=cfg.data.seq_len)
+    return Cost(of.parameters, of.parameters - of.embedding, first, more - first)
 
 
 def flops_of(of: Cost, run: Measured, tokens: float) -> float:
