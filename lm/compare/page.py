@@ -38,7 +38,7 @@ def write(found: dict, folder: Path) -> dict[str, Path]:
 def tables(found: dict) -> dict[str, list[list[str]]]:
     """By budget, rows of text; the first is the head."""
     reference, unit = found["comparison"]["reference"], found["unit"]
-    head = ["model", "parameters", "best", "seeds", unit, f"− {reference}", "M tokens", "PFLOP"]
+    head = ["model", "parameters", "best", "seeds", unit, f"− {reference}", "M tokens", "TFLOP"]
     out = {}
     for budget in found["comparison"]["equal"]:
         rows = [[*head, "processor s"]]
@@ -58,7 +58,7 @@ def _row(row: dict) -> list[str]:
         _with_deviation(row["mean"], row["deviation"]),
         _with_deviation(row["difference"], row["difference_deviation"], "+"),
         _number(row["tokens"], 1e6, ".2f"),
-        _number(row["flops"], 1e15, ".3f"),
+        _number(row["flops"], 1e12, ",.3g"),
         _number(row["processor_seconds"], 1, ",.0f"),
     ]
 
@@ -116,6 +116,7 @@ def draw(found: dict) -> str:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained", sharey=True)
     for axis, (name, title) in zip(axes, AXES.items(), strict=True):
@@ -123,7 +124,10 @@ def draw(found: dict) -> str:
             done = [r for r in entry["budgets"].get("tokens", []) if r["state"] == "done"]
             if done:
                 _curve(axis, name, model, [row["curve"] for row in done], found["unit"])
-        axis.set(xlabel=title, xscale="log", yscale="log")
+        axis.set(xlabel=title, xscale="log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3, which="both")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"validation {found['unit']}")
