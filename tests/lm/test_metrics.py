@@ -204,23 +204,24 @@ def clock(monkeypatch):
 
 def test_throughput_and_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
-    speed = Throughput(lambda evaluations: 100 * evaluations, world_size=2)
-    speed.tokens += 5000
+    speed = Throughput({8: lambda evaluations: 100 * evaluations}, world_size=2)
+    speed.add(3000, 8)
+    speed.add(2000, 8)
     clock.seconds += 2
     # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
     assert speed.read(4.0) == {"tokens_per_s": 2500.0, "mfu": 0.5}
-    speed.tokens += 30
+    speed.add(30, 8)
     clock.seconds += 3
     assert speed.read(0.0) == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
 
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput(lambda evaluations: 1, world_size=1)
-    speed.tokens += 1000
+    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    speed.add(1000, 8)
     clock.seconds += 50
     speed.restart()
-    speed.tokens += 20
+    speed.add(20, 8)
     clock.seconds += 2
     assert speed.read(1.0) == {"tokens_per_s": 10.0}  # no peak, no MFU
 
