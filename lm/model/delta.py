@@ -68,17 +68,9 @@ class GatedDeltaProduct(PlainLayer):
         """n, the steps a token."""
         return config.n_householder
 
-    @property
-    def _convolutions(self):
-        return (
-            (self.q_proj, self.q_conv1d),
-            (self.k_proj, self.k_conv1d),
-            (self.v_proj, self.v_conv1d),
-        )
-
     def state_shapes(self):
-        c, h = self.config, self.heads
-        widths = (conv1d.in_channels for _, conv1d in self._convolutions)
+        c, h, n = self.config, self.heads, self.steps
+        widths = (c.d_model, n * c.d_model, n * c.d_inner)
         return [(h, c.d_inner // h, c.d_model // h), *((c.d_conv - 1, width) for width in widths)]
 
     def run(self, u, seqs):
@@ -108,8 +100,10 @@ class GatedDeltaProduct(PlainLayer):
         """silu(convolution) of what q_proj, k_proj, v_proj make of u, and the convolutions' last
         inputs, () unless asked for."""
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
+        projections = self.q_proj, self.k_proj, self.v_proj
+        convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
         made, tails = [], []
-        for index, (proj, conv1d) in enumerate(self._convolutions):
+        for index, (proj, conv1d) in enumerate(zip(projections, convolutions)):
             x, before = seqs.masked(proj(u)), seqs.before("conv", index)
             made.append(conv1d(x, segments, before))
             if seqs.return_state:

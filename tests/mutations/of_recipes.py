@@ -1,4 +1,4 @@
-"""Mutations of schedules, optimizers, warm-ups, z-loss, skipped updates, averages of the weights."""
+"""Mutations of schedules, optimizers, warm-ups, z-loss, skipped updates, averaged weights."""
 
 from tests.mutations import Mutation
 
