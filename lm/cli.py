@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm import cli_tokenizer
+from lm import cli_compare, cli_tokenizer
 from lm.arguments import SEED, Number, Whole, counts, names, run
 from lm.cli_eval import add_eval
 
@@ -22,6 +22,7 @@ EPILOG = """examples:
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
   fprnn sweep configs/lm/sweep_mixers.yaml --status
+  fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
 """
 
@@ -348,6 +349,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--json", action="store_true", help="the status for a program to read")
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_sweep)
+
+    cli_compare.add(commands)
 
     c = commands.add_parser("export", help="run directory → HuggingFace directory")
     c.add_argument("run", metavar="RUN")

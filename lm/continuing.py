@@ -6,15 +6,17 @@ from pathlib import Path
 
 from lm.checkpoint import CheckpointError
 from lm.config import Config, load
+from lm.deepspeed_json import layout
 from lm.optim import signature
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
 
 
 def identity(cfg: Config, world_size: int) -> dict:
-    """What a checkpoint's manifest says of the training that it is of, beside its layout."""
+    """What a checkpoint's manifest says of the training that it is of."""
     warmup = cfg.train.batch_warmup
     return {
+        **layout(cfg, world_size),
         "optimizer": signature(cfg.optim),
         "global_batch_size": cfg.train.sequences(world_size),
         "batch_warmup": warmup and warmup.model_dump(),

@@ -273,36 +273,53 @@ class Outliers:
 
 
 class Throughput:
-    """Tokens per second between two readings, and MFU where the peak is known."""
+    """What updates take: tokens per second between two readings, MFU where the peak is known, and
+    the time of all updates of the run; what `restart` cuts off (validations, saves) is not in it.
+
+    Attributes:
+        spent: {"seconds", "processor_seconds"} of all updates; the processor's are those of this
+            rank's process, of all its threads.
+    """
 
     def __init__(self, flops_per_token: dict | None, world_size: int):
         self.flops_per_token = flops_per_token  # length → (evaluations per token → FLOPs), or None
         self.peak = peak_flops()
         self.world_size = world_size
+        self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
-        self.since, self.tokens = time.perf_counter(), {}
+        self.tokens = {}
+        self.since = self.last = _clocks()
 
-    def add(self, tokens: int, length: int) -> None:
-        """Tokens that were trained on, in sequences of this length."""
+    def count(self, tokens: int, length: int) -> None:
+        """An update of so many tokens, in sequences of this length, has ended."""
         self.tokens[length] = self.tokens.get(length, 0) + tokens
+        now = _clocks()
+        for name in self.spent:
+            self.spent[name] += now[name] - self.last[name]
+        self.last = now
 
     def read(self, evaluations: float) -> dict:
-        """Tokens per second since the last reading, and MFU.
+        """Tokens per second since the last reading, MFU, and what all updates took.
 
         Args:
             evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
         """
-        seconds = time.perf_counter() - self.since
+        seconds = _clocks()["seconds"] - self.since["seconds"]
         rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
         values = {"tokens_per_s": round(float(sum(rates.values())), 1)}
         if self.peak and self.flops_per_token:
             each = self.flops_per_token
             flops = sum(rate * each[length](evaluations) for length, rate in rates.items())
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
+        values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()
         return values
+
+
+def _clocks() -> dict[str, float]:
+    return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

@@ -15,7 +15,6 @@ from lm.checkpoint import CheckpointError, Checkpoints, drop_after, read_state, 
 from lm.config import Config
 from lm.console import Progress, say
 from lm.continuing import check_batch, check_optimizer, identity
-from lm.deepspeed_json import layout
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations
@@ -95,8 +94,7 @@ class Training:
         self.stats: list = []  # reports of the solver since the last record
         self.growth = Growth(cfg, ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-        self.layout = layout(cfg, ranks.world_size)
-        about = self.layout | identity(cfg, ranks.world_size)
+        about = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
@@ -165,7 +163,8 @@ class Training:
 
     def _fits(self, manifest: dict) -> bool:
         """Whether a checkpoint is laid out over ranks as this run is."""
-        return all(manifest[key] == value for key, value in self.layout.items())
+        about = self.checkpoints.about
+        return all(manifest[key] == about[key] for key in ("world_size", "zero_stage"))
 
     def resume(self) -> None:
         """Go on where `resume:` says, and open the log there.
@@ -211,6 +210,7 @@ class Training:
             torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
+        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
         self.rollbacks = state.get("rollbacks", 0)
         if "outliers" in state:
             self.outliers.load_state_dict(state["outliers"])
@@ -227,6 +227,7 @@ class Training:
         state = {
             "loader": self.batches.state_dict(),
             "seconds": self.seconds + time.perf_counter() - self.began,
+            "spent": dict(self.speed.spent),
             "rollbacks": self.rollbacks,
             "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
@@ -254,8 +255,7 @@ class Training:
         per_step = cfg.tokens_per_step(self.ranks.world_size)
         stage = self.engine.zero_stage
         say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
-        for what, how in self.growth.described():
-            say(f"{what}: {how}")
+        self.growth.announce(say)
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -344,7 +344,7 @@ class Training:
         if self.average:
             self.average.update()
         self.stats += update.stats
-        self.speed.add(self.growth.tokens(self.step), self.growth.length(self.step))
+        self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
         return update
 
     def _note_skip(self, why: str) -> None:
@@ -373,12 +373,14 @@ class Training:
                 " (train.rollbacks) made"
             ) from None
         after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
+        spent = self.speed.spent
         self.engine.release()  # with the gradients that are spoilt
         self.found = found
         self._build_model()
         self._restore(*found)
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
+        self.speed.spent = spent
         self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"

@@ -308,7 +308,7 @@ class FixedPointBlock(nn.Module):
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
-        if reflections is None:
+        if reflections is None or s.mixer.extra:
             return None
         if mask is not None and (mask[:, 1:] & ~mask[:, :-1]).any():
             return None  # the kernel passes y on unmasked: no token may follow padding

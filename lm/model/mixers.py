@@ -106,9 +106,9 @@ def _with_gates(projection, gate, like):
 
 
 class Mixer(nn.Module):
-    """What all mixers share. Subclasses define `out_features` (m), `weights(like)`, their
-    MixerWeights (like: see `affine_map`), and `forward(raw, v, weights)`: M(P; v) for raw (…,m) =
-    P Wᵀ + bias and v (…,d)."""
+    """What all mixers share. Subclasses define `out_features` (m, of its layers as they are),
+    `weights(like)`, their MixerWeights (like: see `affine_map`), and `forward(raw, v, weights)`:
+    M(P; v) for raw (…,m) = P Wᵀ + bias and v (…,d)."""
 
     out_features = 0
     has_low_rank = False
@@ -170,7 +170,19 @@ class Reflections(Mixer):
         if self.u_down is None:
             return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
         first, bias = _with_gates(self.u_down, self.alpha_proj, like)
-        return MixerWeights(first, bias, affine_map(self.u_proj, like))
+        second = affine_map(self.u_proj, like)
+        if backend("cell", like) is None:
+            return MixerWeights(first, bias, second)
+        return self._as_one_layer(first, bias, *second)
+
+    def _as_one_layer(self, first, bias, matrix, second_bias):
+        """What a compiled cell reads, which knows no second layer: the product of the two, r·d × p.
+        It takes less time than the second layer of as many tokens as a matrix has rows."""
+        q = len(first) - self.rank
+        vectors, their_bias = matrix @ first[:q], matrix @ bias[:q]
+        if second_bias is not None:
+            their_bias = their_bias + second_bias
+        return MixerWeights(torch.cat([vectors, first[q:]]), torch.cat([their_bias, bias[q:]]))
 
     def _second_layer(self, u, weights):
         """The vectors (…,r·d) of the low-rank u (…,q), in u's dtype."""
@@ -198,8 +210,6 @@ class Reflections(Mixer):
         return LowRank(u, T)
 
     def reflections(self):
-        if self.u_down is not None:
-            return None
         return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
 
     def mix(self, raw_x, raw_y, x, y, weights):

@@ -197,40 +197,52 @@ def test_few_iterations_leave_every_token_unfinished():
 @pytest.fixture
 def clock(monkeypatch):
     """The performance counter, moved by hand."""
-    now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    now = SimpleNamespace(seconds=100.0, processor=7.0)
+    clocks = {"perf_counter": lambda: now.seconds, "process_time": lambda: now.processor}
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
     return now
 
 
 def test_throughput_and_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
     speed = Throughput({8: lambda evaluations: 100 * evaluations}, world_size=2)
-    speed.add(3000, 8)
-    speed.add(2000, 8)
     clock.seconds += 2
+    clock.processor += 3
+    speed.count(5000, 8)
     # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
-    assert speed.read(4.0) == {"tokens_per_s": 2500.0, "mfu": 0.5}
-    speed.add(30, 8)
+    read = speed.read(4.0)
+    assert read.pop("spent") == {"seconds": 2.0, "processor_seconds": 3.0}
+    assert read == {"tokens_per_s": 2500.0, "mfu": 0.5}
     clock.seconds += 3
-    assert speed.read(0.0) == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+    clock.processor += 1
+    speed.count(30, 8)
+    read = speed.read(0.0)
+    assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
+    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
 
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
     speed = Throughput({8: lambda evaluations: 1}, world_size=1)
-    speed.add(1000, 8)
+    clock.seconds += 4
+    clock.processor += 3
+    speed.count(1000, 8)
     clock.seconds += 50
+    clock.processor += 50
     speed.restart()
-    speed.add(20, 8)
     clock.seconds += 2
-    assert speed.read(1.0) == {"tokens_per_s": 10.0}  # no peak, no MFU
+    clock.processor += 1
+    speed.count(20, 8)
+    spent = {"seconds": 6.0, "processor_seconds": 4.0}
+    assert speed.read(1.0) == {"tokens_per_s": 10.0, "spent": spent}  # no peak, no MFU
 
 
 def test_a_baseline_without_a_flops_formula_has_no_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
     speed = Throughput(None, world_size=1)
     clock.seconds += 1
-    assert speed.read(0.0) == {"tokens_per_s": 0.0}
+    spent = {"seconds": 0.0, "processor_seconds": 0.0}
+    assert speed.read(0.0) == {"tokens_per_s": 0.0, "spent": spent}
 
 
 @pytest.mark.parametrize(

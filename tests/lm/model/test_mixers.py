@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from lm.kernels import cpu_cell
+from lm.model import mixers, scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import WNLinear
 from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, largest_stretch, nrm
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.kernels import skip_where_missing
 from tests.oracles import mixer_matrix
 
 CASES = {
@@ -81,11 +87,57 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_out_features_is_what_the_map_gives(name):
+def test_out_features_is_what_the_map_gives(name, monkeypatch):
+    monkeypatch.setattr(mixers, "backend", lambda *args: None)  # of two layers, the first
     config, mixer = randomised(name)
     weights = mixer.weights(torch.zeros(1, dtype=torch.float64))
     assert weights.first.shape == (mixer.out_features, 2 * config.d_inner)
     assert len(weights.bias) == mixer.out_features
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["as_built", "with_an_adapters_biases"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("lowrank")])
+def test_the_two_layers_as_one_are_the_same_map(name, biases, monkeypatch):
+    config, mixer = randomised(name)
+    if biases:
+        for part in ("u_down", "u_proj"):
+            old = getattr(mixer, part)
+            setattr(mixer, part, nn.Linear(old.in_features, old.out_features).double())
+    P = torch.randn(2, 3, 2 * config.d_inner, dtype=torch.float64)
+    v = torch.randn(2, 3, config.d_inner, dtype=torch.float64)
+    found = {}
+    for compiled in (True, False):
+        monkeypatch.setattr(mixers, "backend", lambda *args, found=compiled: found or None)
+        weights = mixer.weights(P)
+        assert bool(weights.extra) is not compiled
+        mixed = mixer(F.linear(P, weights.first, weights.bias), v, weights)
+        wanted = [p for p in mixer.parameters() if p.requires_grad]
+        found[compiled] = [mixed, *torch.autograd.grad(mixed.sin().sum(), wanted)]
+    torch.testing.assert_close(found[True], found[False], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
+def test_low_rank_vectors_are_solved_by_the_compiled_cell(block, monkeypatch):
+    skip_where_missing(cpu_cell)
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=11, d_model=8, n_layer=2, headdim=8, block=block, mixer_rank=2,
+        mixer_proj_rank=3, contractive=0.7,
+    )  # fmt: skip
+    model = FPRNNForCausalLM(config).double()
+    ids = torch.randint(11, (2, 9))
+    name = "cell_rnn" if block == "fp_rnn" else "cell"
+    cell, calls, found = getattr(cpu_cell, name), [], []
+    monkeypatch.setattr(cpu_cell, name, lambda *args: calls.append(1) or cell(*args))
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append({"loss": loss.detach(), **grads})
+        assert len(calls) == config.n_layer  # of the first time alone
+        monkeypatch.setattr(scan, "_kernels", lambda: None)
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
 
 
 def test_one_reflection_is_orthogonal_at_full_gate():

@@ -1,0 +1,53 @@
+"""Models of one size against each other: tuned alike, at equal tokens, FLOPs and processor time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm.compare import page, results, runs, settings
+from lm.console import say
+from lm.errors import require
+
+
+def compare(
+    path: str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    jobs: int = 1,
+    gpus: int | None = None,
+    report: bool = False,
+) -> dict[str, Path]:
+    """Train what is left of a comparison, and write its tables, curves and page.
+
+    Args:
+        jobs: trainings at once. gpus: of each, under DeepSpeed's launcher; None: one process each.
+        report: train nothing, and write what is there.
+    Returns:
+        what was written, by name.
+    Raises:
+        ConfigError: bad YAML, or models that are not of one size. TrainingError: a training failed
+            (one that only diverges is a result). Stopped: by a signal; the same call continues.
+    """
+    require("matplotlib", "fprnn compare")
+    c = settings.load(path, overrides)
+    costs = {model: results.cost(c, model) for model in c.models}
+    results.check_parameters(c, costs)
+    if not report:
+        train(c, costs, jobs, gpus)
+    found = results.collect(c, costs)
+    return page.write(found, Path(c.out_dir) / c.name)
+
+
+def train(c: settings.Comparison, costs, jobs: int, gpus: int | None) -> None:
+    """The trainings in their order: the grids; all seeds at what was best; the other budgets."""
+    grids = [one for model in c.models for one in results.tuning(c, model)]
+    say(f"tuning   {len(c.models)} models, {len(grids)} trainings")
+    runs.run_all(grids, jobs, gpus)
+    seeds = [one for model in c.models for one in results.seeded(c, model)]
+    say(f"seeds    {len(seeds)} trainings, {len(c.models)} of them from the grids")
+    runs.run_all(seeds, jobs, gpus)
+    for budget in c.equal:
+        if budget == "tokens":
+            continue
+        for model in c.models:
+            say(f"budget   {model} at equal {budget}")
+            runs.run_all(results.at_budget(c, model, budget, costs), jobs, gpus)
