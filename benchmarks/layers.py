@@ -19,6 +19,7 @@ PATTERNS = (
     "mamba2*4",
     "mamba2*3 fp_mamba2",
     "mamba*2 attention fp_mamba1",
+    "gated_deltanet*4",
 )
 
 

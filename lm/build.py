@@ -113,6 +113,11 @@ def _build(
     others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
     if model.layers is None and model.position == "alibi":
         raise ConfigError("model.position alibi is of model.name transformer, not of fprnn")
+    if model.backend == "fla" and "gated_delta" in str(model.layers):
+        raise ConfigError(
+            "model.backend fla is of the baselines: layers of a pattern compute the delta rule in"
+            " chunks of their own; leave it at auto"
+        )
     _check_options(model)
     try:
         config = FPRNNConfig(

@@ -24,6 +24,7 @@ from lm.config_model import Count, Fraction, Model, OpenFraction, Section, Size,
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
+from lm.warmups import Growing, check_warmups
 from lm.yaml_text import Dumper, load_tree, parse
 
 
@@ -159,7 +160,7 @@ class Skip(Section):
     window: int = Field(128, ge=2, le=100_000)
 
 
-class Train(Section):
+class Train(Growing):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0)  # optimizer updates
@@ -306,6 +307,8 @@ def check_warmup(cfg) -> None:
             for the decay of `wsd` after it.
     """
     _check_decay(cfg.optim, cfg.train.steps)
+    if isinstance(cfg, Config):
+        check_warmups(cfg)
     warmup = cfg.optim.warmup
     if warmup > 1 and warmup != int(warmup):
         raise ConfigError(

@@ -89,9 +89,9 @@ class Model(Section):
     d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
     position: Literal["rope", "nope", "alibi"] = "rope"  # alibi: of the baseline alone
     attention_window: Size | None = None  # of a pattern's attention
-    # Of the baselines alone (lm.baselines.FIELDS).
     n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
+    # Of the baselines alone (lm.baselines.FIELDS).
     backend: Literal["auto", "plain", "fla"] = "auto"
 
     @property

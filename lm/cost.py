@@ -19,19 +19,22 @@ class Link(NamedTuple):
     bytes_per_second: float  # that one GPU sends
 
 
-def flops_of(cfg: Config, model, of: Sizes) -> dict[str, float]:
-    """FLOPs of a token in training, forward and backward, by what they depend on."""
-    m = cfg.model
+def flops_of(cfg: Config, model, of: Sizes, length: int | None = None) -> dict[str, float]:
+    """FLOPs of a token in training, forward and backward, by what they depend on.
+
+    Args: length: of the sequences; None: data.seq_len.
+    """
+    m, length = cfg.model, length or cfg.data.seq_len
     if m.name == "fprnn":
         counts = COUNTS if model.solver() != "none" else COUNTS[:1]
-        flops = {k: model.flops_per_token(k, length=cfg.data.seq_len) for k in counts}
+        flops = {k: model.flops_per_token(k, length=length) for k in counts}
         if len(flops) == 1:
             return {"no layer is solved": flops[counts[0]]}
         return {f"evaluations = {k}": count for k, count in flops.items()}
     # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward.
     d, states = m.expand * m.d_model, m.d_state
     if m.name == "transformer":
-        mixing = 6 * m.d_model * cfg.data.seq_len  # causal: half of all pairs
+        mixing = 6 * m.d_model * length  # causal: half of all pairs
     elif m.name in ("mamba", "mamba2"):
         mixing = 27 * d * states  # Mamba's own count of its scan
     elif m.name == "lstm":

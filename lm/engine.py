@@ -25,6 +25,7 @@ from lm.model.loss import log_z_sum, number_of
 from lm.muon import MatricesAndRest, Piece
 from lm.optim import lr_factor, optimizer
 from lm.ranks import Ranks, launched
+from lm.warmups import Growth
 
 
 def _free_port() -> int:
@@ -158,7 +159,7 @@ class _Taken:
 
 
 class Engine:
-    """A model under DeepSpeed: one `step` is one update, over `accumulation` micro-batches."""
+    """A model under DeepSpeed: one `step` is one update, over any number of micro-batches."""
 
     def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
         deepspeed = _import_deepspeed()
@@ -223,7 +224,7 @@ class Engine:
         """One update.
 
         Args:
-            batches: `accumulation` micro-batches.
+            batches: its micro-batches, on every rank as many.
             stop: this rank was asked to stop. alive: called after each micro-batch.
             outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
                 where `train.skip` is set.
@@ -232,6 +233,7 @@ class Engine:
                 spoilt.
         """
         self.deepspeed.train()
+        self._accumulate(len(batches))
         total, stats = torch.zeros((), device=self.ranks.device), []
         added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
@@ -265,6 +267,15 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)
+
+    def _accumulate(self, count: int) -> None:
+        """Have DeepSpeed make the next update of so many micro-batches."""
+        engine = self.deepspeed
+        if count != engine.gradient_accumulation_steps():
+            at_once = engine.train_micro_batch_size_per_gpu() * self.ranks.world_size
+            engine.set_train_batch_size(count * at_once)
+            # The update ends where `count` divides the micro-batches since here.
+            engine.micro_steps = 0
 
     def _unless_skipped(self, step):
         """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
@@ -388,7 +399,8 @@ class Engine:
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates
         self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
-        self.deepspeed.global_samples = updates * self.config["train_batch_size"]
+        growth = Growth(self.cfg, self.ranks.world_size)
+        self.deepspeed.global_samples = growth.sequences_until(updates)
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
 

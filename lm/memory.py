@@ -18,6 +18,7 @@ from lm.cards import GIB, Card
 from lm.config import Config, Optim
 from lm.deepspeed_json import deepspeed_config, highest_stage
 from lm.optim import matrices
+from lm.warmups import Growth
 
 BUCKET = 500_000_000  # elements of DeepSpeed's gradient buffer, where nothing else is set
 SMALL_BUCKET = 50_000_000
@@ -126,7 +127,9 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
     n, t = 4.0 * of.parameters, cfg.train
     share = n / world_size
     tokens = t.micro_batch_size * cfg.data.seq_len
-    kept, temporary = held.held(t.micro_batch_size, cfg.data.seq_len)
+    # Short sequences, of which a micro-batch then has more, may hold more states.
+    lengths = Growth(cfg, world_size).lengths
+    kept, temporary = max((held.held(tokens // n, n) for n in lengths), key=sum)
     logits_kept, logits = activations.loss_bytes(cfg, tokens, of.vocab_size)
     logits = max(logits, logits / 3 + 4.0 * of.head)  # the gradient of the head, before it is added
     copy = 0.0 if stage == 0 else share

@@ -281,20 +281,20 @@ class Throughput:
             rank's process, of all its threads.
     """
 
-    def __init__(self, flops_per_token, world_size: int):
-        self.flops_per_token = flops_per_token  # evaluations per token → FLOPs, or None
+    def __init__(self, flops_per_token: dict | None, world_size: int):
+        self.flops_per_token = flops_per_token  # length → (evaluations per token → FLOPs), or None
         self.peak = peak_flops()
         self.world_size = world_size
         self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
-        self.tokens = 0
+        self.tokens = {}
         self.since = self.last = _clocks()
 
-    def count(self, tokens: int) -> None:
-        """An update of so many tokens has ended."""
-        self.tokens += tokens
+    def count(self, tokens: int, length: int) -> None:
+        """An update of so many tokens, in sequences of this length, has ended."""
+        self.tokens[length] = self.tokens.get(length, 0) + tokens
         now = _clocks()
         for name in self.spent:
             self.spent[name] += now[name] - self.last[name]
@@ -307,10 +307,11 @@ class Throughput:
             evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
         """
         seconds = _clocks()["seconds"] - self.since["seconds"]
-        rate = self.tokens / seconds if seconds > 0 else 0.0
-        values = {"tokens_per_s": round(rate, 1)}
+        rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
+        values = {"tokens_per_s": round(float(sum(rates.values())), 1)}
         if self.peak and self.flops_per_token:
-            flops = rate * self.flops_per_token(evaluations)
+            each = self.flops_per_token
+            flops = sum(rate * each[length](evaluations) for length, rate in rates.items())
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()
@@ -337,13 +338,17 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return records
 
 
-def affine(flops_per_token, length: int):
-    """Evaluations a token → FLOPs in sequences of `length`, taken while the weights are whole; None
-    for a model that cannot say."""
+def affine(flops_per_token, lengths: list[int]) -> dict | None:
+    """{length: evaluations a token → FLOPs in sequences of that length}, taken while the weights
+    are whole; None for a model that cannot say."""
     if flops_per_token is None:
         return None
-    at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
-    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
+
+    def of(length):
+        at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
+        return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
+
+    return {length: of(length) for length in lengths}
 
 
 def mean(values) -> float:

@@ -14,6 +14,7 @@ from lm.deepspeed_json import deepspeed_config, highest_stage
 from lm.memory import Planner, on_the_meta_device, sizes
 from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
+from lm.warmups import Growth
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
@@ -203,12 +204,16 @@ def plan(cfg: Config, at: Where | int) -> dict:
     of = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
     t, world_size = cfg.train, at.world_size
     tokens_per_step = cfg.tokens_per_step(world_size)
-    tokens = tokens_per_step * t.steps
+    growth = Growth(cfg, world_size)
+    tokens, by_length = growth.tokens_until(t.steps), growth.tokens_by_length(t.steps)
     flops = flops_of(cfg, model, of)
+    of_lengths = {n: flops_of(cfg, model, of, n) for n in by_length}
+    in_all = {k: sum(of_lengths[n][k] * count for n, count in by_length.items()) for k in flops}
     evaluations = evaluations_of(model, at)
-    each = next(iter(flops.values()))
+    work = next(iter(in_all.values()))
     if evaluations is not None:
-        each = model.flops_per_token(evaluations, length=cfg.data.seq_len)
+        each = {n: model.flops_per_token(evaluations, length=n) for n in by_length}
+        work = sum(each[n] * count for n, count in by_length.items())
     planner = Planner(cfg, world_size, at.card, of)
     needed, change = planner.memory(), None
     if not planner.fits(needed):
@@ -231,15 +236,17 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "sequences_per_step": t.sequences(world_size),
         "tokens_per_step": tokens_per_step,
         "tokens": tokens,
+        "warmups": growth.described(),
         "dataset_tokens": dataset_tokens,
         "dataset": dataset,
         "sources": sources,
         "packing": _packing(cfg),
         "passes": tokens / dataset_tokens if dataset_tokens else None,
         "flops_per_token": flops,
+        "flops_in_all": in_all,
         "evaluations": evaluations,
-        "flops": each * tokens,
-        "hours": cost.hours(each * tokens, world_size, at.card, t.precision, at.utilisation),
+        "flops": work,
+        "hours": cost.hours(work, world_size, at.card, t.precision, at.utilisation),
         "memory": needed,
         "limit": planner.limit,
         "fits": planner.fits(needed),
@@ -300,6 +307,7 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("ranks (GPUs)", _ranks(p["at"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
+        *p["warmups"],
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         *(_mixed(p) or _single(p, cfg)),
         *p["packing"],
@@ -341,8 +349,8 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
     """FLOPs, hours, what is sent and saved."""
     rows = []
     for name, flops in p["flops_per_token"].items():
-        total = flops * p["tokens"]
-        rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total:.2e} in all)"))
+        total = f"{p['flops_in_all'][name]:.2e} in all"
+        rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total})"))
     at, precision = p["at"], cfg.train.precision
     if p["hours"] is None:
         rows.append(("hours", "not known of a CPU: a short run says its tokens/s"))

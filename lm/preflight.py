@@ -17,6 +17,7 @@ from lm.errors import ConfigError, require
 from lm.kernels import asked
 from lm.optim import groups
 from lm.ranks import Ranks
+from lm.warmups import check_batch_warmup
 
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
@@ -64,6 +65,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_contraction(cfg, config)
     check_muon(cfg, config)
     check_average(cfg, config)
+    check_batch_warmup(cfg, world_size, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     groups(model, cfg.optim)
     for name, part in parts(cfg).items():

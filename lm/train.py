@@ -14,8 +14,7 @@ from lm.build import build_model, missing_kernels, vocabulary
 from lm.checkpoint import CheckpointError, Checkpoints, drop_after, read_state, to_resume
 from lm.config import Config
 from lm.console import Progress, say
-from lm.continuing import check_batch, check_optimizer
-from lm.deepspeed_json import layout
+from lm.continuing import check_batch, check_optimizer, identity
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations
@@ -40,6 +39,7 @@ from lm.reshard import gathered
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
 from lm.validation import Validation
+from lm.warmups import Growth
 from lm.watchdog import Watchdog
 
 RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
@@ -92,14 +92,9 @@ class Training:
         self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
-        self.accumulation = cfg.train.accumulation(ranks.world_size)
+        self.growth = Growth(cfg, ranks.world_size)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-        self.layout = layout(cfg, ranks.world_size)
-        about = {
-            **self.layout,
-            "optimizer": signature(cfg.optim),
-            "global_batch_size": cfg.train.sequences(ranks.world_size),
-        }
+        about = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
@@ -134,7 +129,7 @@ class Training:
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.solves = cfg.model.has_fixed_point
-        flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
+        flops = affine(getattr(self.model, "flops_per_token", None), self.growth.lengths)
         self.engine = self._engine()
         decay = cfg.train.ema
         self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
@@ -168,7 +163,8 @@ class Training:
 
     def _fits(self, manifest: dict) -> bool:
         """Whether a checkpoint is laid out over ranks as this run is."""
-        return all(manifest[key] == value for key, value in self.layout.items())
+        about = self.checkpoints.about
+        return all(manifest[key] == about[key] for key in ("world_size", "zero_stage"))
 
     def resume(self) -> None:
         """Go on where `resume:` says, and open the log there.
@@ -179,8 +175,7 @@ class Training:
         folder = self.run.checkpoints
         if self.found is not None:
             path, manifest = self.found
-            now = self.checkpoints.about["global_batch_size"]
-            check_batch(path, manifest, now, self.run, self.ranks)
+            check_batch(path, manifest, self.checkpoints.about, self.run, self.ranks)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
                 raise CheckpointError(
@@ -260,6 +255,7 @@ class Training:
         per_step = cfg.tokens_per_step(self.ranks.world_size)
         stage = self.engine.zero_stage
         say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
+        self.growth.announce(say)
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -325,7 +321,7 @@ class Training:
         """
         micro, error = [], None
         try:
-            for _ in range(self.accumulation):
+            for _ in range(self.growth.micro_batches(self.step + 1)):
                 micro.append(next(self.batches))
                 self.alive()
         except UserError as e:
@@ -333,7 +329,7 @@ class Training:
         (failed,) = self.ranks.sum(error is not None)
         if failed:
             self.ranks.raise_any(error)
-        return micro
+        return self.growth.cut(micro, self.step + 1)
 
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
@@ -348,7 +344,7 @@ class Training:
         if self.average:
             self.average.update()
         self.stats += update.stats
-        self.speed.count(self.cfg.tokens_per_step(self.ranks.world_size))
+        self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
         return update
 
     def _note_skip(self, why: str) -> None:
@@ -415,7 +411,8 @@ class Training:
             "grad_norm": update.norm,
             **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
             **({"skipped": self.outliers.number} if cfg.train.skip else {}),
-            "tokens": self.step * cfg.tokens_per_step(self.ranks.world_size),
+            "tokens": self.growth.tokens_until(self.step),
+            **self.growth.record(self.step),
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
@@ -469,7 +466,7 @@ class Training:
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
-            tokens = steps * self.cfg.tokens_per_step(self.ranks.world_size)
+            tokens = self.growth.tokens_until(steps)
             result = {
                 "updates": steps,
                 "tokens": tokens,

@@ -18,7 +18,9 @@ WEIGHT = 0.05
 SETTINGS = ["train.global_batch_size=4", "train.micro_batch_size=1", "train.grad_accum_steps=null",
             "optim.grad_clip=0.3", f"train.z_loss={WEIGHT}",
             "train.skip={sigma: 3, window: 2}", "model.headdim=8"]  # fmt: skip
-CASES = [("fprnn", 0), ("fprnn", 1), ("fprnn", 2), ("fprnn", 3), ("transformer", 1)]
+DELTA = "model.layers=gated_deltanet gated_deltaproduct"
+CASES = [("fprnn", 0), ("fprnn", 1), ("fprnn", 2), ("fprnn", 3), ("transformer", 1),
+         ("fprnn", 3, DELTA)]  # fmt: skip
 
 
 def micro_batches(ranks):
@@ -64,10 +66,9 @@ def equal(one, other):
     return True
 
 
-def case(name, stage, ranks):
-    cfg = load(
-        "configs/tiny/lm.yaml", [*SETTINGS, f"model.name={name}", f"engine.zero_stage={stage}"]
-    )
+def case(ranks, name, stage, *more):
+    settings = [*SETTINGS, f"model.name={name}", f"engine.zero_stage={stage}", *more]
+    cfg = load("configs/tiny/lm.yaml", settings)
     torch.manual_seed(0)
     plain = build_model(cfg, 64)
     engine = ds.Engine(cfg, copy.deepcopy(plain), ranks)
@@ -99,7 +100,7 @@ def case(name, stage, ranks):
 
 def main():
     ranks = ds.start(load("configs/tiny/lm.yaml", SETTINGS))
-    found = {f"{name} ZeRO-{stage}": case(name, stage, ranks) for name, stage in CASES}
+    found = {" ".join(map(str, asked)): case(ranks, *asked) for asked in CASES}
     if ranks.is_main:
         print(json.dumps(found))
     ranks.barrier()

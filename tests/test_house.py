@@ -34,6 +34,7 @@ FLOORS = {
         "resuming",
         "signals",
         "tasks",
+        "warmups",
         "watchdog",
         "yaml_text",
     ),

@@ -3,9 +3,9 @@
 from lm.config import ConfigError
 
 # Fields of `lm.config.Model` that concern baselines alone; `lm.build` keeps them from FPRNNConfig.
-FIELDS = ("n_householder", "allow_neg_eigval", "backend")
+FIELDS = ("backend",)
 # Those that layers of a pattern (`model.layers`) read as well.
-SHARED = ("n_heads", "d_ff", "position")
+SHARED = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval")
 
 
 def build_baseline(model, vocab_size, precision="fp32", **common):

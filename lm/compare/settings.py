@@ -15,6 +15,7 @@ from lm.config import Config
 from lm.config_messages import explain, is_key, nearest
 from lm.config_model import OpenFraction, Section
 from lm.errors import ConfigError
+from lm.warmups import refuse_warmups
 from lm.yaml_text import load_tree, parse
 
 BUDGETS = ("tokens", "flops", "processor")  # what all models are given the same of
@@ -124,7 +125,7 @@ def training(
     Args:
         steps: updates; None: what the config says.
     Raises:
-        ConfigError: as `lm.config.build`.
+        ConfigError: as `lm.config.build`; updates of different sizes.
     """
     tree = copy.deepcopy(c.config)
     where = f"comparison {c.name}, model {model}"
@@ -146,6 +147,7 @@ def training(
         config.set_key(tree, "train.steps", steps)
     cfg = config.build(tree, where)
     config.check_warmup(cfg)
+    refuse_warmups(cfg, where)
     return Training(model, budget, tuple(point), seed, cfg)
 
 

@@ -47,6 +47,7 @@ RANGES = {  # field → (least, most, both in words)
     "n_heads": (1, _LARGE, "a whole number from 1 on, or auto"),
     "d_ff": (1, _LARGE, "a whole number from 1 on, or auto"),
     "attention_window": (1, _LARGE, "a whole number from 1 on, or null"),
+    "n_householder": (1, _LARGE, "a whole number from 1 on"),
 }
 
 UNSET = (
@@ -79,6 +80,7 @@ CHOICES = {
     "token": ("auto", "exact", "iterate"),
     "stopping": ("auto", "causal", "paper"),
     "position": ("rope", "nope"),
+    "allow_neg_eigval": ("auto", True, False),
 }
 SCHEDULES = {
     "auto": "sequential with householder or dplr on a CPU, else window:128",
@@ -172,8 +174,10 @@ class FPRNNConfig(PretrainedConfig):
         block: "fp_mamba1", "fp_mamba2" or "fp_rnn". headdim, ngroups: of fp_mamba2 and mamba2.
         layers: None: n_layer equal layers of `block`; else which layers there are, see patterns.py;
         `block` is then their kind of fixed-point layer.
-        n_heads: of attention; "auto": as many of headdim as fit in d_model. position: of attention,
-        "rope" or "nope". attention_window: tokens that it looks at; None: all.
+        n_heads: of attention and gated_deltanet; "auto": as many of headdim as fit in d_model.
+        position: of attention, "rope" or "nope". attention_window: tokens it looks at; None: all.
+        n_householder: steps a token of gated_deltaproduct. allow_neg_eigval: β in (0, 2), not
+        (0, 1); "auto": of gated_deltaproduct.
         d_ff: width inside mlp; "auto": 8/3 d_model, rounded up to 64.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3).
@@ -262,6 +266,8 @@ class FPRNNConfig(PretrainedConfig):
         d_ff="auto",
         position="rope",
         attention_window=None,
+        n_householder=2,
+        allow_neg_eigval="auto",
         out_norm_epsilon=1e-5,
         eps=1e-5,
         reset_at_eos=True,
@@ -339,6 +345,8 @@ class FPRNNConfig(PretrainedConfig):
         self.d_ff = d_ff
         self.position = position
         self.attention_window = attention_window
+        self.n_householder = n_householder
+        self.allow_neg_eigval = allow_neg_eigval
         self.out_norm_epsilon = out_norm_epsilon
         self.eps = eps
         self.reset_at_eos = reset_at_eos
@@ -403,9 +411,9 @@ class FPRNNConfig(PretrainedConfig):
 
     def _check_values(self):
         for name, known in {**NAMES, **CHOICES}.items():
-            if getattr(self, name) not in known:
+            if (value := getattr(self, name)) not in known:
                 raise ValueError(
-                    f"{name} is `{getattr(self, name)}`: it must be one of {', '.join(known)}"
+                    f"{name} is `{value}`: it must be one of {', '.join(map(str, known))}"
                 )
         for name, (least, most, words) in RANGES.items():
             value = getattr(self, name)

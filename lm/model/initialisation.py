@@ -7,6 +7,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .blocks import FPMamba1, FPMamba2
+from .delta import GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
@@ -50,9 +51,14 @@ def _initialise_block(module, cfg):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
+    elif isinstance(module, GatedDeltaProduct):
+        A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
+        init.copy_(module.A_log, A.log())
+        dt_bias = module.dt_bias
     else:
         return
-    init.ones_(module.D)
+    if hasattr(module, "D"):
+        init.ones_(module.D)
     low, high = math.log(1e-3), math.log(1e-1)
     u = torch.rand(dt_bias.shape, device=dt_bias.device)
     dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)

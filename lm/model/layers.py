@@ -166,8 +166,8 @@ class StepSize(nn.Linear):
 class ShortConv(nn.Conv1d):
     """silu(depthwise causal convolution), within documents. d: channels, k: width."""
 
-    def __init__(self, d, k):
-        super().__init__(d, d, k, groups=d, padding=k - 1)
+    def __init__(self, d, k, bias=True):
+        super().__init__(d, d, k, groups=d, padding=k - 1, bias=bias)
 
     def forward(self, x, segments=None, before=None):
         """x: (b,l,d) → (b,l,d). segments, before: see `causal_conv`."""

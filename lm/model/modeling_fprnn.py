@@ -16,6 +16,9 @@ from .blocks import FPRNN
 from .cell import find_root
 from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig, parse_gradient, refuse_solver_token
 from .contraction import spectral_norm
+from .delta import GatedDeltaNet
+from .delta_chunks import gated_delta_rule
+from .delta_rule import delta_rule
 from .diagonal import Mamba
 from .fixed_point import FixedPointBlock
 from .gradient import implicit_gradient
@@ -37,7 +40,7 @@ from .names import let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
-from .patterns import FIXED_POINT
+from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
 from .projections import Projections
 from .residual import FPRNNLayer
@@ -50,7 +53,8 @@ from .step import finish
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
     implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
-    Projections, gaussian, Attention, Mamba, heads_of,
+    Projections, gaussian, Attention, Mamba, heads_of, GatedDeltaNet, gated_delta_rule,
+    delta_rule,
 )  # fmt: skip
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
@@ -59,10 +63,6 @@ NORMED = (
     "u_down", "u_proj", "alpha_proj", "uv_proj", "gate_proj", "bc_y_proj", "dt_y_proj", "z_y_proj",
 )  # fmt: skip
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
-_OF_MAMBA, _OF_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
-IN_FP32 = {
-    "fp_mamba1": _OF_MAMBA, "mamba": _OF_MAMBA, "fp_mamba2": _OF_MAMBA2, "mamba2": _OF_MAMBA2,
-}  # fmt: skip
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
 
@@ -78,7 +78,6 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def __init__(self, config):
         config.settle()
         super().__init__(config)
-        # exp() and softplus() of these need more digits than half precision has.
         kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
         kept = (name for kind in kinds for name in IN_FP32.get(kind, ()))
         self._keep_in_fp32_modules_strict = list(dict.fromkeys(kept))

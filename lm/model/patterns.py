@@ -12,6 +12,7 @@ _OF_BLOCKS = ("expand", "bias", "use_short_conv", "d_conv", "out_norm_epsilon", 
 _OF_FP_MAMBA = (
     *_OF_MIXERS, *_OF_BLOCKS, "d_state", "b_h_dep", "c_h_dep", "dt_h_dep", "bc_norm", "glu_in_loop",
 )  # fmt: skip
+_OF_DELTA = ("n_heads", "headdim", "expand", "d_conv", "allow_neg_eigval")
 # Every kind of layer, and the fields of FPRNNConfig that it reads: these may be its options.
 KINDS = {
     "fp_mamba1": (*_OF_FP_MAMBA, "dt_rank"),
@@ -19,9 +20,18 @@ KINDS = {
     "fp_rnn": (*_OF_MIXERS, *_OF_BLOCKS),
     "mamba": ("expand", "d_state", "dt_rank", "d_conv", "bias"),
     "mamba2": ("expand", "d_state", "d_conv", "headdim", "ngroups", "bias"),
+    "gated_deltanet": _OF_DELTA,
+    "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
 }
+_WIDE_MAMBA, _WIDE_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
+_WIDE_DELTA = ("A_log", "dt_bias")
+# Parameters whose exp() and softplus() need more digits than half precision has.
+IN_FP32 = {
+    "fp_mamba1": _WIDE_MAMBA, "mamba": _WIDE_MAMBA, "fp_mamba2": _WIDE_MAMBA2,
+    "mamba2": _WIDE_MAMBA2, "gated_deltanet": _WIDE_DELTA, "gated_deltaproduct": _WIDE_DELTA,
+}  # fmt: skip
 
 
 class Layer(NamedTuple):

@@ -5,13 +5,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import Attention
 from .blocks import build_block
+from .delta import GatedDeltaNet, GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .layers import residual_norm
 from .plain import GatedMLP
 from .state import Sequences
 
 # What a layer of a pattern may be (patterns.py) beside a fixed-point block.
-PLAIN = {"mamba": Mamba, "mamba2": Mamba2, "attention": Attention, "mlp": GatedMLP}
+PLAIN = {
+    "mamba": Mamba, "mamba2": Mamba2, "gated_deltanet": GatedDeltaNet,
+    "gated_deltaproduct": GatedDeltaProduct, "attention": Attention, "mlp": GatedMLP,
+}  # fmt: skip
 
 
 class SolvesOnceLayer(GradientCheckpointingLayer):

@@ -10,8 +10,16 @@ def nearest_divisor(whole, wanted):
 
 
 def heads_of(config):
-    """Heads of attention: `n_heads`, or as many of `headdim` as fit in d_model, at least one."""
+    """Of attention and of a delta layer: `n_heads`, or as many of `headdim` as fit in d_model, at
+    least one."""
     return max(1, config.d_model // config.headdim) if config.n_heads == "auto" else config.n_heads
+
+
+def negative_eigenvalues(config, kind):
+    """Whether β of a delta layer is in (0, 2), not (0, 1)."""
+    if config.allow_neg_eigval == "auto":
+        return kind == "gated_deltaproduct"
+    return bool(config.allow_neg_eigval)
 
 
 def width_of_mlp(config):
@@ -30,8 +38,8 @@ def check_sizes(config, kind):
         _check_mamba2(config)
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
-    if kind == "attention":
-        _check_heads(config)
+    if kind in ("attention", "gated_deltanet", "gated_deltaproduct"):
+        _check_heads(config, kind)
 
 
 def _check_mamba2(config):
@@ -69,14 +77,14 @@ def _check_mixer(config, kind):
         raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
 
 
-def _check_heads(config):
+def _check_heads(config, kind):
     d, heads = config.d_model, heads_of(config)
     if d % heads:
         raise ValueError(
             f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
             f" as {nearest_divisor(d, heads)} does"
         )
-    if config.position == "rope" and (d // heads) % 2:
+    if kind == "attention" and config.position == "rope" and (d // heads) % 2:
         raise ValueError(
             f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
             " position to nope"

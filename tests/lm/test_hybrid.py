@@ -29,6 +29,9 @@ def refused(cfg) -> str:
         ({"layers": "mamba*3"}, "n_layer must be 3, or a multiple of it"),
         ({"layers": [{"mamba": {"expand": "two"}}]}, "model.layers, mamba: expand is 'two': "),
         ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "model.layers, fp_mamba1: bc_norm is 3: "),
+        ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
+        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
+        ({"layers": "gated_deltanet", "backend": "fla"}, "model.backend fla is of the baselines"),
         ({"layers": "attention", "position": "alibi"}, "must be one of rope, nope"),
         ({"position": "alibi"}, "model.position alibi is of model.name transformer"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
@@ -61,10 +64,11 @@ def test_the_plan_counts_every_layer():
     counted = [activations.count(cfg, on_gpu=False) for cfg in (once, twice)]
     assert [found.repeats for found in counted] == [1, 2]
     assert counted[0].layers == counted[1].layers
-    alone = [activations.count(hybrid(layers=kind, n_layer=1), False) for kind in ("mamba", "mlp")]
-    both = activations.count(hybrid(layers="mamba mlp", n_layer=2), False)
+    kinds = ("mamba", "mlp", "gated_deltaproduct")
+    alone = [activations.count(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
+    together = activations.count(hybrid(layers=" ".join(kinds), n_layer=3), False)
     parts = sum(found.layers.at(2, 64) for found in alone)
-    assert both.layers.at(2, 64) == pytest.approx(parts, rel=0.06)
+    assert together.layers.at(2, 64) == pytest.approx(parts, rel=0.06)
     found = plan(hybrid(layers="mamba"), 1)
     assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
     assert found["parameters"] == sum(

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from tests import mutations as m
@@ -67,15 +68,17 @@ def _run(chosen, jobs, last_resort):
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")  # for compiled mutants
         parts = [chosen[i::jobs] for i in range(jobs)]
         context = multiprocessing.get_context("fork")
-        with context.Pool(jobs, _start_worker, (folder,)) as pool:
+        # A Pool's workers are daemons, whose tries may start no process of their own.
+        with ProcessPoolExecutor(jobs, context, _start_worker, (folder,)) as pool:
             try:
-                pool.map(_check_without, [part for part in parts if part], chunksize=1)
+                list(pool.map(_check_without, [part for part in parts if part]))
             except m.MutationError as wrong:
                 print(wrong, file=sys.stderr)
                 return 2
             passed = time.monotonic() - began
             print(f"the tests pass without a mutation ({passed:.0f} s)", flush=True)
-            for v in pool.imap_unordered(_attempt, [(c, last_resort) for c in chosen]):
+            tries = [pool.submit(_attempt, (c, last_resort)) for c in chosen]
+            for v in (done.result() for done in as_completed(tries)):
                 verdicts.append(v)
                 count = f"{len(verdicts)}/{len(chosen)}"
                 what = f"{v.outcome} ({v.seconds:.0f} s) {v.mutation.name}: {v.why}"

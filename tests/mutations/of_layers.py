@@ -1,14 +1,19 @@
-"""Mutations of layer patterns: Mamba, Mamba-2, attention, gated MLP, and their states."""
+"""Mutations of layer patterns: Mamba, DeltaNet, attention, gated MLP, and their states."""
 
 from tests.mutations import Mutation
 
 ATTENTION = "lm/model/attention.py"
+CHUNKS = "lm/model/delta_chunks.py"
+DELTA = "lm/model/delta.py"
 DIAGONAL = "lm/model/diagonal.py"
 PATTERNS = "lm/model/patterns.py"
 PLAIN = "lm/model/plain.py"
 STATE = "lm/model/state.py"
 CONFIG = "lm/model/configuration_fprnn.py"
 TESTS = "tests/lm/model/test_patterns.py::"
+OF_DELTA = "tests/lm/model/test_delta.py::"
+RECURRENCE = (OF_DELTA + "test_chunks_are_the_recurrence",)
+BASELINE = (OF_DELTA + "test_the_layer_is_the_baselines",)
 LLAMA = (TESTS + "test_attention_is_llamas",)
 BY_HAND = (TESTS + "test_attention_by_hand",)
 MAMBA = (TESTS + "test_mamba_is_transformers_mamba",)
@@ -99,6 +104,83 @@ MUTATIONS = [
         DIAGONAL,
         "return self.conv1d(x, segments, before), tail",
         "return self.conv1d(x, segments, None), tail",
+        SEGMENTS,
+    ),
+    Mutation(
+        "layers: the delta rule writes with the other sign",
+        CHUNKS,
+        "u = fresh[:, i] - W[:, i] @ S.transpose(-1, -2)",
+        "u = fresh[:, i] + W[:, i] @ S.transpose(-1, -2)",
+        RECURRENCE,
+    ),
+    Mutation(
+        "layers: a chunk's steps of the delta rule see each other without β",
+        CHUNKS,
+        "between * B  #",
+        "between  #",
+        RECURRENCE,
+    ),
+    Mutation(
+        "layers: the delta rule's gate acts at every step of a token",
+        CHUNKS,
+        "steps[:, :, 0] = log_alpha",
+        "steps[:] = log_alpha.unsqueeze(2)",
+        RECURRENCE,
+    ),
+    Mutation(
+        "layers: a document of the delta rule starts after its first step",
+        CHUNKS,
+        "keep[:, :, 0] = ~starts",
+        "keep[:, :, -1] = ~starts",
+        RECURRENCE,
+    ),
+    Mutation(
+        "layers: the delta rule is read before a token's last step",
+        CHUNKS,
+        "last = slice(n - 1, None, n)",
+        "last = slice(0, None, n)",
+        RECURRENCE,
+    ),
+    Mutation(
+        "layers: few tokens of the delta rule go on in the document before",
+        CHUNKS,
+        "log_alpha = log_alpha.masked_fill(starts.unsqueeze(-1), -torch.inf)",
+        "log_alpha = log_alpha.masked_fill(starts.unsqueeze(-1), 0)",
+        (OF_DELTA + "test_few_tokens_are_the_same",),
+    ),
+    Mutation(
+        "layers: padding writes into the delta rule's state",
+        DELTA,
+        "beta = seqs.masked(self.b_proj(u).to(wide).sigmoid()).unflatten",
+        "beta = (self.b_proj(u).to(wide).sigmoid()).unflatten",
+        (OF_DELTA + "test_a_step_of_padding_leaves_the_state_as_it_is",),
+    ),
+    Mutation(
+        "layers: the delta rule forgets at padding",
+        DELTA,
+        "log_alpha = seqs.masked(-self.A_log.to(wide).exp() * dt)",
+        "log_alpha = -self.A_log.to(wide).exp() * dt",
+        (OF_DELTA + "test_a_step_of_padding_leaves_the_state_as_it_is",),
+    ),
+    Mutation(
+        "layers: the delta rule's queries are not scaled",
+        DELTA,
+        "* (self.config.d_model // h) ** -0.5",
+        "",
+        BASELINE,
+    ),
+    Mutation(
+        "layers: negative eigenvalues are not doubled",
+        DELTA,
+        "beta = 2 * beta",
+        "beta = 1 * beta",
+        BASELINE,
+    ),
+    Mutation(
+        "layers: the delta rule's convolutions forget the segment before",
+        DELTA,
+        "made.append(conv1d(x, segments, before))",
+        "made.append(conv1d(x, segments, None))",
         SEGMENTS,
     ),
     Mutation(

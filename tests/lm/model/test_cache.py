@@ -360,8 +360,10 @@ print(json.dumps([[o.sequences.tolist() for o in outs], type(cache).__name__,
 """
 
 
-def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path):
-    model, tokens = quick(dtype=torch.float32, **LOOSE), ids(2, 5)
+@pytest.mark.parametrize("layers", [None, "mamba gated_deltanet gated_deltaproduct fp_mamba1"])
+def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path, layers):
+    sizes = {"layers": layers, "n_layer": 4} if layers else {}
+    model, tokens = quick(dtype=torch.float32, **LOOSE, **sizes), ids(2, 5)
     out = write_export(model, tmp_path / "out", None, "cached", "For a test.")
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"), OMP_NUM_THREADS="1")

@@ -29,6 +29,7 @@ HYBRIDS = {
     "all": dict(layers=HYBRID, n_layer=5),
     "window": dict(layers=[{"attention": {"attention_window": 3}}, "fp_mamba1"], n_layer=2),
     "nope": dict(layers=["mamba2 fp_mamba2", {"attention": {"position": "nope"}}], n_layer=3),
+    "delta": dict(layers="gated_deltanet gated_deltaproduct fp_mamba1", n_layer=3),
     "no fixed point": dict(layers="mamba attention", n_layer=2),
 }  # fmt: skip
 
@@ -74,6 +75,11 @@ def test_a_line_and_a_list_name_the_same_layers():
         ([{"mamba2": {"headdim": 24}}], 1, "layers, mamba2: headdim is 24: it must divide"),
         ([{"attention": {"n_heads": 5}}], 1, "layers, attention: n_heads is 5 .* as 4 does"),
         ([{"attention": {"n_heads": 32}}], 1, "RoPE rotates pairs"),
+        ([{"gated_deltanet": {"n_heads": 5}}], 1, "layers, gated_deltanet: n_heads is 5 .* as 4"),
+        ([{"gated_deltanet": {"n_householder": 2}}], 1, "gives `n_householder` to gated_deltanet"),
+        ([{"gated_deltaproduct": {"n_householder": 0}}], 1, "n_householder is 0: it must be"),
+        ([{"gated_deltaproduct": {"allow_neg_eigval": 3}}], 1, "must be one of auto, True, False"),
+        ("gated_delta_net", 1, r"did you mean gated_deltanet\?"),
         ([{"attention": {"attention_window": 0}}], 1, "attention_window is 0: it must be a whole"),
         ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: of monarch"),
     ],
@@ -257,8 +263,9 @@ def test_a_state_of_another_model_is_refused(hybrid):
         build(n_layer=2)(ids_of(2, 3), state=own)
 
 
-def test_gradients_reach_every_parameter_and_checkpointing_keeps_them():
-    model = build(**HYBRIDS["all"]).train()
+@pytest.mark.parametrize("name", ["all", "delta"])
+def test_gradients_reach_every_parameter_and_checkpointing_keeps_them(name):
+    model = build(**HYBRIDS[name]).train()
     ids = ids_of(2, 9)
     model(ids, labels=ids).loss.backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -1,0 +1,93 @@
+"""The gated delta rule with any number of Householder steps a token, as a loop over time.
+
+It travels with an exported checkpoint, also with that of a baseline (lm/baselines has a link).
+
+Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension.
+
+Gated DeltaNet (Yang et al. 2024) keeps a matrix S (v×k) per head,
+
+    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,          o_t = S_t q_t,
+
+and DeltaProduct (Siems et al. 2025) makes n such steps a token, each with its own k, v and β, of
+which the first alone carries the gate α_t:
+
+    S_{t,0} = α_t S_{t−1},
+    S_{t,j} = S_{t,j−1} (I − β_tj k_tj k_tjᵀ) + β_tj v_tj k_tjᵀ,          S_t = S_{t,n}.
+"""
+
+import importlib
+import importlib.util
+
+import torch
+
+
+def delta_rule(q, k, v, beta, log_alpha=None, S=None):
+    """The recurrence, one step after the other, differentiable any number of times.
+
+    Args:
+        q: (b,l,h,k). k: (b,l,n,h,k), of unit length for a contraction. v: (b,l,n,h,v).
+        beta: (b,l,n,h). log_alpha: (b,l,h), ≤ 0, or None for no gate.
+        S: (b,h,v,k) initial state, zero if None. Computed in fp32, or fp64 if any is.
+    Returns:
+        o (b,l,h,v) and the final state (b,h,v,k), in the dtype computed in.
+    """
+    dtype = torch.float32
+    for t in (q, k, v, beta):
+        dtype = torch.promote_types(dtype, t.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        batch, length, n, heads, d_k = k.shape
+        # Matrix products over (batch · heads) small matrices; time comes first for unbind.
+        q_t = q.to(dtype).permute(1, 0, 2, 3).reshape(length, batch * heads, d_k, 1).unbind(0)
+        steps = (
+            t.to(dtype).permute(1, 2, 0, 3, 4).reshape(length * n, batch * heads, -1, 1).unbind(0)
+            for t in (k, v, beta.unsqueeze(-1))
+        )
+        steps = list(zip(*steps))
+        if log_alpha is not None:
+            alpha = log_alpha.to(dtype).exp()
+            alpha = alpha.transpose(0, 1).reshape(length, batch * heads, 1, 1).unbind(0)
+        if S is None:
+            S = q.new_zeros(batch, heads, v.shape[-1], d_k, dtype=dtype)
+        S = S.to(dtype).flatten(0, 1)
+        o = []
+        for t in range(length):
+            if log_alpha is not None:
+                S = S * alpha[t]
+            for k_tj, v_tj, beta_tj in steps[t * n : (t + 1) * n]:
+                new = beta_tj * torch.baddbmm(v_tj, S, k_tj, alpha=-1)
+                S = torch.baddbmm(S, new, k_tj.transpose(1, 2))
+            o.append(torch.bmm(S, q_t[t]))
+        o = torch.stack(o).view(length, batch, heads, -1).transpose(0, 1)
+        return o, S.view(batch, heads, *S.shape[1:])
+
+
+def fla_missing():
+    """Why flash-linear-attention cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if importlib.util.find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    return None
+
+
+def fla_delta_rule(q, k, v, beta, log_alpha=None, dtype=torch.bfloat16):
+    """o of `delta_rule` by flash-linear-attention's chunked kernels, in bf16 or fp16."""
+    # By name: transformers would ask for every package that code travelling with a model imports.
+    n = k.shape[2]
+    q = q.to(dtype).contiguous()
+    k, v, beta = (t.to(dtype).flatten(1, 2).contiguous() for t in (k, v, beta))
+    if log_alpha is None:
+        log_alpha = torch.zeros(beta.shape[0], q.shape[1], q.shape[2], device=q.device)
+    if n == 1:
+        kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        return kernel(q, k, v, g=log_alpha, beta=beta, scale=1.0)[0]
+    kernel = importlib.import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
+    return kernel(q, k, v, g=log_alpha, beta=beta, num_householder=n, scale=1.0)[0]
+
+
+def run(q, k, v, beta, log_alpha=None, dtype=torch.float32, backend="auto"):
+    """o (b,l,h,v): by the kernels for half precision (`dtype`), if they can run; else the loop."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    if backend == "auto" and half and q.is_cuda and fla_missing() is None:
+        return fla_delta_rule(q, k, v, beta, log_alpha, dtype)
+    return delta_rule(q, k, v, beta, log_alpha)[0]

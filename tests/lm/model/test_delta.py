@@ -1,0 +1,148 @@
+"""Gated DeltaNet and DeltaProduct as layers: against the recurrence, and the baseline's layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lm.baselines.deltanet import DeltaNet, DeltaNetConfig
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.delta import GatedDeltaNet, GatedDeltaProduct
+from lm.model.delta_chunks import chunked_delta_rule, gated_delta_rule
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import Sequences
+
+SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_conv=3, reset_at_eos=False, n_layer=1)
+
+
+def inputs(length, n, seed=0):
+    """q, k, v, β, log α, S of two rows and three heads, in fp64."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return (
+        F.normalize(randn(2, length, 3, 4), dim=-1),
+        F.normalize(randn(2, length, n, 3, 4), dim=-1),
+        randn(2, length, n, 3, 5),
+        2 * randn(2, length, n, 3).sigmoid(),
+        -F.softplus(randn(2, length, 3)),
+        randn(2, 3, 5, 4),
+    )
+
+
+def by_token(q, k, v, beta, log_alpha, S, starts=None):
+    """The recurrence with explicit matrices, token by token, from its definition."""
+    eye = torch.eye(q.shape[-1], dtype=q.dtype)
+    out = []
+    for t in range(q.shape[1]):
+        alpha = log_alpha[:, t].exp()
+        if starts is not None:
+            alpha = alpha * ~starts[:, t, None]
+        S = alpha[..., None, None] * S
+        for j in range(k.shape[2]):
+            kk, b = k[:, t, j, :, :, None], beta[:, t, j, :, None, None]
+            S = S @ (eye - b * kk @ kk.mT) + b * v[:, t, j, :, :, None] @ kk.mT
+        out.append((S @ q[:, t, :, :, None]).squeeze(-1))
+    return torch.stack(out, 1), S
+
+
+def documents(length):
+    """Starts of documents, of one token too, at and across the chunks' bounds."""
+    starts = torch.zeros(2, length, dtype=torch.bool)
+    starts[0, [0, 3, 4]] = True
+    starts[1, [7, 8, length - 1]] = True
+    return starts
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [1, 8, 64])
+def test_chunks_are_the_recurrence(n, chunk, packed):
+    args = [t.requires_grad_() for t in inputs(21, n)]
+    starts = documents(21) if packed else None
+    found, expected = chunked_delta_rule(*args, starts, chunk), by_token(*args, starts)
+    weights = [torch.randn_like(t) for t in expected]
+    grads = []
+    for results in (found, expected):
+        total = sum((w * t).sum() for w, t in zip(weights, results))
+        grads.append(torch.autograd.grad(total, args))
+    for a, b in zip((*found, *grads[0]), (*expected, *grads[1])):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_few_tokens_are_the_same():
+    """What decoding computes by the loop over time, with a document that starts among them."""
+    *args, S = inputs(4, 1)
+    starts = torch.tensor([[False, False, True, False], [True, False, False, False]])
+    for found, expected in zip(
+        gated_delta_rule(*args, S, starts), by_token(*args, S, starts), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_strong_gates_and_long_chunks_stay_finite():
+    q, k, v, beta, log_alpha, S = (t.float().requires_grad_() for t in inputs(200, 1))
+    o, end = chunked_delta_rule(q, k, v, beta, 100 * log_alpha, S, documents(200))
+    (o.sum() + end.sum()).backward()
+    assert all(t.isfinite().all() for t in (o, end, q.grad, k.grad, log_alpha.grad, S.grad))
+
+
+@pytest.mark.parametrize(
+    "layer, settings",
+    [
+        (GatedDeltaNet, {"allow_neg_eigval": "auto"}),
+        (GatedDeltaNet, {"allow_neg_eigval": True, "expand": 1}),
+        (GatedDeltaProduct, {"allow_neg_eigval": "auto", "n_householder": 3}),
+        (GatedDeltaProduct, {"allow_neg_eigval": False}),
+    ],
+    ids=["gated_deltanet", "negative, narrow", "three steps", "positive"],
+)
+def test_the_layer_is_the_baselines(layer, settings):
+    model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers=layer.kind, **settings)).double()
+    ours = model.backbone.layers[0].block
+    assert type(ours) is layer
+    n = 1 if layer is GatedDeltaNet else settings.get("n_householder", 2)
+    negative = settings["allow_neg_eigval"]
+    theirs = DeltaNet(
+        DeltaNetConfig(
+            d_model=32, n_heads=4, expand=settings.get("expand", 2), d_conv=3, n_householder=n,
+            allow_neg_eigval=n > 1 if negative == "auto" else negative, backend="plain",
+        )
+    ).double()  # fmt: skip
+    names = {name.replace("out_proj", "o_proj"): p for name, p in ours.state_dict().items()}
+    theirs.load_state_dict(names, strict=True)
+    u = torch.randn(2, 70, 32, dtype=torch.float64)
+    torch.testing.assert_close(ours(u)[0], theirs(u), rtol=0, atol=1e-10)
+
+
+def test_a_step_of_padding_leaves_the_state_as_it_is():
+    torch.manual_seed(0)
+    block = GatedDeltaNet(FPRNNConfig(**SIZES, layers="gated_deltanet"))
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    u = torch.randn(1, 12, 32)
+    mask = torch.arange(12)[None] < 7
+    padded = block(u, Sequences(mask=mask, return_state=True))[2]
+    plain = block(u[:, :7], Sequences(return_state=True))[2]
+    torch.testing.assert_close(padded, plain)
+
+
+@pytest.mark.parametrize("kind", ["gated_deltanet", "gated_deltaproduct"])
+def test_flops_are_those_of_its_operations(kind):
+    """Two a multiply-add of every weight, but for the norm's; and the recurrence's own."""
+    model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers=kind, n_householder=3))
+    block = model.backbone.layers[0].block
+    weights = sum(p.numel() for name, p in block.named_parameters() if p.ndim > 1)
+    n = 3 if kind == "gated_deltaproduct" else 1
+    assert block.flops_per_token(100) == 2 * weights + (4 * n + 3) * 64 * 8
+
+
+def test_the_initialisation_is_the_baselines():
+    torch.manual_seed(0)
+    config = FPRNNConfig(**{**SIZES, "d_model": 512}, layers="gated_deltanet")
+    block = FPRNNForCausalLM(config).backbone.layers[0].block
+    rates, dt = block.A_log.exp(), F.softplus(block.dt_bias)
+    assert 1e-3 <= rates.min() < 3 and 13 < rates.max() <= 16
+    assert 1e-3 <= dt.min() < 5e-3 and 0.02 < dt.max() <= 0.1
+    assert block.o_norm.weight.eq(1).all()
