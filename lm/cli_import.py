@@ -57,6 +57,8 @@ def import_mamba(source: str | Path, out: str | Path, tokenizer: str | Path | No
         folder = _downloaded(str(source))
     if RunDir(folder).holds_run or read_config(folder).get("model_type") == "fprnn":
         raise SourceError(f"{folder} is of ours already: `fprnn export` exports a run")
+    if folder.resolve().is_relative_to(Path(out).resolve()):  # which would replace it
+        raise SourceError(f"{out} holds the model that is to be imported: choose another OUT")
     found = read_folder(folder)
     of_tokens = Path(tokenizer) if tokenizer else found.tokenizer
     if tokenizer and not any((of_tokens / name).is_file() for name in TOKENIZER):

@@ -266,7 +266,7 @@ def _of_state_spaces(folder: Path, raw: dict) -> tuple:
     named = layer.get("layer", "Mamba1")
     if named not in LAYERS:
         raise SourceError(f"{file}: ssm_cfg.layer is {named!r}; known are {', '.join(LAYERS)}")
-    kind, width = LAYERS[named], layer.get("expand", 2) * raw["d_model"]
+    kind = LAYERS[named]
     multiple = raw.get("pad_vocab_size_multiple", 8)
     fields = dict(
         vocab_size=-(-raw["vocab_size"] // multiple) * multiple, d_model=raw["d_model"],
@@ -282,26 +282,32 @@ def _of_state_spaces(folder: Path, raw: dict) -> tuple:
     if raw.get("d_intermediate"):
         wrong.append("there is an MLP after every layer (d_intermediate)")
     if kind == "mamba2":
-        fields |= {
-            "d_state": layer.get("d_state", 128), "headdim": layer.get("headdim", 64),
-            "ngroups": layer.get("ngroups", 1),
-        }  # fmt: skip
-        wrong += _wrong_of_mamba2(
-            fields["ngroups"], layer.get("dt_limit"), layer.get("norm_before_gate", False),
-            layer.get("rmsnorm", True),
-        )  # fmt: skip
-        if fields["norm_epsilon"] != 1e-5:
-            wrong.append("norm_epsilon is not 1e-5, that of its gated norm")
-        if layer.get("D_has_hdim"):
-            wrong.append("D is one number a channel (D_has_hdim), ours one a head")
-        if layer.get("d_ssm") not in (None, width):
-            wrong.append("part of its channels pass by the recurrence (d_ssm)")
-        if layer.get("process_group") is not None:
-            wrong.append("it holds one rank's part of each matrix (process_group)")
+        wrong += _complete_mamba2(fields, layer)
     try:
         return _built(fields, wrong, layer.get("conv_bias", True))
     except SourceError as e:
         raise SourceError(f"{file}: {e}") from None
+
+
+def _complete_mamba2(fields: dict, layer: dict) -> list[str]:
+    """Fill in the fields of a Mamba-2 from ssm_cfg → what ours cannot be."""
+    fields |= {
+        "d_state": layer.get("d_state", 128), "headdim": layer.get("headdim", 64),
+        "ngroups": layer.get("ngroups", 1),
+    }  # fmt: skip
+    wrong = _wrong_of_mamba2(
+        fields["ngroups"], layer.get("dt_limit"), layer.get("norm_before_gate", False),
+        layer.get("rmsnorm", True),
+    )  # fmt: skip
+    if fields["norm_epsilon"] != 1e-5:
+        wrong.append("norm_epsilon is not 1e-5, that of its gated norm")
+    if layer.get("D_has_hdim"):
+        wrong.append("D is one number a channel (D_has_hdim), ours one a head")
+    if layer.get("d_ssm") not in (None, fields["expand"] * fields["d_model"]):
+        wrong.append("part of its channels pass by the recurrence (d_ssm)")
+    if layer.get("process_group") is not None:
+        wrong.append("it holds one rank's part of each matrix (process_group)")
+    return wrong
 
 
 def _check_size(file: Path, key: str, value) -> None:

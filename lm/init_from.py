@@ -136,7 +136,11 @@ def check(cfg: Config, model) -> list[str]:
     found = upcycle.match(
         source, model, wanted.layers, wanted.partial, None if tokens == "auto" else tokens
     )
-    return upcycle.described(found, source, model.config)
+    lines = upcycle.described(found, source, model.config)
+    if tokens == "auto":
+        there = source.config.vocab_size
+        lines.append(f"its vocabulary is of {there} tokens: compared when the run has its own")
+    return lines
 
 
 def begin(cfg: Config, model, tokenizer, ranks, run: RunDir) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from lm.errors import ConfigError
 from lm.foreign import EMBEDDING, HEAD, Source, counted
+from lm.model.patterns import FIXED_POINT, KINDS
+from lm.model.sizes import heads_of, width_of_mlp
 
 # The gates a of a mixer that starts at the identity: σ(GATE) by their number, by which ‖I − Q‖ is
 # at most 2 σ(GATE) ≈ 1.7e-6. It cannot be 0, and the smaller it is the longer it takes to open.
@@ -22,6 +24,8 @@ RELATED = [("mamba2", "fp_mamba2"), ("mamba", "fp_mamba1")]
 # What an fp_mamba2 must be to compute what a mamba2 does when its mixing is the identity.
 AS_MAMBA2 = {"bc_norm": False, "glu_in_loop": True, "use_short_conv": True}
 OUT_NORM = {"block.out_norm.weight": "block.norm.weight"}  # its name in a mamba2
+# Fields of the solver on which an output depends.
+OF_THE_SOLUTION = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters")
 NEW_IN_FP = ("block.mixer.", "block.bc_y_proj.", "block.dt_y_proj.")  # off, or the identity, first
 
 
@@ -155,6 +159,12 @@ def _compare_models(found: Match, theirs, ours) -> None:
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
             found.differs.append(f"it has {name} {there}, model.{name} is {here}")
+    kinds = ({layer.kind for layer in config.layer_list()} for config in (theirs, ours))
+    if set.intersection(*kinds) & set(FIXED_POINT):
+        for name in OF_THE_SOLUTION:
+            there, here = getattr(theirs, name), getattr(ours, name)
+            if there != here:
+                found.notes.append(f"solver.{name} is {here} here, and {there} there")
     if ours.reset_at_eos and not theirs.reset_at_eos:
         found.notes.append(
             "model.reset_at_eos is true: a document starts from an empty state here, where the"
@@ -244,7 +254,7 @@ def _differences(here: str, there: str, ours, theirs) -> list[str]:
     if here != there and (there, here) not in RELATED:
         return [f"it is a {there} there"]
     said = []
-    for name in _fields(there):
+    for name in KINDS[there]:
         value, wanted = (_value(config, name) for config in (ours, theirs))
         if value != wanted:
             said.append(f"{name} is {value}, and {wanted} there")
@@ -261,16 +271,8 @@ def _differences(here: str, there: str, ours, theirs) -> list[str]:
     return said
 
 
-def _fields(kind: str) -> tuple[str, ...]:
-    from lm.model.patterns import KINDS
-
-    return KINDS[kind]
-
-
 def _value(config, name: str):
     """What a field of a layer's config amounts to."""
-    from lm.model.sizes import heads_of, width_of_mlp
-
     if name == "n_heads":
         return heads_of(config)
     if name == "d_ff":

@@ -209,6 +209,9 @@ def test_the_command_refuses_in_a_sentence(capsys, tmp_path, small_export):
     assert "holds no tokenizer" in refused(
         capsys, "import-mamba", folder, out, "--tokenizer", tmp_path
     )
+    for same in (folder, folder.parent):
+        said = refused(capsys, "import-mamba", folder, same)
+        assert "holds the model that is to be imported" in said
     (folder / "pytorch_model.bin").unlink()
     assert "holds no weights" in refused(capsys, "import-mamba", folder, out)
     assert not out.exists()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lm.preflight import check_config
 from tests import oracle_mamba
 from tests.foreign import SIZES, ids_of, state_spaces_folder, transformers_folder
 from tests.refusals import refused
-from tests.running import losses, run
+from tests.running import run
 
 FIELDS = dict(
     vocab_size=24, d_model=32, d_state=4, d_conv=3, dt_rank=3, headdim=8, reset_at_eos=False
@@ -131,6 +132,12 @@ def test_a_mamba2_becomes_a_fixed_point_layer(sources, mixer, fields):
     if exact:
         assert block.mixer.q_proj.weight.grad.norm() > 1e-4
     assert block.bc_y_proj.gain.grad.norm() > 1e-4
+
+
+def test_a_whole_mamba2_becomes_fp_mamba2(sources):
+    target = model(None, 2, block="fp_mamba2", mixer="nonselective", **AS_MAMBA2)
+    assert started(sources["mamba2"][0], target).converted == [0, 1]
+    assert_equal_logits(sources, "mamba2", target)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +260,7 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
     assert "(state-spaces' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
     rows = describe(plan(cfg, 1), cfg).columns
-    assert list(rows[0].cells).count("init from") == 4  # and reset_at_eos
+    assert list(rows[0].cells).count("init from") == 5  # and of reset_at_eos, the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary of 24 tokens, .* one of 304"):
         check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
@@ -292,6 +299,9 @@ def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run,
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
     found = upcycle.match(sources[0], on_the_meta_device(hybrid, 304), vocabulary=304)
     assert (found.pairs, found.differs) == ([0, None, 1], [])
+    paper = tiny("solver.stopping=paper")
+    found = upcycle.match(sources[0], on_the_meta_device(paper, 304))
+    assert "solver.token is iterate here, and exact there" in found.notes and not found.differs
     other = tiny("model.glu_in_loop=false", "model.mixer_act=relu")
     with pytest.raises(ConfigError) as e:
         upcycle.match(sources[0], on_the_meta_device(other, 304))
@@ -308,6 +318,11 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     assert init_from._other_tokens(source._replace(tokenizer=None), other) == ""
     said = init_from._other_tokens(source, other)
     assert said.startswith("its tokenizer is another: ") and "tokenizer.name=" in said
+    a, b = sorted(own.get_vocab())[:2]
+    numbers = own.get_vocab()
+    swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
+    said = init_from._other_tokens(source, swapped)
+    assert f"2 of its {len(own)} tokens have another number here, or none ({a!r}, {b!r})" in said
     own.add_tokens(["<more>"])
     assert init_from._other_tokens(source, own) == ""
 
@@ -375,4 +390,4 @@ def test_two_ranks_under_zero_3_start_alike(tmp_path, tiny_run):
     assert done.stdout.count("outputs at the start are the source's") == 1
     found, expected = ([r["loss"] for r in records] for records in (both, alone))
     assert found == pytest.approx(expected, rel=1e-4)
-    assert losses(tmp_path / "both/tiny")[0]["loss"] < 5
+    assert expected[0] < 5.5  # random weights: 5.7
