@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm import cli_compare, cli_tokenizer
+from lm import cli_compare, cli_import, cli_tokenizer
 from lm.arguments import SEED, Number, Whole, counts, names, run
 from lm.cli_eval import add_eval
 
@@ -373,6 +373,7 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
     c.set_defaults(run_command=_import_reference)
 
+    cli_import.add(commands)
     add_eval(commands)
 
     c = commands.add_parser("generate", help="sample from an exported directory")

@@ -20,7 +20,7 @@ from pydantic import (
 
 from lm.config_data import Source, check_mixture, check_names
 from lm.config_messages import explain, is_key, nearest
-from lm.config_model import Count, Fraction, Model, OpenFraction, Section, Size, Solver
+from lm.config_model import Count, Fraction, InitFrom, Model, OpenFraction, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
@@ -344,6 +344,7 @@ class Config(Run):
 
     # never | auto (newest good checkpoint of this run) | a checkpoint's path
     resume: Annotated[str, FREE] = Field("never", min_length=1)
+    init_from: Annotated[InitFrom | None, FIXED] = None
     tokenizer: Annotated[Tokenizer, FIXED] = Tokenizer()
     data: Annotated[Data, FIXED] = Data()
     optim: Annotated[Optim, FIXED] = Optim()
@@ -358,18 +359,20 @@ class Config(Run):
         return self.train.sequences(world_size) * self.data.seq_len
 
 
+SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
+
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
     """Put a value under a dotted key of a nested mapping."""
-    if dotted == "model" and isinstance(value, str):  # the shorthand keeps the sizes beside it
-        dotted = "model.name"
+    if dotted in SHORT and isinstance(value, str):  # the shorthand keeps what is beside it
+        dotted = f"{dotted}.{SHORT[dotted]}"
     *parents, last = dotted.split(".")
     for key in parents:
-        if isinstance(tree.get(key), str) and key == "model":
-            tree[key] = {"name": tree[key]}
+        if isinstance(tree.get(key), str) and key in SHORT:
+            tree[key] = {SHORT[key]: tree[key]}
         if tree.get(key) is None:
             tree[key] = {}
         tree = tree[key]

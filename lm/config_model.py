@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from lm.resuming import FREE
 
@@ -148,3 +156,18 @@ class Solver(Section):
         if fields["stopping"] == "paper" and fields["schedule"] == "auto":
             fields["schedule"] = "parallel"
         return fields
+
+
+class InitFrom(Section):
+    """What a run starts from instead of random weights (lm/init_from.py); not what it goes on from,
+    which is `resume`."""
+
+    path: str = Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
+    # of each layer the number of the source's whose weights it takes, null: new; auto: by kind
+    layers: Literal["auto"] | list[Count | None] = "auto"
+    partial: bool = False  # take what fits; else the outputs at the start are the source's
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value):
+        return {"path": value} if isinstance(value, str) else value

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lm.errors import UserError
-from lm.outputs import check_folder, writing
+from lm.outputs import check_folder, read_json, writing
 
 
 class ExportError(UserError, RuntimeError):
@@ -74,6 +74,9 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
             " run's config.yaml must stay as it was trained"
         ) from None
     origin = f"Trained with fprnn for {step} updates."
+    if run.init_from.is_file():
+        began = read_json(run.init_from, ("path", "what"))
+        origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
     return write_export(model, out, run.tokenizer, cfg.name, origin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lm import cost
+from lm import cost, init_from
 from lm.activations import for_gpu
 from lm.build import vocabulary
 from lm.cards import GIB, GPUS_A_HOST, Card, card, here
@@ -229,6 +229,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "world_size": world_size,
         "zero_stage": stage,
         "vocab_size": vocab_size,
+        "init_from": init_from.check(cfg, model),
         "optimizer": described_optimizer(model, cfg.optim),
         "parameters": of.parameters,
         "parameters_without_embedding": of.parameters - of.embedding,
@@ -304,6 +305,7 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         *rows,
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),
+        *(("init from", line) for line in p["init_from"]),
         ("ranks (GPUs)", _ranks(p["at"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),

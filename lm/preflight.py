@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from lm import init_from
 from lm.build import check_section
 from lm.checkpoint import check_resume
 from lm.config import Config, check_warmup
@@ -49,6 +50,7 @@ def check_config(cfg: Config, world_size: int) -> None:
             of parameters that are not there, a ZeRO stage that the optimizer or train.ema cannot
             have.
         CheckpointError: no checkpoint of the name that `resume` gives.
+        SourceError, LoadError: nothing to start from at `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
     wanted = cfg.train.world_size
@@ -68,6 +70,7 @@ def check_config(cfg: Config, world_size: int) -> None:
     check_batch_warmup(cfg, world_size, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     groups(model, cfg.optim)
+    init_from.check(cfg, model)
     for name, part in parts(cfg).items():
         if part.data.path is not None and part.data.source in SUFFIXES:
             with naming(name):

@@ -33,6 +33,7 @@ class RunDir:
     failure = _named("failure.json")  # why it stopped before
     environment = _named("environment.json")  # versions and devices
     deepspeed = _named("deepspeed.json")  # DeepSpeed's configuration
+    init_from = _named("init_from.json")  # what its weights were taken from, where not at random
     lease = _named("lease.json")  # who writes here now
     stacks = _named("stacks")  # of a run that stood still
     wandb_id = _named("wandb_id")

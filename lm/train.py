@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lm import engine as ds
+from lm import init_from
 from lm.build import build_model, missing_kernels, vocabulary
 from lm.checkpoint import CheckpointError, Checkpoints, drop_after, read_state, to_resume
 from lm.config import Config
@@ -49,8 +50,8 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     """Train (or continue) the run that `cfg` describes, and return its run directory.
 
     Raises:
-        ConfigError, DataError, RunDirError, LeaseError, CheckpointError: something asked for cannot
-            be had. OutputError, CheckpointError: something cannot be written.
+        ConfigError, DataError, RunDirError, LeaseError, CheckpointError, SourceError: something
+            asked for cannot be had. OutputError, CheckpointError: something cannot be written.
         Diverged: the loss or gradient became NaN or infinite, more often than `train.rollbacks`;
             the last checkpoint stands. Stopped: a signal asked for a stop.
     """
@@ -145,6 +146,7 @@ class Training:
         one."""
         cfg, ranks = self.cfg, self.ranks
         if self.found is None:
+            init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks)
         path, manifest = self.found
         check_optimizer(path, manifest, signature(cfg.optim))
@@ -387,13 +389,9 @@ class Training:
             f" the data that comes next (rollback {self.rollbacks} of {most})"
         )
         if self.writer:
+            rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
             self.writer.keep_until(self.step)
-            self.writer.write(
-                {
-                    "step": self.step,
-                    "rollback": {"number": self.rollbacks, "from": failed, "why": str(error)},
-                }
-            )
+            self.writer.write({"step": self.step, "rollback": rollback})
         self.speed.restart()
 
     def _record(self, update: ds.Update, bar: Progress) -> None:

@@ -61,10 +61,11 @@ def all_mutations():
         of_recipes,
         of_running,
         of_solver,
+        of_upcycling,
     )
 
     parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running, of_recipes, of_layers
-    return [mutation for part in parts for mutation in part.MUTATIONS]
+    return [mutation for part in (*parts, of_upcycling) for mutation in part.MUTATIONS]
 
 
 def sample(mutations, count):

@@ -1,0 +1,60 @@
+"""Small Mambas of transformers, and the files that state-spaces' code would write of them."""
+
+import json
+
+import torch
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+
+COMMON = dict(
+    vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, conv_kernel=3, use_cache=False
+)
+SIZES = {"mamba": dict(n=4, r=3), "mamba2": dict(n=4, p=8)}  # of tests/oracle_mamba.py
+SSM_CFG = {
+    "mamba": {"d_state": 4, "d_conv": 3, "dt_rank": 3},
+    "mamba2": {"layer": "Mamba2", "d_state": 4, "d_conv": 3, "headdim": 8},
+}
+
+
+def theirs(kind, **fields):
+    """A Mamba or Mamba-2 of transformers in which every weight, biases and norms too, is random."""
+    torch.manual_seed(0)
+    if kind == "mamba":
+        model = MambaForCausalLM(MambaConfig(**{"time_step_rank": 3, **COMMON, **fields}))
+    else:
+        own = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}
+        tied = {"tie_word_embeddings": True}
+        model = Mamba2ForCausalLM(Mamba2Config(**{**own, **tied, **COMMON, **fields}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model.eval()
+
+
+def transformers_folder(folder, kind, **fields):
+    """→ the folder, and the state dict of what is in it."""
+    model = theirs(kind, **fields)
+    model.save_pretrained(folder)
+    return folder, model.state_dict()
+
+
+def state_spaces_folder(folder, kind, changes=None, **fields):
+    """The same as state-spaces' code names and writes it. changes: of config.json.
+
+    Returns: the folder, and the state dict.
+    """
+    state = {
+        name.replace("backbone.embeddings.", "backbone.embedding."): t.clone()
+        for name, t in theirs(kind, **fields).state_dict().items()
+    }
+    config = {
+        "d_model": 32, "n_layer": 2, "vocab_size": 21, "ssm_cfg": SSM_CFG[kind], "rms_norm": True,
+        "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**config, **(changes or {})}))
+    torch.save(state, folder / "pytorch_model.bin")
+    return folder, state
+
+
+def ids_of(batch=2, length=20):
+    return torch.randint(24, (batch, length), generator=torch.Generator().manual_seed(3))
