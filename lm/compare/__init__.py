@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lm.compare import page, results, runs, settings
 from lm.console import say
-from lm.errors import require
+from lm.errors import ConfigError, require
 
 
 def compare(
@@ -29,6 +29,8 @@ def compare(
     """
     require("matplotlib", "fprnn compare")
     c = settings.load(path, overrides)
+    if gpus and "processor" in c.equal:
+        raise ConfigError("equal: processor is time of a CPU: on GPUs take `time`, or `flops`")
     costs = {model: results.cost(c, model) for model in c.models}
     results.check_parameters(c, costs)
     if not report:

@@ -13,8 +13,14 @@ AXES = {
     "tokens": "training tokens",
     "flops": "training FLOPs",
     "processor_seconds": "processor seconds of training",
+    "seconds": "seconds of training",
 }
-BUDGETS = {"tokens": "equal tokens", "flops": "equal FLOPs", "processor": "equal processor time"}
+BUDGETS = {
+    "tokens": "equal tokens",
+    "flops": "equal FLOPs",
+    "processor": "equal processor time",
+    "time": "equal time",
+}
 
 
 def write(found: dict, folder: Path) -> dict[str, Path]:
@@ -41,7 +47,7 @@ def tables(found: dict) -> dict[str, list[list[str]]]:
     head = ["model", "parameters", "best", "seeds", unit, f"− {reference}", "M tokens", "TFLOP"]
     out = {}
     for budget in found["comparison"]["equal"]:
-        rows = [[*head, "processor s"]]
+        rows = [[*head, "processor s", "s"]]
         rows += [_row(row) for row in summary(found, budget)]
         out[budget] = rows
     return out
@@ -60,6 +66,7 @@ def _row(row: dict) -> list[str]:
         _number(row["tokens"], 1e6, ".2f"),
         _number(row["flops"], 1e12, ",.3g"),
         _number(row["processor_seconds"], 1, ",.0f"),
+        _number(row["seconds"], 1, ",.0f"),
     ]
 
 
@@ -110,7 +117,7 @@ def _line(cells: list[str]) -> str:
 
 
 def draw(found: dict) -> str:
-    """The score over training against tokens, FLOPs and processor seconds, as SVG: of the trainings
+    """The score over training against tokens, FLOPs and time, as SVG: of the trainings
     at equal tokens, the mean over seeds, with a bar from the least to the most."""
     import matplotlib
 
@@ -119,12 +126,13 @@ def draw(found: dict) -> str:
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained", sharey=True)
-    for axis, (name, title) in zip(axes, AXES.items(), strict=True):
+    time = "seconds" if "time" in found["comparison"]["equal"] else "processor_seconds"
+    for axis, name in zip(axes, ("tokens", "flops", time), strict=True):
         for model, entry in found["models"].items():
             done = [r for r in entry["budgets"].get("tokens", []) if r["state"] == "done"]
             if done:
                 _curve(axis, name, model, [row["curve"] for row in done], found["unit"])
-        axis.set(xlabel=title, xscale="log")
+        axis.set(xlabel=AXES[name], xscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.xaxis.set_minor_formatter(NullFormatter())

@@ -102,13 +102,14 @@ def at_budget(c: Comparison, model: str, budget: str, costs: dict[str, Cost]) ->
 
 
 def _mean_spent(c: Comparison, model: str, budget: str, costs: dict[str, Cost]) -> float:
-    """FLOPs or processor seconds of a model's trainings at equal tokens."""
+    """FLOPs or seconds of a model's trainings at equal tokens."""
     runs = [found for one in seeded(c, model) if (found := measured(one)) is not None]
     if not runs:
         raise TrainingError(f"{model}: no training at equal tokens is left to measure it by")
     if budget == "flops":
         return statistics.mean(flops_of(costs[model], run, run.tokens) for run in runs)
-    return statistics.mean(run.processor_seconds for run in runs)
+    kind = {"processor": "processor_seconds", "time": "seconds"}[budget]
+    return statistics.mean(getattr(run, kind) for run in runs)
 
 
 def collect(c: Comparison, costs: dict[str, Cost]) -> dict:
@@ -203,6 +204,7 @@ def summary(found: dict, budget: str) -> list[dict]:
                 "tokens": _mean(row["tokens"] for row in done),
                 "flops": _mean(row["flops"] for row in done),
                 "processor_seconds": _mean(row["processor_seconds"] for row in done),
+                "seconds": _mean(row["seconds"] for row in done),
             }
         )
     return rows

@@ -18,8 +18,8 @@ from lm.errors import ConfigError
 from lm.warmups import refuse_warmups
 from lm.yaml_text import load_tree, parse
 
-BUDGETS = ("tokens", "flops", "processor")  # what all models are given the same of
-Budget = Literal["tokens", "flops", "processor"]
+# What all models are given the same of. processor: of a CPU. time: by the clock, as on GPUs.
+Budget = Literal["tokens", "flops", "processor", "time"]
 
 
 class Comparison(Section):
@@ -34,8 +34,8 @@ class Comparison(Section):
     parameters_within: OpenFraction = 0.05  # of the reference's
     tune: dict[str, list[Any]] = Field({"optim.lr": [4e-3, 8e-3, 1.6e-2]}, min_length=1)
     seeds: tuple[NonNegativeInt, ...] = Field((0, 1), min_length=1)
-    # tokens: the same updates for all. flops, processor: as many as the reference's total pays for,
-    # the learning rate's schedule stretched to them.
+    # tokens: the same updates for all; else as many as the reference's total pays for, the learning
+    # rate's schedule stretched to them.
     equal: Annotated[tuple[Budget, ...], Field(min_length=1)] = ("tokens", "processor")
 
 
@@ -43,7 +43,7 @@ class Training(NamedTuple):
     """One run of a comparison."""
 
     model: str
-    budget: str  # of BUDGETS
+    budget: str  # a Budget
     point: tuple[tuple[str, Any], ...]  # of the grid, key and value
     seed: int
     cfg: Config

@@ -216,6 +216,8 @@ def test_a_budget_is_what_the_reference_took(tmp_path):
     (one,) = results.at_budget(c, "deep", "flops", costs)
     ratio = costs["plain"].flops_per_token / costs["deep"].flops_per_token
     assert one.cfg.train.steps == round(40 * ratio) < 40
+    (one,) = results.at_budget(c, "deep", "time", costs)  # twice the processor's, of both
+    assert one.cfg.train.steps == 16 and "equal-time-16" in one.cfg.name
     assert results.at_budget(c, "plain", "processor", costs) == results.seeded(c, "plain")
 
 
@@ -340,6 +342,8 @@ def test_options_that_do_nothing_are_refused(tmp_path, capsys):
     assert "--gpu is for --plan" in capsys.readouterr().err
     assert main(["compare", path, "--gpus", "4", "--jobs", "2"]) == 78
     assert "leave --jobs out" in capsys.readouterr().err
+    assert main(["compare", path, "--gpus", "4"]) == 78
+    assert "on GPUs take `time`" in capsys.readouterr().err
 
 
 def test_the_plan_counts_trainings_hours_and_cost(tmp_path, capsys):
