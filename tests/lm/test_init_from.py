@@ -73,6 +73,7 @@ def assert_equal_logits(sources, kind, target, atol=1e-10):
         ("mamba2", "mamba2 fp_mamba2 mamba2 fp_mamba2", [1, 3]),
         ("mamba2", "mamba attention mamba2 mlp mamba2", [0, 1, 3]),
         ("mamba", "mamba*3", [2]),
+        ("mamba", "mamba gated_deltanet mamba", [1]),
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
