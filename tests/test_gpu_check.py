@@ -36,6 +36,7 @@ def make(out, *args):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow  # half a minute, of what a GPU runs
 def test_a_quick_run_on_a_cpu(tmp_path):
     pytest.importorskip("triton")
     done = make(tmp_path, "--device", "cpu", "--quick", "--parts", "training,tests")

@@ -106,6 +106,7 @@ def as_version_0_1(run_dir):
     (run_dir / "config.yaml").write_text("".join(kept))
 
 
+@pytest.mark.slow  # three processes
 def test_a_run_of_0_1_goes_on_with_its_batch_and_with_no_other(tmp_path):
     """Its config says it for one rank, its manifest how many there were."""
     run(tmp_path, "train.steps=4")
@@ -119,6 +120,7 @@ def test_a_run_of_0_1_goes_on_with_its_batch_and_with_no_other(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # three processes
 def test_a_path_given_again_leaves_the_branch_again(reference, tmp_path):
     """Nothing of the first time stays, for a rollback or a resume to take."""
     out, expected = reference

@@ -255,6 +255,7 @@ def test_unknown_tasks_get_the_nearest_names(checkpoint):
     assert "unknown task `catbabi_mini`" not in message
 
 
+@pytest.mark.slow  # it waits for the hub
 def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
     script = (
         "import sys; from pathlib import Path; from lm.evaluate import evaluate, EvaluationError\n"

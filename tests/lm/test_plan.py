@@ -242,11 +242,15 @@ MEASURED = [
     ("configs/tiny/lm.yaml", "engine.zero_stage=0"),
     ("configs/tiny/lm.yaml", "engine.zero_stage=2", "model.gradient_checkpointing=true"),
     ("configs/lm/demo.yaml", "engine.zero_stage=1"),
-    ("configs/lm/demo.yaml", "engine.zero_stage=0", "model.gradient_checkpointing=true"),
 ]
+BESIDES = [("configs/lm/demo.yaml", "engine.zero_stage=0", "model.gradient_checkpointing=true")]
 
 
-@pytest.mark.parametrize("run", MEASURED, ids=" ".join)
+@pytest.mark.parametrize(
+    "run",
+    [*MEASURED, *(pytest.param(run, marks=pytest.mark.slow) for run in BESIDES)],
+    ids=" ".join,
+)
 def test_the_plan_is_what_a_real_update_takes(run):
     """DeepSpeed's engine in a process of its own, its allocations as torch's profiler sees them."""
     command = [sys.executable, "benchmarks/memory.py", "--one", *run]

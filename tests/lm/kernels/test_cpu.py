@@ -280,6 +280,7 @@ def test_a_change_of_any_source_builds_anew(monkeypatch, tmp_path):
     assert len(built) == 1 + files and all(path.exists() for path in built)
 
 
+@pytest.mark.slow  # two compilations
 def test_two_processes_build_at_once(tmp_path):
     command = [sys.executable, "-c", "from lm.kernels import cpu; print(cpu.usable())"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
