@@ -24,10 +24,10 @@ BUDGETS = {
 
 
 def write(found: dict, folder: Path) -> dict[str, Path]:
-    """compare.json, tables.md, curves.svg and page.html in a folder → their paths."""
+    """compare.json, tables.markdown, curves.svg and page.html in a folder → their paths."""
     paths = {
         "results": folder / "compare.json",
-        "tables": folder / "tables.md",
+        "tables": folder / "tables.markdown",
         "curves": folder / "curves.svg",
         "page": folder / "page.html",
     }

@@ -17,8 +17,8 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "train", "plan", "prepare", "tokenizer", "sweep", "export", "import-reference", "eval",
-    "generate", "agree", "budget", "report", "doctor",
+    "train", "plan", "prepare", "tokenizer", "sweep", "compare", "export", "import-reference",
+    "import-mamba", "eval", "generate", "agree", "budget", "report", "doctor",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
