@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.compare.settings import Training
+from lm.config import load
 from lm.console import say
 from lm.errors import DIVERGED, PREEMPTED, Stopped, TrainingError
 from lm.metrics import read_metrics
 from lm.outputs import DamagedError, read_mapping, write_text
-from lm.run_dir import RunDir
+from lm.run_dir import RunDir, RunDirError, comparable
 from lm.signals import StopSignals
 
+# Sections and keys that change neither what is trained nor what it takes.
+OUTSIDE = ("name", "out_dir", "resume", "log", "checkpoint")
 LAUNCH = Path(__file__).parents[2] / "launch" / "deepspeed.sh"
 
 
@@ -39,8 +42,9 @@ def measured(training: Training) -> Measured | None:
     """Of a finished training; None of one that is not.
 
     Raises:
-        DamagedError: its files do not say what it took.
+        DamagedError: its files do not say what it took. RunDirError: as `check_config`.
     """
+    check_config(training)
     run = RunDir(training.run_dir)
     result = read_mapping(run.result)
     if result is None or result.get("updates") != training.cfg.train.steps:
@@ -87,8 +91,28 @@ def _at(record: dict, timed: list[dict], result: dict) -> dict:
     }
 
 
+def check_config(training: Training) -> None:
+    """Raises RunDirError where the directory holds a run of another config: the comparison's
+    settings have changed since."""
+    run = RunDir(training.run_dir)
+    if not run.holds_run:
+        return
+    was, now = comparable(load(run.config)), comparable(training.cfg)
+    changed = [
+        f"{key} was {was.get(key)!r}, is {now.get(key)!r}"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key) and key.partition(".")[0] not in OUTSIDE
+    ]
+    if changed:
+        raise RunDirError(
+            f"{run} was trained with another config ({'; '.join(changed)}): give the comparison"
+            " another `name`, or delete that run"
+        )
+
+
 def has_diverged(training: Training) -> bool:
     """Whether it ended with a loss that is no number, or kept rolling back."""
+    check_config(training)
     failure = read_mapping(RunDir(training.run_dir).failure)
     return failure is not None and failure.get("exit_code") == DIVERGED
 

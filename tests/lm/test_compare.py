@@ -14,6 +14,7 @@ import yaml
 from lm.cli import main
 from lm.compare import compare, page, results, runs, settings
 from lm.errors import DIVERGED, ConfigError, TrainingError
+from lm.run_dir import RunDirError
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "lm" / "compare").glob("*.yaml"))
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 2, "layers": "mamba"}
@@ -317,6 +318,19 @@ def test_what_is_done_or_diverged_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "_start", start)
     runs.run_all([one, two, three], 2, None)
     assert started == [three]
+
+
+def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
+    one = results.tuning(comparison(tmp_path), "plain")[0]
+    finish(one, 2.0)
+    (one.run_dir / "config.yaml").write_text(one.cfg.to_yaml())
+    assert runs.measured(one).loss == 2.0
+    changed = comparison(tmp_path, ["config.data.seq_len=8"])
+    other = results.tuning(changed, "plain")[0]
+    assert other.run_dir == one.run_dir
+    refused(lambda: runs.is_left(other), RunDirError, "data.seq_len was 16, is 8", "delete")
+    quiet = comparison(tmp_path, ["config.log.every=7"])
+    assert runs.measured(results.tuning(quiet, "plain")[0]).loss == 2.0
 
 
 def test_a_training_that_fails_stops_the_comparison_and_says_why(tmp_path, monkeypatch):
