@@ -267,18 +267,7 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line. Nothing heavy is imported to build it or to print its help."""
-    p = argparse.ArgumentParser(
-        prog="fprnn",
-        description="Pretrain, export and evaluate fixed-point RNN language models.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
-    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
+def _add_train(commands) -> None:
     c = commands.add_parser(
         "train",
         help="train a run, or continue it (resume=auto)",
@@ -297,6 +286,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
+
+def _add_plan(commands) -> None:
     c = commands.add_parser(
         "plan",
         help="what a run will cost: parameters, FLOPs, hours, memory against the card",
@@ -315,6 +306,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_plan)
 
+
+def _add_prepare(commands) -> None:
     c = commands.add_parser(
         "prepare",
         help="tokenizer and tokenised corpus, made ahead of runs in the corpus cache",
@@ -333,8 +326,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_prepare)
 
-    cli_tokenizer.add(commands)
 
+def _add_sweep(commands) -> None:
     c = commands.add_parser(
         "sweep",
         help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
@@ -350,8 +343,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_sweep)
 
-    cli_compare.add(commands)
 
+def _add_export(commands) -> None:
     c = commands.add_parser("export", help="run directory → HuggingFace directory")
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT")
@@ -359,6 +352,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.set_defaults(run_command=_export)
 
+
+def _add_import_reference(commands) -> None:
     c = commands.add_parser(
         "import-reference",
         help="a checkpoint of the paper's code → HuggingFace directory",
@@ -373,9 +368,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
     c.set_defaults(run_command=_import_reference)
 
-    cli_import.add(commands)
-    add_eval(commands)
 
+def _add_generate(commands) -> None:
     c = commands.add_parser("generate", help="sample from an exported directory")
     c.add_argument("checkpoint", metavar="OUT")
     c.add_argument("--prompt", required=True, help="text to go on from, at least one character")
@@ -408,6 +402,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", help="also write the text to this file")
     c.set_defaults(run_command=_generate)
 
+
+def _add_agree(commands) -> None:
     c = commands.add_parser(
         "agree",
         help="do all schedules find the same solution, and at what work?",
@@ -421,6 +417,8 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", metavar="JSON", help="results (default: CKPT/eval/agree.json)")
     c.set_defaults(run_command=_agree)
 
+
+def _add_budget(commands) -> None:
     c = commands.add_parser(
         "budget",
         help="perplexity against the iterations a token may have",
@@ -437,10 +435,14 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--out", metavar="DIR", help="folder of eval/ and figures/ (default: CKPT)")
     c.set_defaults(run_command=_budget)
 
+
+def _add_report(commands) -> None:
     c = commands.add_parser("report", help="figures and one summary of a finished run")
     c.add_argument("run", metavar="RUN")
     c.set_defaults(run_command=_report)
 
+
+def _add_doctor(commands) -> None:
     c = commands.add_parser(
         "doctor",
         help="what is installed and works here, and what mends what does not",
@@ -449,6 +451,35 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
     c.set_defaults(run_command=_doctor)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Nothing heavy is imported to build it or to print its help."""
+    p = argparse.ArgumentParser(
+        prog="fprnn",
+        description="Pretrain, export and evaluate fixed-point RNN language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
+    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    _add_train(commands)
+    _add_plan(commands)
+    _add_prepare(commands)
+    cli_tokenizer.add(commands)
+    _add_sweep(commands)
+    cli_compare.add(commands)
+    _add_export(commands)
+    _add_import_reference(commands)
+    cli_import.add(commands)
+    add_eval(commands)
+    _add_generate(commands)
+    _add_agree(commands)
+    _add_budget(commands)
+    _add_report(commands)
+    _add_doctor(commands)
     return p
 
 
