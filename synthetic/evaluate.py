@@ -191,6 +191,71 @@ def _in_training(task: Task, length: int, split: str, shared, samples: int, seen
     return {"count": sum(key in seen for key in shared), "of": samples}
 
 
+class _Scores:
+    """The items of each metric, and which of them are not independent, over the batches of a
+    length."""
+
+    def __init__(self, task: Task, streams: bool):
+        self.task, self.streams = task, streams
+        self.values: dict[str, list] = {}
+        self.groups: dict[str, list] = {}
+        self.samples: list[np.ndarray] = []  # of each batch, its sequences' hashes; not of a stream
+        self.shared: list[int] = []
+
+    def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
+        """Args: number: of the batch. predicted: (b,l)."""
+        self.shared += [] if batch.shared is None else batch.shared.tolist()
+        if not self.streams:
+            valid = None if batch.mask is None else batch.mask.sum(1)
+            self.samples.append(splits.keys(batch.input_ids, valid))
+        sequences = self.task.sequences(batch)
+        for name, items in self.task.score(predicted, batch).items():
+            row = sequences.get(name, np.arange(len(items)))
+            group = row + number * batch.labels.size if self.streams else self.samples[-1][row]
+            self.values.setdefault(name, []).append(items)
+            self.groups.setdefault(name, []).append(group)
+
+    @property
+    def distinct(self) -> int | None:
+        return None if self.streams else len(np.unique(np.concatenate(self.samples)))
+
+    def record(self) -> dict:
+        """{"metrics", "stderr"}: of each metric the mean over all items, and that mean's error."""
+        pooled = {name: np.concatenate(items) for name, items in self.values.items()}
+        pooled = {name: items for name, items in pooled.items() if len(items)}
+        errors = {
+            name: standard_error(items, np.concatenate(self.groups[name]))
+            for name, items in pooled.items()
+        }
+        return {"metrics": {k: float(v.mean()) for k, v in pooled.items()}, "stderr": errors}
+
+
+@contextlib.contextmanager
+def _enough_memory(length: int, at_once: int):
+    """Raises TaskError where what is within runs out of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+        if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
+            raise
+        raise TaskError(
+            f"length {length} does not fit in memory, {at_once} sequences at once: make"
+            " eval.batch_size smaller"
+        ) from None
+
+
+@contextlib.contextmanager
+def _evaluating(model):
+    """The model in evaluation mode, and then in the one that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
 def measure(
     model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
@@ -214,6 +279,7 @@ def measure(
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
+    # 1. How much there is to read, and how.
     task.check_length(length)
     device = next(model.parameters()).device
     streams = getattr(task, "streams", False)
@@ -227,78 +293,62 @@ def measure(
     carries = (streams or sequential) and getattr(model, "carries_state", False)
     if sequential and not carries:
         raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
-    was_training = model.training
-    model.eval()
-    values, groups, stats, state, began = {}, {}, [], None, time.perf_counter()
-    read = TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE
-    shared, samples, probed = [], [], None
 
-    def autocast():
-        return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-
-    until_the_end = contextlib.ExitStack()
-    try:
-        until_the_end.enter_context(solving(model, eval_max_iters=cfg.eval.max_iters))
+    # 2. Read it.
+    scores, stats, probed = _Scores(task, streams), [], None
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    limited = solving(model, eval_max_iters=cfg.eval.max_iters)
+    with _evaluating(model), _enough_memory(length, at_once), limited, autocast:
+        began, state = time.perf_counter(), None
         solver = solver_of(model, 1 if sequential else length)
         for i in numbers:
             batch = task.batch(seed, split, i, size, (length, length))
-            ids, _, mask = as_tensors(batch, device)
-            shared += [] if batch.shared is None else batch.shared.tolist()
-            before, predicted = state if batch.carry else None, []
-            for rows in (slice(first, first + at_once) for first in range(0, size, at_once)):
-                part = None if mask is None else mask[rows]
-                with autocast():
-                    logits, solved, state = answer(
-                        model, ids[rows], part, before, carries, sequential
-                    )
-                stats += [s for s in solved if s is not None]
-                predicted.append(logits.argmax(-1).cpu().numpy())
-            if not streams:
-                valid = None if batch.mask is None else batch.mask.sum(1)
-                samples.append(splits.keys(batch.input_ids, valid))
-            sequences = task.sequences(batch)
-            for name, items in task.score(np.concatenate(predicted), batch).items():
-                values.setdefault(name, []).append(items)
-                group = sequences.get(name, np.arange(len(items)))
-                group = group + i * batch.labels.size if streams else samples[-1][group]
-                groups.setdefault(name, []).append(group)
+            before = state if batch.carry else None
+            predicted, solved, state = _answers(
+                model, batch, at_once, before, carries, sequential, device
+            )
+            stats += solved
+            scores.add(i, batch, predicted)
         seconds = time.perf_counter() - began
         if stats:
             ids, _, mask = as_tensors(task.batch(seed, split, 0, size, (length, length)), device)
-            with autocast():
-                probed = probe_first(model, ids[:at_once], mask)
-    except (MemoryError, RuntimeError) as e:
-        out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
-        if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
-            raise
-        raise TaskError(
-            f"length {length} does not fit in memory, {at_once} sequences at once: make"
-            " eval.batch_size smaller"
-        ) from None
-    finally:
-        until_the_end.close()
-        model.train(was_training)
-    pooled = {name: np.concatenate(items) for name, items in values.items()}
+            probed = probe_first(model, ids[:at_once], mask)
+
+    # 3. What it amounts to.
+    sequences = size * len(numbers)
     record = {
-        "metrics": {k: float(v.mean()) for k, v in pooled.items() if len(v)},
-        "stderr": {
-            k: standard_error(v, np.concatenate(groups[k])) for k, v in pooled.items() if len(v)
-        },
-        "sequences": size * len(numbers),
-        "distinct": None if streams else len(np.unique(np.concatenate(samples))),
-        "read": read,
+        **scores.record(),
+        "sequences": sequences,
+        "distinct": scores.distinct,
+        "read": TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE,
         "solver": solver,
-        "in_training": _in_training(task, length, split, shared, size * len(numbers), seen),
+        "in_training": _in_training(task, length, split, scores.shared, sequences, seen),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(stats),
     }
     if probed is not None:
         iterations = probed.num_iters.double().mean(0).cpu().numpy()
-        group = np.arange(len(iterations)) if streams else samples[0][: len(iterations)]
+        count = len(iterations)
+        group = np.arange(count) if streams else scores.samples[0][:count]
         record["stderr"]["num_iters"] = standard_error(iterations, group)
         record["num_iters"] = fixed_point_metrics([probed])["num_iters"]
-        record["probed"] = len(iterations)
+        record["probed"] = count
     return record
+
+
+def _answers(model, batch: Batch, at_once: int, before, carries: bool, sequential: bool, device):
+    """What the model predicts for a batch, (b,l); the solver's statistics; the state after it.
+
+    Args: at_once: sequences. before: the state to start from, or None.
+    """
+    ids, _, mask = as_tensors(batch, device)
+    predicted, stats, state = [], [], None
+    for rows in (slice(first, first + at_once) for first in range(0, len(ids), at_once)):
+        part = None if mask is None else mask[rows]
+        logits, solved, state = answer(model, ids[rows], part, before, carries, sequential)
+        stats += [s for s in solved if s is not None]
+        predicted.append(logits.argmax(-1).cpu().numpy())
+    return np.concatenate(predicted), stats, state
 
 
 def evaluate_all(
