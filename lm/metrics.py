@@ -277,8 +277,9 @@ class Throughput:
     the time of all updates of the run; what `restart` cuts off (validations, saves) is not in it.
 
     Attributes:
-        spent: {"seconds", "processor_seconds"} of all updates; the processor's are those of this
-            rank's process, of all its threads.
+        spent: {"seconds", "processor_seconds"} of the updates that the weights have in them (not
+            of those that a rollback or a kill has undone); the processor's are those of this
+            rank's process, of all its threads, also of one that writes a checkpoint meanwhile.
     """
 
     def __init__(self, flops_per_token: dict | None, world_size: int):

@@ -375,14 +375,12 @@ class Training:
                 " (train.rollbacks) made"
             ) from None
         after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
-        spent = self.speed.spent
         self.engine.release()  # with the gradients that are spoilt
         self.found = found
         self._build_model()
         self._restore(*found)
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
-        self.speed.spent = spent
         self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
@@ -424,6 +422,7 @@ class Training:
         self._log_saves()
         bar.update(self.step, steps, describe(record))
         self.watch.look(record.get("failed", []), f"update {self.step}")
+        self.speed.restart()  # a record is no update
 
     def _gather_host(self, t: torch.Tensor) -> torch.Tensor:
         return self.ranks.gather(t.to(self.ranks.device)).cpu()

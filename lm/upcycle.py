@@ -165,10 +165,11 @@ def _compare_models(found: Match, theirs, ours) -> None:
             there, here = getattr(theirs, name), getattr(ours, name)
             if there != here:
                 found.notes.append(f"solver.{name} is {here} here, and {there} there")
-    if ours.reset_at_eos and not theirs.reset_at_eos:
+    if ours.reset_at_eos != theirs.reset_at_eos:
+        carried = "here" if theirs.reset_at_eos else "there"
         found.notes.append(
-            "model.reset_at_eos is true: a document starts from an empty state here, where the"
-            " source carries its state on"
+            f"model.reset_at_eos is {str(ours.reset_at_eos).lower()}, and not there: within one"
+            f" document outputs are the same, from the second on the state is carried on {carried}"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from lm.compare import page, results, runs, settings
 from lm.console import say
 from lm.errors import ConfigError, require
@@ -29,7 +31,8 @@ def compare(
     """
     require("matplotlib", "fprnn compare")
     c = settings.load(path, overrides)
-    if gpus and "processor" in c.equal:
+    on_gpu = gpus or torch.cuda.is_available()
+    if "processor" in c.equal and on_gpu and not report:
         raise ConfigError("equal: processor is time of a CPU: on GPUs take `time`, or `flops`")
     costs = {model: results.cost(c, model) for model in c.models}
     results.check_parameters(c, costs)
@@ -44,12 +47,26 @@ def train(c: settings.Comparison, costs, jobs: int, gpus: int | None) -> None:
     grids = [one for model in c.models for one in results.tuning(c, model)]
     say(f"tuning   {len(c.models)} models, {len(grids)} trainings")
     runs.run_all(grids, jobs, gpus)
-    seeds = [one for model in c.models for one in results.seeded(c, model)]
-    say(f"seeds    {len(seeds)} trainings, {len(c.models)} of them from the grids")
+    models = [model for model in c.models if _learns(c, model)]
+    seeds = [one for model in models for one in results.seeded(c, model)]
+    say(f"seeds    {len(seeds)} trainings, {len(models)} of them from the grids")
     runs.run_all(seeds, jobs, gpus)
     for budget in c.equal:
         if budget == "tokens":
             continue
-        for model in c.models:
+        for model in models:
             say(f"budget   {model} at equal {budget}")
             runs.run_all(results.at_budget(c, model, budget, costs), jobs, gpus)
+
+
+def _learns(c: settings.Comparison, model: str) -> bool:
+    """Whether some point of a model's grid gave a result; without the reference's there is no
+    comparison."""
+    try:
+        results.best_point(c, model)
+    except results.AllDiverged as e:
+        if model == c.reference:
+            raise
+        say(f"note: {e}")
+        return False
+    return True

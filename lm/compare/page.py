@@ -62,7 +62,8 @@ def _row(row: dict) -> list[str]:
         best or "–",
         seeds,
         _with_deviation(row["mean"], row["deviation"]),
-        _with_deviation(row["difference"], row["difference_deviation"], "+"),
+        _with_deviation(row["difference"], row["difference_deviation"], "+")
+        + (f" of {row['pairs']}" if row["pairs"] != row["n"] else ""),
         _number(row["tokens"], 1e6, ".2f"),
         _number(row["flops"], 1e12, ",.3g"),
         _number(row["processor_seconds"], 1, ",.0f"),

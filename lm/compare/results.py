@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ from lm.console import say
 from lm.cost import flops_of as flops_of_model
 from lm.errors import ConfigError, TrainingError
 from lm.memory import on_the_meta_device, sizes
+
+
+class AllDiverged(TrainingError):
+    """A model without a result at any point of the grid."""
 
 
 class Cost(NamedTuple):
@@ -59,27 +64,29 @@ def best_point(c: Comparison, model: str) -> tuple[tuple[str, Any], ...]:
     """The point of the grid with the lowest validation loss.
 
     Raises:
-        TrainingError: all of them diverged, or one is not trained yet.
+        AllDiverged: all of them. TrainingError: one is not trained yet.
     """
     reached = []
     for one in tuning(c, model):
         found = measured(one)
         if found is not None:
-            reached.append((found.loss, one.point))
+            reached.append((found.loss if math.isfinite(found.loss) else math.inf, one.point))
         elif not has_diverged(one):
             raise TrainingError(f"{label(one)} is not trained yet")
     if not reached:
-        raise TrainingError(f"{model}: every point of the grid diverged: lower values are needed")
+        raise AllDiverged(f"{model}: every point of the grid diverged: lower values are needed")
     return min(reached, key=lambda found: found[0])[1]
 
 
 def edges(c: Comparison, model: str) -> list[str]:
-    """Keys whose best value is the first or last of those tried: more of them may be better."""
+    """Keys whose best value is the least or most of those tried: beyond it may be a better one."""
     chosen = dict(best_point(c, model))
     return [
         key
         for key, values in c.tune.items()
-        if len(values) > 1 and chosen[key] in (values[0], values[-1])
+        if len(values) > 1
+        and all(isinstance(value, int | float) for value in values)
+        and chosen[key] in (min(values), max(values))
     ]
 
 
@@ -194,6 +201,7 @@ def summary(found: dict, budget: str) -> list[dict]:
                 "parameters": entry["parameters"],
                 "best": entry.get("best"),
                 "n": len(own),
+                "pairs": len(differences),
                 "diverged": sum(
                     row["state"] == "diverged" for row in entry["budgets"].get(budget, [])
                 ),

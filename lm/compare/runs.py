@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.compare.settings import Training
-from lm.config import load
+from lm.config import Config, load
 from lm.console import say
 from lm.errors import DIVERGED, PREEMPTED, Stopped, TrainingError
 from lm.metrics import read_metrics
 from lm.outputs import DamagedError, read_mapping, write_text
+from lm.resuming import FREE, resume_rule
 from lm.run_dir import RunDir, RunDirError, comparable
 from lm.signals import StopSignals
 
 # Sections and keys that change neither what is trained nor what it takes.
-OUTSIDE = ("name", "out_dir", "resume", "log", "checkpoint")
+OUTSIDE = ("name", "out_dir", "resume", "log")
 LAUNCH = Path(__file__).parents[2] / "launch" / "deepspeed.sh"
 
 
@@ -95,19 +96,24 @@ def check_config(training: Training) -> None:
     """Raises RunDirError where the directory holds a run of another config: the comparison's
     settings have changed since."""
     run = RunDir(training.run_dir)
-    if not run.holds_run:
-        return
+    if not run.holds_run or not (run.is_finished or run.is_started):
+        return  # what a failed start has left is made anew
     was, now = comparable(load(run.config)), comparable(training.cfg)
     changed = [
         f"{key} was {was.get(key)!r}, is {now.get(key)!r}"
         for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key) and key.partition(".")[0] not in OUTSIDE
+        if was.get(key) != now.get(key) and not _has_no_effect(key)
     ]
     if changed:
         raise RunDirError(
             f"{run} was trained with another config ({'; '.join(changed)}): give the comparison"
             " another `name`, or delete that run"
         )
+
+
+def _has_no_effect(key: str) -> bool:
+    section = key.partition(".")[0]
+    return section in OUTSIDE or (section == "data" and resume_rule(Config, key) is FREE)
 
 
 def has_diverged(training: Training) -> bool:
@@ -143,25 +149,26 @@ def run_all(trainings: Iterable[Training], jobs: int, gpus: int | None) -> None:
         status = process.wait()
         del running[training.run_dir]
         if status not in (0, DIVERGED):
-            failed.append((training, status))
-        else:
-            say(_ended(training, status, len(left), time.perf_counter() - began))
+            raise TrainingError(_why(training, status))
+        say(_ended(training, status, len(left), time.perf_counter() - began))
+
+    def one_of_several(training: Training) -> None:
+        try:
+            one(training)
+        except Exception as e:
+            failed.append(e)
 
     with StopSignals() as signals, ThreadPoolExecutor(jobs) as pool:
-        ends = [pool.submit(one, training) for training in left]
-        told = False
+        ends = [pool.submit(one_of_several, training) for training in left]
         while not all(end.done() for end in ends):
             time.sleep(0.2)
-            if signals.asked and not told:
-                told = True
-                for process in list(running.values()):
-                    process.terminate()
-        for end in ends:
-            end.result()
+            # Again and again: one that is being started does not listen yet, others ignore it.
+            for process in list(running.values()) if signals.asked else ():
+                process.terminate()
     if signals.asked:
         raise Stopped("stopped by a signal: the same command continues")
     if failed:
-        raise TrainingError(_why(*failed[0]))
+        raise failed[0]
 
 
 def _start(training: Training, jobs: int, gpus: int | None) -> subprocess.Popen:
@@ -172,7 +179,7 @@ def _start(training: Training, jobs: int, gpus: int | None) -> subprocess.Popen:
     command = [sys.executable, "-m", "lm", "train", "--config", str(config)]
     if gpus is not None:
         command = ["bash", str(LAUNCH), str(config), str(gpus)]
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     with (folder.parent / f"{folder.name}.log").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)

@@ -22,6 +22,9 @@ from lm.yaml_text import load_tree, parse
 Budget = Literal["tokens", "flops", "processor", "time"]
 
 
+OWN = ("name", "out_dir", "seed", "sweep", "resume")  # what a comparison sets of its trainings
+
+
 class Comparison(Section):
     """What is compared. Every model is tuned over the same grid with the first seed, at equal
     tokens, and trained with all seeds at what was best for it."""
@@ -77,10 +80,12 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Compa
 
 def _set(tree: dict, key: str, value: Any) -> None:
     section, dot, below = key.partition(".")
+    if dot and tree.get(section) is None:
+        tree[section] = {}
     if dot and section == "config":
-        config.set_key(tree.setdefault("config", {}), below, value)
+        config.set_key(tree["config"], below, value)
     elif dot and section in ("tune", "models"):
-        tree.setdefault(section, {})[below] = value
+        tree[section][below] = value
     elif dot:
         raise ConfigError(f"unknown key `{key}`: below a dot there are config, models and tune")
     else:
@@ -103,11 +108,47 @@ def _check(c: Comparison, where: str) -> None:
     for name in c.models:
         if "/" in name or name.startswith("."):
             raise ConfigError(f"{where}: models: `{name}` names a folder: no `/`, no dot before it")
-    for key in ("name", "out_dir", "seed", "sweep", "resume"):
+    _check_keys(c, where)
+    made = [training(c, *of) for of in itertools.product(c.models, ["tokens"], points(c), c.seeds)]
+    if len({one.run_dir for one in made}) < len(made):
+        raise ConfigError(f"{where}: tune has the same value twice, as 0.004 and 4e-3 are")
+    for one in made:
+        _check_alike(one, made[0], c, where)
+
+
+def _check_keys(c: Comparison, where: str) -> None:
+    for key in OWN:
         if key in c.config:
             raise ConfigError(f"{where}: config.{key} is the comparison's own to set: leave it out")
-    for name, point in itertools.product(c.models, points(c)):
-        training(c, name, "tokens", point, c.seeds[0])
+    for key in c.tune:
+        if not key.startswith("optim."):
+            raise ConfigError(
+                f"{where}: tune.{key}: the grid is of optim.*, which costs nothing; what costs is"
+                " another of the models"
+            )
+    for name, model in c.models.items():
+        for key in model:
+            if key in OWN:
+                raise ConfigError(f"{where}: models.{name}.{key} is the comparison's own to set")
+            if key in c.tune or key == "optim":
+                raise ConfigError(f"{where}: models.{name}.{key} would be overridden by tune")
+
+
+def _check_alike(one: Training, first: Training, c: Comparison, where: str) -> None:
+    """Equal tokens, of the same text; a schedule that can be stretched."""
+    of_text = [(t.cfg.data, t.cfg.tokenizer, t.cfg.train.steps) for t in (one, first)]
+    of_text = [(*parts, t.cfg.tokens_per_step()) for parts, t in zip(of_text, (one, first))]
+    if of_text[0] != of_text[1]:
+        raise ConfigError(
+            f"{where}: models.{one.model} has other data, tokenizer, train.steps or tokens an"
+            f" update than {first.model}: these belong below config, the same for all"
+        )
+    optim = one.cfg.optim
+    if len(c.equal) > 1 and max(optim.warmup, optim.decay_of_wsd) >= 1:
+        raise ConfigError(
+            f"{where}: optim.warmup and optim.decay must be fractions of the updates, below 1:"
+            " budgets change how many these are"
+        )
 
 
 def points(c: Comparison) -> list[tuple[tuple[str, Any], ...]]:

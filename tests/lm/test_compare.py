@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +17,9 @@ import yaml
 
 from lm.cli import main
 from lm.compare import compare, page, results, runs, settings
-from lm.errors import DIVERGED, ConfigError, TrainingError
+from lm.errors import DIVERGED, ConfigError, Stopped, TrainingError
 from lm.run_dir import RunDirError
+from lm.signals import STOP
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "lm" / "compare").glob("*.yaml"))
 SIZES = {"d_model": 16, "n_layer": 2, "d_state": 2, "layers": "mamba"}
@@ -57,6 +62,7 @@ def finish(training, loss: float, seconds=10.0, evaluations=None, bits=1.5) -> N
     """What a training of this loss leaves behind; bits: of a byte for each nat of a token."""
     run, steps = training.run_dir, training.cfg.train.steps
     run.mkdir(parents=True)
+    (run / "config.yaml").write_text(training.cfg.to_yaml())
 
     def record(step, **more):
         return json.dumps({"step": step, **more})
@@ -131,6 +137,12 @@ def test_overrides_are_of_the_comparison_and_below_config_of_its_trainings(tmp_p
         ({"models": {"plain": {}, "b": {"model.width": 3}}}, ["model b", "unknown key"]),
         ({"config": {"seed": 3}}, ["config.seed", "leave it out"]),
         ({"batch": 3}, ["batch"]),
+        ({"models": {"plain": {}, "b": {"train.steps": 7}}}, ["models.b has other", "the same"]),
+        ({"models": {"plain": {}, "b": {"data.seq_len": 8}}}, ["models.b has other", "the same"]),
+        ({"models": {"plain": {}, "b": {"optim.lr": 0.5}}}, ["models.b.optim.lr", "tune"]),
+        ({"models": {"plain": {}, "b": {"seed": 5}}}, ["models.b.seed", "own to set"]),
+        ({"tune": {"model.d_state": [2, 3]}}, ["tune.model.d_state", "of optim.*"]),
+        ({"tune": {"optim.lr": [0.004, 4e-3]}}, ["the same value twice"]),
         ({"parameters_within": 0}, ["parameters_within"]),
     ],
 )
@@ -196,6 +208,49 @@ def test_the_best_point_is_the_lowest_loss_and_edges_are_named(tmp_path):
     assert results.edges(c, "plain") == []
     assert dict(results.best_point(c, "deep")) == {"optim.lr": 2e-3}
     assert runs.has_diverged(third) and not runs.is_left(third)
+
+
+def test_a_warm_up_in_updates_cannot_be_stretched(tmp_path):
+    over = ["config.optim.warmup=4"]
+    refused(lambda: comparison(tmp_path, over), ConfigError, "optim.warmup", "fractions")
+    comparison(tmp_path, over, equal=["tokens"])
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
+    c = comparison(tmp_path)
+    tuned(c, {"plain": [math.nan, 2.0, 2.5]})
+    assert dict(results.best_point(c, "plain")) == {"optim.lr": 2e-3}
+
+
+def test_what_a_failed_start_left_is_no_run_of_other_settings(tmp_path):
+    one = results.tuning(comparison(tmp_path), "plain")[0]
+    one.run_dir.mkdir(parents=True)
+    (one.run_dir / "config.yaml").write_text(one.cfg.to_yaml())
+    other = results.tuning(comparison(tmp_path, ["config.data.seq_len=8"]), "plain")[0]
+    assert runs.is_left(other)
+
+
+def test_a_model_that_diverges_everywhere_leaves_the_others_alone(tmp_path, monkeypatch):
+    c = comparison(tmp_path, equal=["tokens"], seeds=[5])
+    tuned(c, {"plain": [3.0, 2.0, 2.5]})
+    for one in results.tuning(c, "deep"):
+        fail(one, DIVERGED)
+    text = compare(tmp_path / "compare.yaml")["tables"].read_text()
+    assert "| plain |" in text and "| deep |" in text
+    c = comparison(tmp_path, equal=["tokens"], seeds=[5], reference="deep")
+    refused(lambda: compare(tmp_path / "compare.yaml"), results.AllDiverged, "deep")
+
+
+def test_a_difference_of_fewer_pairs_says_so(tmp_path):
+    c, costs, _ = both_seeds(tmp_path)
+    gone = results.seeded(c, "plain")[1]
+    (gone.run_dir / "result.json").unlink()
+    fail_at = gone.run_dir / "failure.json"
+    fail_at.write_text(json.dumps({"sentence": "nan", "exit_code": DIVERGED}))
+    _, deep = results.summary(results.collect(c, costs), "tokens")
+    assert (deep["n"], deep["pairs"]) == (2, 1)
+    rows = page.tables(results.collect(c, costs))["tokens"]
+    assert rows[2][5] == "-0.3000 of 1" and rows[1][3] == "1, 1 diverged"
 
 
 def test_a_grid_that_diverged_everywhere_or_is_not_trained_says_so(tmp_path):
@@ -323,7 +378,6 @@ def test_what_is_done_or_diverged_is_not_trained_again(tmp_path, monkeypatch):
 def test_runs_of_other_settings_are_not_taken_for_these(tmp_path):
     one = results.tuning(comparison(tmp_path), "plain")[0]
     finish(one, 2.0)
-    (one.run_dir / "config.yaml").write_text(one.cfg.to_yaml())
     assert runs.measured(one).loss == 2.0
     changed = comparison(tmp_path, ["config.data.seq_len=8"])
     other = results.tuning(changed, "plain")[0]
@@ -340,6 +394,34 @@ def test_a_training_that_fails_stops_the_comparison_and_says_why(tmp_path, monke
     monkeypatch.setattr(runs, "_start", ending(65))
     run = lambda: runs.run_all([one, *others], 1, None)  # noqa: E731
     refused(run, TrainingError, "plain lr=0.001 seed=5", "the loss is nan")
+
+
+LISTENS_LATE = """
+import signal, time
+time.sleep(0.5)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+time.sleep(60)
+"""
+
+
+def test_a_signal_reaches_a_training_that_is_being_started(tmp_path, monkeypatch):
+    (one, *_) = results.tuning(comparison(tmp_path), "plain")
+    started = []
+
+    def start(training, jobs, gpus):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        started.append(subprocess.Popen([sys.executable, "-c", LISTENS_LATE]))
+        return started[0]
+
+    monkeypatch.setattr(runs, "_start", start)
+    before = {number: signal.getsignal(number) for number in STOP}
+    try:
+        refused(lambda: runs.run_all([one], 1, None), Stopped, "the same command continues")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_one_that_diverges_is_a_result(tmp_path, monkeypatch):

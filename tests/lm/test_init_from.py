@@ -241,7 +241,7 @@ def test_a_part_of_the_layers(sources):
 
 def test_where_documents_start_is_noted(sources):
     found = upcycle.match(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
-    assert found.differs == [] and "model.reset_at_eos is true" in found.notes[0]
+    assert found.differs == [] and "model.reset_at_eos is true, and not there" in found.notes[0]
 
 
 # Configurations.
