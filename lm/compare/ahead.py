@@ -9,8 +9,8 @@ from lm.plan import plan, where
 
 
 def expected(c: Comparison, gpus: int, gpu: str | None, utilisation: float | None) -> list[dict]:
-    """Of each model how many trainings, their FLOPs, and GPU hours at equal tokens and beyond. An
-    equal budget is by definition what the reference takes.
+    """Of each model how many trainings, the hours of one at equal tokens, and the GPU hours of all.
+    At another budget a training takes, by definition, what the reference takes.
 
     Raises:
         ConfigError: no such card, or one whose peak is not known (a CPU).

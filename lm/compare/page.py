@@ -6,6 +6,8 @@ import html
 import io
 from pathlib import Path
 
+import yaml
+
 from lm.compare.results import summary
 from lm.outputs import write_json, write_text, writing
 
@@ -191,7 +193,8 @@ def page(found: dict, curves: str) -> str:
     parts.append("<h2>Tuning</h2>")
     for model, entry in found["models"].items():
         parts.append(f"<h3>{html.escape(model)}</h3>{_table(_tuned(entry))}")
-    parts.append(f"<h2>What was trained</h2><pre>{html.escape(found['yaml'])}</pre></body></html>")
+    settings = yaml.dump(found["comparison"], sort_keys=False)
+    parts.append(f"<h2>What was trained</h2><pre>{html.escape(settings)}</pre></body></html>")
     return "\n".join(parts)
 
 

@@ -6,8 +6,6 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-import yaml
-
 from lm.build import vocabulary
 from lm.compare.runs import Measured, has_diverged, label, measured
 from lm.compare.settings import Comparison, Training, points, training, updates_for
@@ -39,10 +37,10 @@ def cost(c: Comparison, model: str) -> Cost:
     except ConfigError as e:
         raise ConfigError(f"comparison {c.name}, model {model}: {e}") from None
     of = sizes(built, vocab_size, cfg.train.precision, cfg.optim)
-    first = more = next(iter(flops_of_model(cfg, built, of).values()))
+    at_one = at_two = next(iter(flops_of_model(cfg, built, of).values()))
     if cfg.model.has_fixed_point:
-        more = built.flops_per_token(2, length=cfg.data.seq_len)
-    return Cost(of.parameters, of.parameters - of.embedding, first, more - first)
+        at_two = built.flops_per_token(2, length=cfg.data.seq_len)
+    return Cost(of.parameters, of.parameters - of.embedding, at_one, at_two - at_one)
 
 
 def flops_of(of: Cost, run: Measured, tokens: float) -> float:
@@ -140,7 +138,6 @@ def collect(c: Comparison, costs: dict[str, Cost]) -> dict:
     return {
         "comparison": c.model_dump(mode="json"),
         "unit": units.pop() if units else "bits per byte",
-        "yaml": yaml.dump(c.model_dump(mode="json"), sort_keys=False),
         "models": models,
     }
 

@@ -20,8 +20,6 @@ from lm.yaml_text import load_tree, parse
 
 # What all models are given the same of. processor: of a CPU. time: by the clock, as on GPUs.
 Budget = Literal["tokens", "flops", "processor", "time"]
-
-
 OWN = ("name", "out_dir", "seed", "sweep", "resume")  # what a comparison sets of its trainings
 
 
@@ -135,10 +133,8 @@ def _check_keys(c: Comparison, where: str) -> None:
 
 
 def _check_alike(one: Training, first: Training, c: Comparison, where: str) -> None:
-    """Equal tokens, of the same text; a schedule that can be stretched."""
-    of_text = [(t.cfg.data, t.cfg.tokenizer, t.cfg.train.steps) for t in (one, first)]
-    of_text = [(*parts, t.cfg.tokens_per_step()) for parts, t in zip(of_text, (one, first))]
-    if of_text[0] != of_text[1]:
+    """Refuse other tokens than the first training's, and a schedule that cannot be stretched."""
+    if _text_of(one.cfg) != _text_of(first.cfg):
         raise ConfigError(
             f"{where}: models.{one.model} has other data, tokenizer, train.steps or tokens an"
             f" update than {first.model}: these belong below config, the same for all"
@@ -149,6 +145,11 @@ def _check_alike(one: Training, first: Training, c: Comparison, where: str) -> N
             f"{where}: optim.warmup and optim.decay must be fractions of the updates, below 1:"
             " budgets change how many these are"
         )
+
+
+def _text_of(cfg: Config) -> tuple:
+    """What a training reads, and how much of it."""
+    return cfg.data, cfg.tokenizer, cfg.train.steps, cfg.tokens_per_step()
 
 
 def points(c: Comparison) -> list[tuple[tuple[str, Any], ...]]:
