@@ -30,6 +30,7 @@ FLOORS = {
         "old_keys",
         "outputs",
         "optim",
+        "page",
         "ranks",
         "resuming",
         "signals",

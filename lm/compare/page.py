@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import io
 from pathlib import Path
 
 import yaml
 
+from lm import page as html
 from lm.compare.results import summary
 from lm.outputs import write_json, write_text, writing
 
@@ -122,9 +121,11 @@ def _line(cells: list[str]) -> str:
 def draw(found: dict) -> str:
     """The score over training against tokens, FLOPs and time, as SVG: of the trainings
     at equal tokens, the mean over seeds, with a bar from the least to the most."""
-    import matplotlib
+    with html.ink():
+        return html.svg(_drawn(found))
 
-    matplotlib.use("Agg")
+
+def _drawn(found: dict):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
@@ -145,10 +146,7 @@ def draw(found: dict) -> str:
     handles, labels = axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return text.getvalue()
+    return figure
 
 
 def _curve(axis, name: str, model: str, curves: list[list[dict]], unit: str) -> None:
@@ -163,39 +161,19 @@ def _curve(axis, name: str, model: str, curves: list[list[dict]], unit: str) -> 
     axis.errorbar(across, mean, [below, above], marker="o", ms=3, lw=1.3, capsize=2, label=model)
 
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #8884; }
-th:first-child, td:first-child { text-align: left; }
-.figure { background: #fff; overflow-x: auto; }
-.figure svg { max-width: 100%; height: auto; min-width: 40rem; }
-pre { overflow-x: auto; }
-"""
-
-
 def page(found: dict, curves: str) -> str:
     """One page without anything outside it."""
-    name = html.escape(found["comparison"]["name"])
-    parts = [
-        "<!doctype html>",
-        f"<html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<style>{STYLE}</style></head><body><h1>{name}</h1>",
-    ]
+    parts = []
     for budget, rows in tables(found).items():
-        parts.append(f"<h2>At {BUDGETS[budget]}</h2>{_table(rows)}")
-    parts.append("<h2>Over training, at equal tokens</h2>")
-    parts.append(f"<div class='figure'>{curves[curves.index('<svg') :]}</div>")
-    parts.append(f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in notes(found))}</ul>")
-    parts.append("<h2>Tuning</h2>")
+        parts += [html.heading(f"At {BUDGETS[budget]}"), html.table(rows)]
+    parts += [html.heading("Over training, at equal tokens"), html.figure(curves)]
+    parts.append(html.bullets(notes(found)))
+    parts.append(html.heading("Tuning"))
     for model, entry in found["models"].items():
-        parts.append(f"<h3>{html.escape(model)}</h3>{_table(_tuned(entry))}")
+        parts += [html.heading(model, 3), html.table(_tuned(entry))]
     settings = yaml.dump(found["comparison"], sort_keys=False)
-    parts.append(f"<h2>What was trained</h2><pre>{html.escape(settings)}</pre></body></html>")
-    return "\n".join(parts)
+    parts += [html.heading("What was trained"), html.preformatted(settings)]
+    return html.page(found["comparison"]["name"], parts)
 
 
 def _tuned(entry: dict) -> list[list[str]]:
@@ -205,10 +183,3 @@ def _tuned(entry: dict) -> list[list[str]]:
         loss = tried["validation_loss"]
         rows.append([point, loss if isinstance(loss, str) else f"{loss:.4f}"])
     return rows
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *body = ([html.escape(cell) for cell in row] for row in rows)
-    lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
-    return f"<div class='scroll'><table>{''.join(lines)}</table></div>"

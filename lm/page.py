@@ -1,0 +1,148 @@
+"""What every HTML page of ours is made of: one file with nothing outside it, light and dark, for
+phones and desks; tables that sort at a click; figures as SVG in the page's own colours."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+from collections.abc import Iterator, Sequence
+
+# Drawn in this colour, lines and letters of a figure take the page's (`svg` replaces it).
+_INK = "#0a0b0c"
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --faint: #8881; --link: #2563eb; }
+@media (prefers-color-scheme: dark) { :root { --link: #7aa2ff; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.55 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
+a { color: var(--link); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
+  vertical-align: top; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+table.sortable th { cursor: pointer; }
+table.sortable th[aria-sort=ascending]::after { content: " ↑"; }
+table.sortable th[aria-sort=descending]::after { content: " ↓"; }
+figure { margin: 1rem 0; overflow-x: auto; }
+figure svg { max-width: 100%; height: auto; min-width: 34rem; }
+figcaption { opacity: .75; font-size: .9em; }
+pre { overflow-x: auto; background: var(--faint); padding: .8rem; }
+code { background: var(--faint); padding: .1em .25em; }
+"""
+
+# A click on a column's head sorts by it: as numbers where every cell starts with one.
+SORTING = """
+function number(text) {
+  const plain = text.replace(/,/g, "").replace(/−/g, "-");
+  return parseFloat(plain);
+}
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.addEventListener("click", () => {
+    const rows = [...table.tBodies[0].rows];
+    const text = row => row.cells[column].textContent.trim();
+    const shown = rows.filter(row => text(row) !== "–");
+    const numeric = shown.every(row => !Number.isNaN(number(text(row))));
+    const upward = head.getAttribute("aria-sort") !== "ascending";
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", upward ? "ascending" : "descending");
+    rows.sort((a, b) => {
+      const left = text(a), right = text(b);
+      if (left === "–" || right === "–") return (left === "–") - (right === "–");
+      const order = numeric ? number(left) - number(right) : left.localeCompare(right);
+      return upward ? order : -order;
+    });
+    table.tBodies[0].append(...rows);
+  }));
+}
+"""
+
+
+def page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: plain text, the page's name and first heading.
+        parts: HTML, in order. style, script: of this page alone, after what all pages share.
+    """
+    name = html.escape(title)
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f"<html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
+            "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+            f"<style>{STYLE}{style}</style></head><body>",
+            f"<h1>{name}</h1>",
+            *parts,
+            f"<script>{SORTING}{script}</script></body></html>",
+        ]
+    )
+
+
+def heading(text: str, level: int = 2) -> str:
+    """A heading with an anchor of its words."""
+    anchor = "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+    return f"<h{level} id='{html.escape(anchor)}'>{html.escape(text)}</h{level}>"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of plain text, the first being the head, as a table that sorts; "–" is no value."""
+    head, *body = ([html.escape(cell) for cell in row] for row in rows)
+    lines = [f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead><tbody>"]
+    lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
+    return f"<div class='scroll'><table class='sortable'>{''.join(lines)}</tbody></table></div>"
+
+
+def bullets(lines: Sequence[str]) -> str:
+    """Lines of plain text as a list."""
+    return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
+
+
+def preformatted(text: str) -> str:
+    """Plain text as it stands."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def figure(drawing: str, caption: str = "") -> str:
+    """What `svg` gave, with plain text under it."""
+    below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
+    return f"<figure>{drawing[drawing.index('<svg') :]}{below}</figure>"
+
+
+@contextlib.contextmanager
+def ink() -> Iterator[None]:
+    """In which a figure is made and drawn: matplotlib without a window, its lines and letters in
+    the page's colour. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    settings = {
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "axes.titlecolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "legend.framealpha": 0,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "fprnn",
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def svg(drawn) -> str:
+    """A matplotlib figure as SVG text, the same every time; the figure is closed.
+
+    Inside a page lines and letters have the page's colour; alone, black.
+    """
+    import matplotlib.pyplot as plt
+
+    text = io.StringIO()
+    drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    plt.close(drawn)
+    return text.getvalue().replace(_INK, "currentColor")
