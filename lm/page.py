@@ -1,5 +1,4 @@
-"""What every HTML page of ours is made of: one file with nothing outside it, light and dark, for
-phones and desks; tables that sort at a click; figures as SVG in the page's own colours."""
+"""What our HTML pages are made of: a page with nothing outside it, tables that sort, figures."""
 
 from __future__ import annotations
 
