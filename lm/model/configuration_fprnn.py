@@ -26,6 +26,17 @@ NAMES = {
 }
 _TINY = 5e-324  # the least number above 0
 _LARGE = 1.7e308  # and the largest there is, nearly
+SIZES = (
+    "vocab_size",
+    "d_model",
+    "n_layer",
+    "d_state",
+    "expand",
+    "d_conv",
+    "headdim",
+    "ngroups",
+    "mixer_rank",
+)
 RANGES = {  # field → (least, most, both in words)
     "contractive": (_TINY, 1 - 1e-9, "a number above 0 and below 1, null or auto"),
     "tol": (_TINY, _LARGE, "a number above 0"),
@@ -39,6 +50,7 @@ RANGES = {  # field → (least, most, both in words)
     "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "out_norm_epsilon": (_TINY, _LARGE, "a number above 0"),
     "eps": (_TINY, _LARGE, "a number above 0"),
+    **dict.fromkeys(SIZES, (1, _LARGE, "a whole number from 1 on")),
     "max_iters": (1, _LARGE, "a whole number from 1 on"),
     "eval_max_iters": (1, _LARGE, "a whole number from 1 on"),
     "patience": (1, _LARGE, "a whole number from 1 on"),
@@ -51,9 +63,13 @@ RANGES = {  # field → (least, most, both in words)
 }
 
 UNSET = (
-    ("contractive", None), ("eval_tol", "auto"), ("adjoint_clip", None), ("n_heads", "auto"),
-    ("d_ff", "auto"), ("attention_window", None),
-)  # fmt: skip
+    ("contractive", None),
+    ("eval_tol", "auto"),
+    ("adjoint_clip", None),
+    ("n_heads", "auto"),
+    ("d_ff", "auto"),
+    ("attention_window", None),
+)
 
 # ‖I − Q‖ that FP-RNN's mixers are held to where nothing else bounds them (`contractive: auto`): it
 # iterates its state without a norm, so an unbounded mixer makes the state grow from token to token.
@@ -71,10 +87,23 @@ def mixer_bounds(block, mixer, kronecker_norm, contractive):
 
 # The fields that say how the layers are solved; the weights do not depend on them.
 SOLVER_FIELDS = (
-    "token", "schedule", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters", "quantile",
-    "stepsize", "stepsize_decay", "patience", "gradient", "n_backwards", "adjoint_clip",
-    "jacobian_reg", "state_noise",
-)  # fmt: skip
+    "token",
+    "schedule",
+    "stopping",
+    "tol",
+    "eval_tol",
+    "max_iters",
+    "eval_max_iters",
+    "quantile",
+    "stepsize",
+    "stepsize_decay",
+    "patience",
+    "gradient",
+    "n_backwards",
+    "adjoint_clip",
+    "jacobian_reg",
+    "state_noise",
+)
 
 CHOICES = {
     "token": ("auto", "exact", "iterate"),
@@ -131,22 +160,28 @@ def parse_gradient(text):
     raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
 
 
-def renamed(schedule, agreement_reg):
-    """The schedule that takes the place of one of version 0.1, which is said once.
-
-    Raises:
-        ValueError: a regulariser that there is no more.
-    """
-    if agreement_reg:
-        raise ValueError(
-            f"agreement_reg is {agreement_reg}: there is no such regulariser any more; with token"
-            " `exact` all schedules have the same solution"
-        )
+def schedule_of_now(schedule):
+    """The schedule that takes the place of one of version 0.1, which is said once; any other as it
+    is."""
     new = {"mixed": "auto", "exact": "sequential"}.get(str(schedule).partition(":")[0])
     if new is None:
         return schedule
     logger.warning_once(f"schedule `{schedule}` is of version 0.1: `{new}` takes its place")
     return new
+
+
+def refuse_agreement_reg(kwargs):
+    """Take `agreement_reg`, a regulariser of version 0.1, from the arguments.
+
+    Raises:
+        ValueError: it is above 0.
+    """
+    weight = kwargs.pop("agreement_reg", 0)
+    if weight:
+        raise ValueError(
+            f"agreement_reg is {weight}: there is no such regulariser any more; with token"
+            " `exact` all schedules have the same solution"
+        )
 
 
 def refuse_solver_token(kwargs):
@@ -294,17 +329,12 @@ class FPRNNConfig(PretrainedConfig):
         eos_token_id=None,
         **kwargs,
     ):
-        for name, value in [
-            ("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer),
-            ("d_state", d_state), ("expand", expand), ("mixer_rank", mixer_rank),
-            ("max_iters", max_iters), ("n_backwards", n_backwards), ("patience", patience),
-            ("headdim", headdim), ("ngroups", ngroups), ("d_conv", d_conv),
-        ]:  # fmt: skip
-            if value < 1:
-                raise ValueError(f"FPRNNConfig: {name} is {value}; it must be at least 1")
+        refuse_agreement_reg(kwargs)
         for name, value, default in [
-            ("b_h_dep", b_h_dep, True), ("c_h_dep", c_h_dep, True), ("dt_h_dep", dt_h_dep, False),
-        ]:  # fmt: skip
+            ("b_h_dep", b_h_dep, True),
+            ("c_h_dep", c_h_dep, True),
+            ("dt_h_dep", dt_h_dep, False),
+        ]:
             if block == "fp_rnn" and value != default:
                 raise ValueError(
                     f"FPRNNConfig: {name} is {value}, which only fp_mamba1 and fp_mamba2 can have;"
@@ -351,7 +381,7 @@ class FPRNNConfig(PretrainedConfig):
         self.eps = eps
         self.reset_at_eos = reset_at_eos
         self.token = token
-        self.schedule = renamed(schedule, kwargs.pop("agreement_reg", 0))
+        self.schedule = schedule
         self.stopping = stopping
         self.tol = tol
         self.eval_tol = eval_tol
@@ -477,7 +507,9 @@ class FPRNNConfig(PretrainedConfig):
             self.stopping = "paper" if self.token == "iterate" else "causal"
         if self.gradient == "auto":
             self.gradient = "one_step" if self.token == "iterate" else "exact"
-        width, (kind, _) = parse_schedule(self.schedule), parse_gradient(self.gradient)
+        self.schedule = schedule_of_now(self.schedule)
+        width = parse_schedule(self.schedule)
+        kind, _ = parse_gradient(self.gradient)
         if self.stopping == "paper":
             if self.token == "exact":
                 raise ValueError(

@@ -5,6 +5,7 @@ Shapes: b batch, l length. This file and those it imports travel with an exporte
 
 import contextlib
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from transformers.modeling_utils import PreTrainedModel
 from .attention import Attention
 from .blocks import FPRNN
 from .cell import find_root
-from .configuration_fprnn import SOLVER_FIELDS, FPRNNConfig, parse_gradient, refuse_solver_token
+from .configuration_fprnn import (
+    SOLVER_FIELDS,
+    FPRNNConfig,
+    parse_gradient,
+    refuse_agreement_reg,
+    refuse_solver_token,
+)
 from .contraction import spectral_norm
 from .delta import GatedDeltaNet
 from .delta_chunks import gated_delta_rule
@@ -52,18 +59,46 @@ from .step import finish
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
-    implicit_gradient, FPRNN, Rule, added, selective_scan, finish, find_root, spectral_norm,
-    Projections, gaussian, Attention, Mamba, heads_of, GatedDeltaNet, gated_delta_rule,
+    implicit_gradient,
+    FPRNN,
+    Rule,
+    added,
+    selective_scan,
+    finish,
+    find_root,
+    spectral_norm,
+    Projections,
+    gaussian,
+    Attention,
+    Mamba,
+    heads_of,
+    GatedDeltaNet,
+    gated_delta_rule,
     delta_rule,
-)  # fmt: skip
+)
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
 NORMED = (
-    "u_down", "u_proj", "alpha_proj", "uv_proj", "gate_proj", "bc_y_proj", "dt_y_proj", "z_y_proj",
-)  # fmt: skip
+    "u_down",
+    "u_proj",
+    "alpha_proj",
+    "uv_proj",
+    "gate_proj",
+    "bc_y_proj",
+    "dt_y_proj",
+    "z_y_proj",
+)
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
+
+
+class Passed(NamedTuple):
+    """What the layers made of a batch."""
+
+    states: list  # (b,l,d_model): where asked for, what each layer read; last what the norm gave
+    stats: list  # FixedPointStats of each fixed-point layer
+    ends: list  # where asked for, the state that each layer ended in
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -90,6 +125,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args, key_mapping=None, **kwargs):
         """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
         refuse_solver_token(kwargs)
+        refuse_agreement_reg(kwargs)
         names = {**OLD_NAMES, **(key_mapping or {})}
         return super().from_pretrained(*args, key_mapping=names, **kwargs)
 
@@ -216,47 +252,85 @@ class FPRNNModel(FPRNNPreTrainedModel):
             output_hidden_states = cfg.output_hidden_states
         if use_cache is None:
             use_cache = cfg.use_cache and not (self.training or return_state or state is not None)
+
         # 1. Embed; find where the rows go on from.
-        hidden = embed(self.embeddings, input_ids, inputs_embeds)
-        cache = past_key_values
-        if cache is None and use_cache:
-            cache = FPRNNCache()
+        hidden = embed(self.embeddings, input_ids, inputs_embeds)  # (b,l,d_model)
+        batch, length = hidden.shape[:2]
+        cache = FPRNNCache() if past_key_values is None and use_cache else past_key_values
+        state = self._state_to_go_on_from(batch, state, cache)
+        wants_end = return_state or cache is not None
+
+        # 2. Padding goes to the right: nothing may stand between a row's state, or the first
+        #    window, and its first token.
+        mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
+        starts = document_starts(position_ids, seq_idx, batch, length)
+        back = None
+        if mask is not None:
+            order, back = padding_to_the_right(mask)
+            mask, input_ids, starts = (
+                None if of_tokens is None else of_tokens.take_along_dim(order, 1)
+                for of_tokens in (mask, input_ids, starts)
+            )
+            hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
+
+        # 3. Documents.
+        if starts is not None:
+            starts[:, 0] &= state is not None and cache is None
+        if input_ids is None and cfg.reset_at_eos and cfg.eos_token_id is not None:
+            input_ids = ends_among(hidden, self.embeddings, cfg.eos_token_id)
+        seqs = self._sequences(input_ids, mask, starts, state, wants_end)
+
+        # 4. The layers.
+        passed = self._through_layers(
+            hidden, seqs, state, cache, output_hidden_states, count_iterations
+        )
+
+        # 5. What is returned, padding back in its place.
+        states = passed.states
+        if back is not None:
+            states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
+        end = self._end(input_ids, seqs, state, passed.ends) if wants_end else None
+        if cache is not None:
+            cache.state = end
+            cache.length += length
+        output = FPRNNOutput(
+            last_hidden_state=states[-1],
+            hidden_states=tuple(states) if output_hidden_states else None,
+            fixed_point=self._report(passed.stats, back, states[-1].device),
+            state=end if return_state else None,
+            past_key_values=cache,
+        )
+        return output if _as_dict(return_dict, cfg) else output.to_tuple()
+
+    def _state_to_go_on_from(self, batch, state, cache):
+        """The FPRNNState given by itself or in a cache; None for rows that begin.
+
+        Raises:
+            ValueError: both, a cache of another kind, or of another batch or model.
+        """
         if cache is not None:
             if state is not None:
                 raise ValueError("give one of state and past_key_values")
             if not isinstance(cache, FPRNNCache):
                 raise ValueError(f"past_key_values is a {type(cache).__name__}, not an FPRNNCache")
             state = cache.state
-        if state is not None:
-            if cfg.layers is None:
-                state.check(len(hidden), cfg)
-            else:
-                wanted = [layer.block.state_shapes() for layer in self.layers]
-                state.check_layers(len(hidden), wanted)
-        # 2. Padding and documents.
-        batch, length = hidden.shape[:2]
-        mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
-        starts = document_starts(position_ids, seq_idx, batch, length)
-        back = None
-        if mask is not None:
-            # Nothing may stand between a row's state, or the first window, and its first token.
-            order, back = padding_to_the_right(mask)
-            mask = mask.take_along_dim(order, 1)
-            hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
-            input_ids = None if input_ids is None else input_ids.take_along_dim(order, 1)
-        if starts is not None:
-            starts = starts if back is None else starts.take_along_dim(order, 1)
-            starts[:, 0] &= state is not None and cache is None
-        if input_ids is None and cfg.reset_at_eos and cfg.eos_token_id is not None:
-            input_ids = ends_among(hidden, self.embeddings, cfg.eos_token_id)
-        wants_end = return_state or cache is not None
-        seqs = self._sequences(input_ids, mask, starts, state, wants_end)
-        # 3. The layers.
-        residual, states, stats, ends = None, [], [], []
+        if state is None:
+            return None
+        if self.config.layers is None:
+            state.check(batch, self.config)
+        else:
+            state.check_layers(batch, [layer.block.state_shapes() for layer in self.layers])
+        return state
+
+    def _through_layers(self, hidden, seqs, state, cache, output_hidden_states, count_iterations):
+        """The embedded tokens (b,l,d_model) through the layers and the final norm → Passed."""
+        residual = None
+        states, stats, ends = [], [], []
         finite = [all_finite(hidden)]  # read once, at the end: each reading waits for the device
         for index, layer in enumerate(self.layers):
             if output_hidden_states:  # the layer reads the very tensor, so that it gets a gradient
-                hidden, residual = hidden if residual is None else residual + hidden, None
+                hidden = hidden if residual is None else residual + hidden
+                residual = None
                 states.append(hidden)
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
@@ -274,27 +348,21 @@ class FPRNNModel(FPRNNPreTrainedModel):
             ends += end
         hidden = self.norm_f(residual + hidden)
         self._check_finite([*finite, all_finite(hidden)], "its output is NaN or infinite")
-        # 4. What is returned, padding back in its place.
-        states.append(hidden)
-        if back is not None:
-            states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
-        report = None
-        if stats:  # layers may lie on several devices
-            fields = (
-                None if field[0] is None else torch.stack([t.to(hidden.device) for t in field])
-                for field in zip(*stats)
-            )
-            report = FixedPointReport(fields, self.solved_layers)
-        if back is not None and report is not None and report.token_iters is not None:
+        return Passed([*states, hidden], stats, ends)
+
+    def _report(self, stats, back, device):
+        """The FixedPointReport of the layers' stats, padding back in its place; None without a
+        fixed-point layer. device: of the report; layers may lie on several."""
+        if not stats:
+            return None
+        fields = (
+            None if field[0] is None else torch.stack([t.to(device) for t in field])
+            for field in zip(*stats)
+        )
+        report = FixedPointReport(fields, self.solved_layers)
+        if back is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
-        end = self._end(input_ids, seqs, state, ends) if wants_end else None
-        if cache is not None:
-            cache.state, cache.length = end, cache.length + length
-        output = FPRNNOutput(
-            states[-1], tuple(states) if output_hidden_states else None, report,
-            end if return_state else None, cache,
-        )  # fmt: skip
-        return output if _as_dict(return_dict, cfg) else output.to_tuple()
+        return report
 
     def _check_finite(self, finite, what):
         """finite: (,) bool each, of the embeddings, the layers' outputs, and the final norm's.
@@ -404,26 +472,26 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
         outputs = self.backbone(
-            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
-            return_dict=True, state=state, return_state=return_state,
-            past_key_values=past_key_values, use_cache=use_cache, position_ids=position_ids,
-            seq_idx=seq_idx, count_iterations=count_iterations, **kwargs,
-        )  # fmt: skip
-        hidden = outputs.last_hidden_state
-        loss = logits = mean_log_z = None
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            state=state,
+            return_state=return_state,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            count_iterations=count_iterations,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state  # (b,l,d_model)
         if loss_only:
-            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS, log_z)
-            if log_z:
-                total, of_z = total
-                mean_log_z = of_z / number_of(targets, num_items)
-            loss = total / number_of(targets, num_items)
+            scored = self._loss_in_chunks(hidden, targets, num_items, log_z)
         else:
-            logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
-            if targets is not None:
-                those = kept(targets, logits_to_keep)
-                loss = nll_sum(logits, those) / number_of(those, num_items)
-                if log_z:
-                    mean_log_z = log_z_sum(logits, those) / number_of(those, num_items)
+            scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
+        logits, loss, mean_log_z = scored
         if loss is not None and self.training and outputs.fixed_point is not None:
             count = number_of(targets, num_items)
             loss = loss + weighted_penalty(outputs.fixed_point.penalty, targets, count)
@@ -431,10 +499,36 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
         output = FPRNNCausalLMOutput(
-            loss, logits, outputs.hidden_states, outputs.fixed_point, outputs.state,
-            outputs.past_key_values, mean_log_z,
-        )  # fmt: skip
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            fixed_point=outputs.fixed_point,
+            state=outputs.state,
+            past_key_values=outputs.past_key_values,
+            log_z=mean_log_z,
+        )
         return output if _as_dict(return_dict, self.config) else output.to_tuple()
+
+    def _loss_in_chunks(self, hidden, targets, num_items, log_z):
+        """None for the logits, the loss, and the mean of log²Z if asked for."""
+        total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS, log_z)
+        count = number_of(targets, num_items)
+        if not log_z:
+            return None, total / count, None
+        nll, of_z = total
+        return None, nll / count, of_z / count
+
+    def _logits_and_loss(self, hidden, targets, logits_to_keep, num_items, log_z):
+        """The logits (b,·,vocab_size), and over the same positions the loss, given targets, and
+        the mean of log²Z if asked for."""
+        logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
+        if targets is None:
+            return logits, None, None
+        those = kept(targets, logits_to_keep)
+        count = number_of(those, num_items)
+        loss = nll_sum(logits, those) / count
+        mean_log_z = log_z_sum(logits, those) / count if log_z else None
+        return logits, loss, mean_log_z
 
     def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""

@@ -10,6 +10,7 @@ from lm.model.configuration_fprnn import (
     parse_gradient,
     parse_schedule,
 )
+from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,17 @@ def test_an_old_schedule_is_taken_with_a_note_that_names_the_new_one(old, new, m
     with pytest.raises(ValueError, match=r"agreement_reg is 0\.5: there is no such regulariser"):
         FPRNNConfig(agreement_reg=0.5)
     assert not hasattr(FPRNNConfig(agreement_reg=0), "agreement_reg")
+
+
+def test_what_from_pretrained_changes_is_checked_like_the_rest(tmp_path):
+    model = FPRNNForCausalLM(FPRNNConfig(vocab_size=11, d_model=8, n_layer=1, d_state=2))
+    model.save_pretrained(tmp_path)
+    load = FPRNNForCausalLM.from_pretrained
+    assert load(tmp_path, schedule="mixed", agreement_reg=0).config.schedule == "auto"
+    with pytest.raises(ValueError, match=r"agreement_reg is 0\.5: there is no such regulariser"):
+        load(tmp_path, agreement_reg=0.5)
+    with pytest.raises(ValueError, match="d_conv is 0: it must be a whole number from 1 on"):
+        load(tmp_path, d_conv=0)
 
 
 def test_solver_fields_are_fields_of_the_config():
