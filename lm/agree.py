@@ -221,18 +221,27 @@ def table(results: dict) -> Table:
         f"{bits_of_tight(results)}"
     )
     out = Table(
-        title=title(results), caption=caption, caption_justify="left",
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-    )  # fmt: skip
+        title=title(results),
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     out.add_column("schedule", no_wrap=True)
     for head in ("tol", "top-1", "max Δ", "ppl", "eval.", "failed", "s"):
         out.add_column(head, justify="right", no_wrap=True)
     for name, r in ({"tight": results["tight"]} | results["schedules"]).items():
         out.add_row(
-            name, "" if r["tol"] is None else f"{r['tol']:g}", f"{r['top1']:.2%}",
-            f"{r['difference']:.1e}", f"{r['perplexity']:.2f}", f"{r['evaluations']:.1f}",
-            f"{r['failed']:.2%}", f"{r['seconds']:.3g}",
-        )  # fmt: skip
+            name,
+            "" if r["tol"] is None else f"{r['tol']:g}",
+            f"{r['top1']:.2%}",
+            f"{r['difference']:.1e}",
+            f"{r['perplexity']:.2f}",
+            f"{r['evaluations']:.1f}",
+            f"{r['failed']:.2%}",
+            f"{r['seconds']:.3g}",
+        )
     return out
 
 

@@ -39,9 +39,14 @@ def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
 def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=None):
     """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
     return build_section(
-        cfg.model, cfg.solver, vocab_size, cfg.data.seq_len, cfg.train.precision,
-        eos_token_id=eos_token_id, pad_token_id=pad_token_id,
-    )  # fmt: skip
+        cfg.model,
+        cfg.solver,
+        vocab_size,
+        cfg.data.seq_len,
+        cfg.train.precision,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
 
 
 def build_section(

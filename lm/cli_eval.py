@@ -20,20 +20,28 @@ def add_eval(commands) -> None:
         "--data", metavar="DIR", help="a folder of the suite's files (default: from the hub)"
     )
     c.add_argument(
-        "--tasks", type=names, default=[], metavar="A,B,…",
+        "--tasks",
+        type=names,
+        default=[],
+        metavar="A,B,…",
         help="comma-separated; ours and lm-eval's own, or of the suite (default: all of it)",
-    )  # fmt: skip
+    )
     c.add_argument(
         "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
     )
     c.add_argument(
-        "--batch-size", type=Whole(), default=8, metavar="B",
+        "--batch-size",
+        type=Whole(),
+        default=8,
+        metavar="B",
         help="documents at once, at least 1 (default: 8)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--num-fewshot", type=Whole(0), metavar="N",
+        "--num-fewshot",
+        type=Whole(0),
+        metavar="N",
         help="examples shown before each document, at least 0 (default: the task's)",
-    )  # fmt: skip
+    )
     c.add_argument("--include-path", help="a folder with more task YAMLs")
     c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
     c.set_defaults(run_command=_eval)
@@ -44,9 +52,15 @@ def _eval(args) -> int:
     from lm.evaluate import evaluate, table
 
     results = evaluate(
-        args.checkpoint, args.tasks, suite=args.suite, data=args.data, limit=args.limit,
-        batch_size=args.batch_size, include_path=args.include_path, num_fewshot=args.num_fewshot,
+        args.checkpoint,
+        args.tasks,
+        suite=args.suite,
+        data=args.data,
+        limit=args.limit,
+        batch_size=args.batch_size,
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
         out=args.out,
-    )  # fmt: skip
+    )
     say(table(results))
     return 0

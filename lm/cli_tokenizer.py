@@ -26,23 +26,31 @@ def add(commands) -> None:
     )
     t.add_argument("--config", metavar="YAML", help="whose `data` and `tokenizer` (default: none)")
     t.add_argument(
-        "--source", choices=("builtin", "fineweb", "parquet", "jsonl", "text"),
+        "--source",
+        choices=("builtin", "fineweb", "parquet", "jsonl", "text"),
         help="in the place of the YAML's data.source",
-    )  # fmt: skip
+    )
     t.add_argument("--path", help="a file, folder or glob: data.path")
     t.add_argument("--text-field", metavar="KEY", help="data.text_field")
     t.add_argument(
-        "--type", choices=("bpe", "sentencepiece"), default="bpe", dest="kind",
+        "--type",
+        choices=("bpe", "sentencepiece"),
+        default="bpe",
+        dest="kind",
         help="byte-level BPE, or sentencepiece's BPE with bytes to fall back on (default: bpe)",
-    )  # fmt: skip
+    )
     t.add_argument(
-        "--vocab-size", type=Whole(258, 2**31 - 1), metavar="N",
+        "--vocab-size",
+        type=Whole(258, 2**31 - 1),
+        metavar="N",
         help="tokens, at least 258 (default: tokenizer.vocab_size)",
-    )  # fmt: skip
+    )
     t.add_argument(
-        "--train-bytes", type=Whole(), metavar="B",
+        "--train-bytes",
+        type=Whole(),
+        metavar="B",
         help="bytes of text to read, at least 1 (default: tokenizer.train_bytes)",
-    )  # fmt: skip
+    )
     t.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     t.add_argument("override", nargs="*", metavar="key=value")
     t.set_defaults(run_command=_train)

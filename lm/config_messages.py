@@ -230,8 +230,12 @@ def _least(bounds: list[Any]) -> int:
 
 def _range(bounds: list[Any]) -> str:
     """' above 0', ' of at least 0 and below 1', …"""
-    words = {at.Gt: ("above", "gt"), at.Ge: ("of at least", "ge"), at.Lt: ("below", "lt"),
-             at.Le: ("at most", "le")}  # fmt: skip
+    words = {
+        at.Gt: ("above", "gt"),
+        at.Ge: ("of at least", "ge"),
+        at.Lt: ("below", "lt"),
+        at.Le: ("at most", "le"),
+    }
     said = []
     for bound in bounds:
         if type(bound) in words:

@@ -51,9 +51,15 @@ class Model(Section):
     d_model, n_layer, …"""
 
     name: Literal[
-        "fprnn", "mamba", "mamba2", "transformer", "lstm",
-        "gated_deltanet", "deltaproduct", "gated_deltaproduct",
-    ] = "fprnn"  # fmt: skip
+        "fprnn",
+        "mamba",
+        "mamba2",
+        "transformer",
+        "lstm",
+        "gated_deltanet",
+        "deltaproduct",
+        "gated_deltaproduct",
+    ] = "fprnn"
     vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
     d_model: Size = 768
     n_layer: int = Field(12, gt=0, le=10_000)

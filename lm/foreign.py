@@ -25,19 +25,57 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # 
 
 # state-spaces' config.json: what we read, and what no function depends on.
 OF_MODEL = {
-    "d_model", "n_layer", "vocab_size", "ssm_cfg", "rms_norm", "residual_in_fp32", "norm_epsilon",
-    "pad_vocab_size_multiple", "tie_embeddings", "attn_layer_idx", "d_intermediate",
-}  # fmt: skip
+    "d_model",
+    "n_layer",
+    "vocab_size",
+    "ssm_cfg",
+    "rms_norm",
+    "residual_in_fp32",
+    "norm_epsilon",
+    "pad_vocab_size_multiple",
+    "tie_embeddings",
+    "attn_layer_idx",
+    "d_intermediate",
+}
 OF_LAYER = {
-    "layer", "d_state", "d_conv", "expand", "dt_rank", "bias", "conv_bias", "headdim", "ngroups",
-    "d_ssm", "D_has_hdim", "rmsnorm", "norm_before_gate", "dt_limit", "process_group",
-}  # fmt: skip
+    "layer",
+    "d_state",
+    "d_conv",
+    "expand",
+    "dt_rank",
+    "bias",
+    "conv_bias",
+    "headdim",
+    "ngroups",
+    "d_ssm",
+    "D_has_hdim",
+    "rmsnorm",
+    "norm_before_gate",
+    "dt_limit",
+    "process_group",
+}
 NO_EFFECT = {
-    "fused_add_norm", "attn_cfg", "initializer_cfg", "architectures", "torch_dtype", "dtype",
-    "transformers_version", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor",
-    "A_init_range", "conv_init", "use_fast_path", "use_mem_eff_path", "chunk_size", "device",
-    "layer_idx", "sequence_parallel",
-}  # fmt: skip
+    "fused_add_norm",
+    "attn_cfg",
+    "initializer_cfg",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "dt_min",
+    "dt_max",
+    "dt_init",
+    "dt_scale",
+    "dt_init_floor",
+    "A_init_range",
+    "conv_init",
+    "use_fast_path",
+    "use_mem_eff_path",
+    "chunk_size",
+    "device",
+    "layer_idx",
+    "sequence_parallel",
+}
 LAYERS = {"Mamba1": "mamba", "Mamba": "mamba", "Mamba2": "mamba2"}
 
 
@@ -212,13 +250,22 @@ def of_transformers(c) -> tuple:
     """
     kind, width = c.model_type, int(c.expand * c.hidden_size)
     fields = dict(
-        vocab_size=c.vocab_size, d_model=c.hidden_size, n_layer=c.num_hidden_layers, layers=kind,
-        d_state=c.state_size, expand=int(c.expand), d_conv=c.conv_kernel, bias=c.use_bias,
-        norm_epsilon=c.layer_norm_epsilon, residual_in_fp32=c.residual_in_fp32,
-        tie_embeddings=c.tie_word_embeddings, pad_token_id=c.pad_token_id,
-        bos_token_id=c.bos_token_id, eos_token_id=c.eos_token_id,
+        vocab_size=c.vocab_size,
+        d_model=c.hidden_size,
+        n_layer=c.num_hidden_layers,
+        layers=kind,
+        d_state=c.state_size,
+        expand=int(c.expand),
+        d_conv=c.conv_kernel,
+        bias=c.use_bias,
+        norm_epsilon=c.layer_norm_epsilon,
+        residual_in_fp32=c.residual_in_fp32,
+        tie_embeddings=c.tie_word_embeddings,
+        pad_token_id=c.pad_token_id,
+        bos_token_id=c.bos_token_id,
+        eos_token_id=c.eos_token_id,
         max_position_embeddings=getattr(c, "max_position_embeddings", None) or 2048,
-    )  # fmt: skip
+    )
     wrong = []
     if c.hidden_act not in ("silu", "swish"):
         wrong.append(f"hidden_act is {c.hidden_act}, ours is silu")
@@ -229,9 +276,11 @@ def of_transformers(c) -> tuple:
     else:
         fields |= {"headdim": c.head_dim, "ngroups": c.n_groups}
         wrong += _wrong_of_mamba2(
-            c.n_groups, c.time_step_limit, getattr(c, "norm_before_gate", False),
+            c.n_groups,
+            c.time_step_limit,
+            getattr(c, "norm_before_gate", False),
             getattr(c, "rms_norm", True),
-        )  # fmt: skip
+        )
     return _built(fields, wrong, c.use_conv_bias)
 
 
@@ -269,13 +318,20 @@ def _of_state_spaces(folder: Path, raw: dict) -> tuple:
     kind = LAYERS[named]
     multiple = raw.get("pad_vocab_size_multiple", 8)
     fields = dict(
-        vocab_size=-(-raw["vocab_size"] // multiple) * multiple, d_model=raw["d_model"],
-        n_layer=raw["n_layer"], layers=kind, d_state=layer.get("d_state", 16),
-        expand=layer.get("expand", 2), d_conv=layer.get("d_conv", 4), bias=layer.get("bias", False),
-        dt_rank=layer.get("dt_rank", "auto"), norm_epsilon=raw.get("norm_epsilon", 1e-5),
-        rms_norm=raw.get("rms_norm", True), residual_in_fp32=raw.get("residual_in_fp32", True),
+        vocab_size=-(-raw["vocab_size"] // multiple) * multiple,
+        d_model=raw["d_model"],
+        n_layer=raw["n_layer"],
+        layers=kind,
+        d_state=layer.get("d_state", 16),
+        expand=layer.get("expand", 2),
+        d_conv=layer.get("d_conv", 4),
+        bias=layer.get("bias", False),
+        dt_rank=layer.get("dt_rank", "auto"),
+        norm_epsilon=raw.get("norm_epsilon", 1e-5),
+        rms_norm=raw.get("rms_norm", True),
+        residual_in_fp32=raw.get("residual_in_fp32", True),
         tie_embeddings=raw.get("tie_embeddings", True),
-    )  # fmt: skip
+    )
     wrong = []
     if raw.get("attn_layer_idx"):
         wrong.append(f"layers {raw['attn_layer_idx']} are attention (attn_layer_idx)")
@@ -292,13 +348,16 @@ def _of_state_spaces(folder: Path, raw: dict) -> tuple:
 def _complete_mamba2(fields: dict, layer: dict) -> list[str]:
     """Fill in the fields of a Mamba-2 from ssm_cfg → what ours cannot be."""
     fields |= {
-        "d_state": layer.get("d_state", 128), "headdim": layer.get("headdim", 64),
+        "d_state": layer.get("d_state", 128),
+        "headdim": layer.get("headdim", 64),
         "ngroups": layer.get("ngroups", 1),
-    }  # fmt: skip
+    }
     wrong = _wrong_of_mamba2(
-        fields["ngroups"], layer.get("dt_limit"), layer.get("norm_before_gate", False),
+        fields["ngroups"],
+        layer.get("dt_limit"),
+        layer.get("norm_before_gate", False),
         layer.get("rmsnorm", True),
-    )  # fmt: skip
+    )
     if fields["norm_epsilon"] != 1e-5:
         wrong.append("norm_epsilon is not 1e-5, that of its gated norm")
     if layer.get("D_has_hdim"):

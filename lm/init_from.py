@@ -161,9 +161,13 @@ def _begin(cfg: Config, model, tokenizer, is_main: bool, run: RunDir) -> None:
     wanted = cfg.init_from
     source = read(wanted.path)
     found = upcycle.match(
-        source, model, wanted.layers, wanted.partial, model.config.vocab_size,
+        source,
+        model,
+        wanted.layers,
+        wanted.partial,
+        model.config.vocab_size,
         _other_tokens(source, tokenizer),
-    )  # fmt: skip
+    )
     upcycle.apply(found, source, model)
     for line in upcycle.described(found, source, model.config):
         say(f"init     {line}")

@@ -14,9 +14,20 @@ from typing import Any
 from lm.errors import ConfigError
 
 MOVED = (
-    "schedule", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters", "quantile",
-    "stepsize", "stepsize_decay", "patience", "gradient", "n_backwards", "jacobian_reg",
-)  # fmt: skip
+    "schedule",
+    "stopping",
+    "tol",
+    "eval_tol",
+    "max_iters",
+    "eval_max_iters",
+    "quantile",
+    "stepsize",
+    "stepsize_decay",
+    "patience",
+    "gradient",
+    "n_backwards",
+    "jacobian_reg",
+)
 AGREEMENT = "model.agreement_reg"  # gone: of an explicit recurrence all widths find one solution
 NEW = {f"model.{name}": f"solver.{name}" for name in MOVED}
 

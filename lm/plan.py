@@ -388,8 +388,11 @@ def _memory(p: dict) -> list[tuple[str, str]]:
     """Memory by part and by ZeRO stage against the card, and what would make it fit."""
     needed, at = p["memory"], p["at"]
     worst = max(needed.moments, key=needed.moments.get)
-    out = {"a layer": ("loss", "update"), "loss": ("temporaries", "update"),
-           "update": ("activations", "temporaries", "loss", "buffers")}[worst]  # fmt: skip
+    out = {
+        "a layer": ("loss", "update"),
+        "loss": ("temporaries", "update"),
+        "update": ("activations", "temporaries", "loss", "buffers"),
+    }[worst]
     rows = []
     for name, said in PARTS.items():
         size = getattr(needed, name)

@@ -32,8 +32,11 @@ EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
 
 LANGUAGE_MODEL = "FPLMHeadModel"
 BLOCKS = {
-    "FPMamba": "fp_mamba1", "FPMamba1": "fp_mamba1", "FPMamba2": "fp_mamba2", "FPRNN": "fp_rnn",
-}  # fmt: skip
+    "FPMamba": "fp_mamba1",
+    "FPMamba1": "fp_mamba1",
+    "FPMamba2": "fp_mamba2",
+    "FPRNN": "fp_rnn",
+}
 MIXERS = {
     "householderproduct": {"mixer": "householder"},
     "dplr": {"mixer": "dplr"},
@@ -106,9 +109,18 @@ MAPPED = {
 }
 # Read by code of their own in `reference_config`.
 SPECIAL = (
-    "layer", "mixer_type", "mixer_ac", "mixer_proj_rank", "norm_eps", "dt_rank", "conv_bias",
-    "outlier_quantile", "pad_vocab_size_multiple", "d_ssm", "d_inner",
-)  # fmt: skip
+    "layer",
+    "mixer_type",
+    "mixer_ac",
+    "mixer_proj_rank",
+    "norm_eps",
+    "dt_rank",
+    "conv_bias",
+    "outlier_quantile",
+    "pad_vocab_size_multiple",
+    "d_ssm",
+    "d_inner",
+)
 # Keys that change no function that a checkpoint computes: key → why.
 _START = "only where training starts from; a checkpoint has its weights"
 _PLACE = "where and in which precision the paper's code computes"

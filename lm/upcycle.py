@@ -360,8 +360,12 @@ def record(found: Match, source: Source, config) -> dict:
         "path": str(source.path),
         "what": source.what,
         "layers": [
-            {"kind": kind, "from": partner, "adds_nothing": index in found.silent,
-             "starts_at_identity": index in found.converted}
+            {
+                "kind": kind,
+                "from": partner,
+                "adds_nothing": index in found.silent,
+                "starts_at_identity": index in found.converted,
+            }
             for index, (kind, partner) in enumerate(zip(kinds, found.pairs))
         ],
         "parameters": found.numbers,
@@ -371,4 +375,4 @@ def record(found: Match, source: Source, config) -> dict:
         "outputs_equal": not found.differs,
         "differs": found.differs,
         "notes": found.notes,
-    }  # fmt: skip
+    }

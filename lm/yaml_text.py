@@ -46,7 +46,7 @@ for _class in (Loader, Dumper):
         (_INT, r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)"),
         (_FLOAT, r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"),
         (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-    ]:  # fmt: skip
+    ]:
         _class.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 
 

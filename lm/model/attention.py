@@ -70,9 +70,12 @@ class Attention(PlainLayer):
         whole = plain and (window is None or window >= u.shape[1])
         seen = None if whole else self._seen(positions, key_positions, seqs)
         o = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
-            None if seen is None else seen.unsqueeze(1), is_causal=whole,
-        )  # fmt: skip
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            None if seen is None else seen.unsqueeze(1),
+            is_causal=whole,
+        )
         end = None
         if seqs.return_state:
             end = self._end(keys, values, key_positions, positions, seqs)

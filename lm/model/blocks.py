@@ -129,17 +129,42 @@ class FPMamba(FixedPointBlock):
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
         norm, clip = self.out_norm(), self.settings.adjoint_clip
         options = (
-            rank, scale, act, sequential, eps, contractive, cfg.bc_norm, self.groups, norm.kind,
-            norm.eps, float("inf") if clip is None else clip, cfg.d_state,
-        )  # fmt: skip
+            rank,
+            scale,
+            act,
+            sequential,
+            eps,
+            contractive,
+            cfg.bc_norm,
+            self.groups,
+            norm.kind,
+            norm.eps,
+            float("inf") if clip is None else clip,
+            cfg.d_state,
+        )
         weights = s.projections.weight_y, s.time.A, self._D(), norm.weight, norm.bias
         weight_y, A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
         return faster(
-            "cell", "cell", x, layout, options, s.projections.raw, weight_y, x, s.time.dt, A,
-            s.time.keep, self._gate(s), D, weight, bias, None if y is None else y.to(x.dtype), h,
+            "cell",
+            "cell",
+            x,
+            layout,
+            options,
+            s.projections.raw,
+            weight_y,
+            x,
+            s.time.dt,
+            A,
+            s.time.keep,
+            self._gate(s),
+            D,
+            weight,
+            bias,
+            None if y is None else y.to(x.dtype),
+            h,
             adjoint,
-        )  # fmt: skip
+        )
 
 
 class FPMamba1(FPMamba):
@@ -348,16 +373,36 @@ class FPRNN(FixedPointBlock):
         x, at = s.x, s.projections.columns["mixer"].start
         clip = self.settings.adjoint_clip
         options = (
-            rank, scale, act, sequential, eps, contractive, True, 1, "none", 0.0,
+            rank,
+            scale,
+            act,
+            sequential,
+            eps,
+            contractive,
+            True,
+            1,
+            "none",
+            0.0,
             float("inf") if clip is None else clip,
-        )  # fmt: skip
+        )
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
         return faster(
-            "cell", "cell_rnn", x, (at, at + rank * x.shape[-1], 0, 0), options,
-            s.projections.raw, s.projections.weight_y.to(x.dtype), x, s.time.decay, s.time.fresh,
-            s.time.keep, y, h, adjoint,
-        )  # fmt: skip
+            "cell",
+            "cell_rnn",
+            x,
+            (at, at + rank * x.shape[-1], 0, 0),
+            options,
+            s.projections.raw,
+            s.projections.weight_y.to(x.dtype),
+            x,
+            s.time.decay,
+            s.time.fresh,
+            s.time.keep,
+            y,
+            h,
+            adjoint,
+        )
 
     def _tails(self, s, y):
         if s.tail is None:

@@ -320,9 +320,14 @@ def _through_the_norm(c, m, U, norm):
     alpha, beta = (weighted @ c).squeeze(-1), weighted @ m.transpose(-1, -2)
     shape, r = gamma1.shape[:-1], gamma1.shape[-1]
     coefficients = Coefficients(
-        alpha.reshape(-1, r), beta.reshape(-1, r, r), delta.reshape(-1, r), gamma0.flatten(),
-        gamma1.reshape(-1, r), gamma2.reshape(-1, r, r), norm.eps,
-    )  # fmt: skip
+        alpha.reshape(-1, r),
+        beta.reshape(-1, r, r),
+        delta.reshape(-1, r),
+        gamma0.flatten(),
+        gamma1.reshape(-1, r),
+        gamma2.reshape(-1, r, r),
+        norm.eps,
+    )
     s, solved = find_root(coefficients.detached())
     if torch.is_grad_enabled() and any(t.requires_grad for t in coefficients[:-1]):
         value, parts = coefficients.phi(s)

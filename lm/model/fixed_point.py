@@ -47,9 +47,13 @@ class Prepared(NamedTuple):
     def cut(self, start, end, state):
         """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
         return Prepared(
-            self.x[:, start:end], self.z[:, start:end], self.projections.cut(start, end),
-            self.mixer, self.seqs.cut(start, end, state), self.time.cut(start, end),
-        )  # fmt: skip
+            self.x[:, start:end],
+            self.z[:, start:end],
+            self.projections.cut(start, end),
+            self.mixer,
+            self.seqs.cut(start, end, state),
+            self.time.cut(start, end),
+        )
 
 
 class FixedPointBlock(nn.Module):
@@ -285,10 +289,13 @@ class FixedPointBlock(nn.Module):
         schedule = "parallel" if whole else "sequential" if width == 1 else f"window:{width}"
         once = c.token == "exact" and width == 1
         return {
-            "token": c.token, "schedule": schedule, "stopping": c.stopping,
-            "tol": None if once else rule.tol, "max_iters": None if once else rule.max_iters,
+            "token": c.token,
+            "schedule": schedule,
+            "stopping": c.stopping,
+            "tol": None if once else rule.tol,
+            "max_iters": None if once else rule.max_iters,
             "gradient": c.gradient,
-        }  # fmt: skip
+        }
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""

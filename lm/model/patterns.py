@@ -5,13 +5,27 @@ from typing import NamedTuple
 
 FIXED_POINT = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 _OF_MIXERS = (
-    "mixer", "mixer_rank", "mixer_proj_rank", "mixer_act", "eigen_range", "kronecker_norm",
-    "contractive", "mixer_h_dep", "symm_mixer",
-)  # fmt: skip
+    "mixer",
+    "mixer_rank",
+    "mixer_proj_rank",
+    "mixer_act",
+    "eigen_range",
+    "kronecker_norm",
+    "contractive",
+    "mixer_h_dep",
+    "symm_mixer",
+)
 _OF_BLOCKS = ("expand", "bias", "use_short_conv", "d_conv", "out_norm_epsilon", "eps")
 _OF_FP_MAMBA = (
-    *_OF_MIXERS, *_OF_BLOCKS, "d_state", "b_h_dep", "c_h_dep", "dt_h_dep", "bc_norm", "glu_in_loop",
-)  # fmt: skip
+    *_OF_MIXERS,
+    *_OF_BLOCKS,
+    "d_state",
+    "b_h_dep",
+    "c_h_dep",
+    "dt_h_dep",
+    "bc_norm",
+    "glu_in_loop",
+)
 _OF_DELTA = ("n_heads", "headdim", "expand", "d_conv", "allow_neg_eigval")
 # Every kind of layer, and the fields of FPRNNConfig that it reads: these may be its options.
 KINDS = {
@@ -29,9 +43,13 @@ _WIDE_MAMBA, _WIDE_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_b
 _WIDE_DELTA = ("A_log", "dt_bias")
 # Parameters whose exp() and softplus() need more digits than half precision has.
 IN_FP32 = {
-    "fp_mamba1": _WIDE_MAMBA, "mamba": _WIDE_MAMBA, "fp_mamba2": _WIDE_MAMBA2,
-    "mamba2": _WIDE_MAMBA2, "gated_deltanet": _WIDE_DELTA, "gated_deltaproduct": _WIDE_DELTA,
-}  # fmt: skip
+    "fp_mamba1": _WIDE_MAMBA,
+    "mamba": _WIDE_MAMBA,
+    "fp_mamba2": _WIDE_MAMBA2,
+    "mamba2": _WIDE_MAMBA2,
+    "gated_deltanet": _WIDE_DELTA,
+    "gated_deltaproduct": _WIDE_DELTA,
+}
 
 
 class Layer(NamedTuple):

@@ -13,9 +13,13 @@ from .state import Sequences
 
 # What a layer of a pattern may be (patterns.py) beside a fixed-point block.
 PLAIN = {
-    "mamba": Mamba, "mamba2": Mamba2, "gated_deltanet": GatedDeltaNet,
-    "gated_deltaproduct": GatedDeltaProduct, "attention": Attention, "mlp": GatedMLP,
-}  # fmt: skip
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "gated_deltanet": GatedDeltaNet,
+    "gated_deltaproduct": GatedDeltaProduct,
+    "attention": Attention,
+    "mlp": GatedMLP,
+}
 
 
 class SolvesOnceLayer(GradientCheckpointingLayer):

@@ -197,16 +197,29 @@ class _SelectiveScan(torch.autograd.Function):
             width = max(1, min(x.shape[2], MAX_TEMPORARY // per_channel))
             parts = [
                 _backward_slice(
-                    x[..., s], dt[..., s], A[s], B, C, keep, states[..., s], grad_y[..., s],
+                    x[..., s],
+                    dt[..., s],
+                    A[s],
+                    B,
+                    C,
+                    keep,
+                    states[..., s],
+                    grad_y[..., s],
                     grad_final[:, s],
                 )
                 for s in (slice(k, k + width) for k in range(0, x.shape[2], width))
-            ]  # fmt: skip
+            ]
             dx, ddt, dA, dB, dC, dh0 = zip(*parts)
             return (
-                torch.cat(dx, -1), torch.cat(ddt, -1), torch.cat(dA, 0), sum(dB), sum(dC),
-                torch.cat(dh0, 1) if ctx.has_h0 else None, None, None,
-            )  # fmt: skip
+                torch.cat(dx, -1),
+                torch.cat(ddt, -1),
+                torch.cat(dA, 0),
+                sum(dB),
+                sum(dC),
+                torch.cat(dh0, 1) if ctx.has_h0 else None,
+                None,
+                None,
+            )
 
 
 def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
