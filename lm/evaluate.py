@@ -69,6 +69,7 @@ def evaluate(
             whose data cannot be had. SuiteError: the same, of a suite. LoadError: a damaged
             checkpoint. OutputError: `out` cannot be written.
     """
+    # 1. Everything that can be refused is refused before the model is loaded.
     checkpoint = Path(checkpoint)
     _check_checkpoint(checkpoint)
     _check_numbers(limit, batch_size, num_fewshot)
@@ -81,36 +82,24 @@ def evaluate(
     path = Path(out) if out else checkpoint / "eval" / "results.json"
     check_file(path)
     with _quiet():
-        import lm_eval
-        import torch
-
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if sources is None:
             manager, selected = _load_tasks(tasks, include_path)
         else:
             manager, selected = paper.load(sources)
-        load_tokenizer(checkpoint)
-        # lm-eval would go on with random weights in place of missing ones.
-        model = load_model(checkpoint).eval()
-        solver = model.solver() if hasattr(model, "solver") else "none"
-        del model
+        solver = _checked_solver(checkpoint)
+        # 2. The tasks.
+        device = device or _default_device()
         with _solves() as solves:
-            raw = lm_eval.simple_evaluate(
-                model="hf",
-                model_args={
-                    "pretrained": str(checkpoint),
-                    "trust_remote_code": True,
-                    "dtype": "float32" if device == "cpu" else "auto",
-                },
+            raw = _run_lm_eval(
+                checkpoint,
+                device,
                 tasks=selected,
                 task_manager=manager,
                 num_fewshot=num_fewshot,
                 batch_size=batch_size,
-                device=device,
                 limit=limit,
-                bootstrap_iters=1000,
-                log_samples=True,  # for bits per byte
             )
+    # 3. What came out.
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -127,6 +116,42 @@ def evaluate(
         results["suite"] = paper.scores(sources, results["tasks"], limit)
     write_json(path, results)
     return results
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _checked_solver(checkpoint: Path) -> dict | str:
+    """What a checkpoint's model says it solves by, "none" without a solver.
+
+    Raises:
+        LoadError: the tokenizer or the weights are damaged or missing. lm-eval would go on with
+            random weights in place of missing ones.
+    """
+    load_tokenizer(checkpoint)
+    model = load_model(checkpoint).eval()
+    return model.solver() if hasattr(model, "solver") else "none"
+
+
+def _run_lm_eval(checkpoint: Path, device: str, **options) -> dict:
+    """lm-eval's raw results. options: of `lm_eval.simple_evaluate`."""
+    import lm_eval
+
+    return lm_eval.simple_evaluate(
+        model="hf",
+        model_args={
+            "pretrained": str(checkpoint),
+            "trust_remote_code": True,
+            "dtype": "float32" if device == "cpu" else "auto",
+        },
+        device=device,
+        bootstrap_iters=1000,
+        log_samples=True,  # for bits per byte
+        **options,
+    )
 
 
 def table(results: dict) -> Table:

@@ -201,41 +201,31 @@ def plan(cfg: Config, at: Where | int) -> dict:
         at = where(cfg, at)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
-    of = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
-    t, world_size = cfg.train, at.world_size
-    tokens_per_step = cfg.tokens_per_step(world_size)
-    growth = Growth(cfg, world_size)
-    tokens, by_length = growth.tokens_until(t.steps), growth.tokens_by_length(t.steps)
-    flops = flops_of(cfg, model, of)
-    of_lengths = {n: flops_of(cfg, model, of, n) for n in by_length}
-    in_all = {k: sum(of_lengths[n][k] * count for n, count in by_length.items()) for k in flops}
-    evaluations = evaluations_of(model, at)
-    work = next(iter(in_all.values()))
-    if evaluations is not None:
-        each = {n: model.flops_per_token(evaluations, length=n) for n in by_length}
-        work = sum(each[n] * count for n, count in by_length.items())
-    planner = Planner(cfg, world_size, at.card, of)
-    needed, change = planner.memory(), None
-    if not planner.fits(needed):
-        change = planner.smallest_change()
-    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
-    sent = cost.communication(of, world_size, stage, t.accumulation(world_size))
-    link = cost.link(at.card, at.nodes)
-    sources = mixed_data(cfg, tokens)
-    dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
-    stages = range(highest_stage(cfg) + 1)  # that such a run can have
+    counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
+    growth = Growth(cfg, at.world_size)
     return {
         "at": at,
-        "world_size": world_size,
-        "zero_stage": stage,
+        "world_size": at.world_size,
         "vocab_size": vocab_size,
         "init_from": init_from.check(cfg, model),
         "optimizer": described_optimizer(model, cfg.optim),
-        "parameters": of.parameters,
-        "parameters_without_embedding": of.parameters - of.embedding,
+        "parameters": counted.parameters,
+        "parameters_without_embedding": counted.parameters - counted.embedding,
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
-        "sequences_per_step": t.sequences(world_size),
-        "tokens_per_step": tokens_per_step,
+        **_planned_data(cfg, at, growth),
+        **_planned_work(cfg, at, growth, model, counted),
+        **_planned_memory(cfg, at, counted),
+    }
+
+
+def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
+    """What is read, and how often."""
+    tokens = growth.tokens_until(cfg.train.steps)
+    sources = mixed_data(cfg, tokens)
+    dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
+    return {
+        "sequences_per_step": cfg.train.sequences(at.world_size),
+        "tokens_per_step": cfg.tokens_per_step(at.world_size),
         "tokens": tokens,
         "warmups": growth.described(),
         "dataset_tokens": dataset_tokens,
@@ -243,20 +233,54 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "sources": sources,
         "packing": _packing(cfg),
         "passes": tokens / dataset_tokens if dataset_tokens else None,
-        "flops_per_token": flops,
-        "flops_in_all": in_all,
+    }
+
+
+def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dict:
+    """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
+    tokens_of_length = growth.tokens_by_length(cfg.train.steps)
+    flops_per_token = flops_of(cfg, model, counted)
+    flops_in_all = dict.fromkeys(flops_per_token, 0)
+    for length, tokens in tokens_of_length.items():
+        for name, flops in flops_of(cfg, model, counted, length).items():
+            flops_in_all[name] += flops * tokens
+    evaluations = evaluations_of(model, at)
+    work = next(iter(flops_in_all.values()))
+    if evaluations is not None:
+        work = sum(
+            model.flops_per_token(evaluations, length=length) * tokens
+            for length, tokens in tokens_of_length.items()
+        )
+    return {
+        "flops_per_token": flops_per_token,
+        "flops_in_all": flops_in_all,
         "evaluations": evaluations,
         "flops": work,
-        "hours": cost.hours(work, world_size, at.card, t.precision, at.utilisation),
+        "hours": cost.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation),
+    }
+
+
+def _planned_memory(cfg: Config, at: Where, counted) -> dict:
+    """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
+    planner = Planner(cfg, at.world_size, at.card, counted)
+    needed = planner.memory()
+    fits = planner.fits(needed)
+    stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
+    accumulation = cfg.train.accumulation(at.world_size)
+    sent = cost.communication(counted, at.world_size, stage, accumulation)
+    link = cost.link(at.card, at.nodes)
+    possible_stages = range(highest_stage(cfg) + 1)
+    return {
+        "zero_stage": stage,
         "memory": needed,
         "limit": planner.limit,
-        "fits": planner.fits(needed),
-        "change": change,
-        "stages": {s: planner.memory(**_stage(cfg, s)) for s in stages},
+        "fits": fits,
+        "change": None if fits else planner.smallest_change(),
+        "stages": {s: planner.memory(**_stage(cfg, s)) for s in possible_stages},
         "communication": sent,
         "communication_seconds": sum(sent.values()) / link.bytes_per_second,
         "link": link,
-        "checkpoint_bytes": cost.checkpoint_bytes(of, stage, t.ema is not None),
+        "checkpoint_bytes": cost.checkpoint_bytes(counted, stage, cfg.train.ema is not None),
     }
 
 

@@ -91,6 +91,14 @@ class LowRank(NamedTuple):
         return ((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U).squeeze(-2)
 
 
+class AtPoint(NamedTuple):
+    """What φ is made of at some s."""
+
+    top: torch.Tensor  # (n,r) α + Β s
+    half_slope: torch.Tensor  # (n,r) half the derivative of the square under the root
+    inverse: torch.Tensor  # (n,1) of the root
+
+
 class Coefficients(NamedTuple):
     """φ of n tokens."""
 
@@ -109,40 +117,63 @@ class Coefficients(NamedTuple):
         return Coefficients(*(t.detach() for t in self[:-1]), self.floor)
 
     def phi(self, s):
-        """φ(s) (n,r), and what its derivative and rounding are made of. s: (n,r)"""
+        """φ(s) (n,r), and what it, its derivative and its rounding are made of. s: (n,r)"""
         top = self.alpha + _times(self.beta, s)
         half_slope = self.gamma1 + _times(self.gamma2, s)
         square = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
         inverse = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
-        return top * inverse + self.delta, (top, half_slope, inverse)
+        return top * inverse + self.delta, AtPoint(top, half_slope, inverse)
 
-    def jacobian(self, parts):
-        """φ′ (n,r,r). parts: the second of `phi`."""
-        top, half_slope, inverse = parts
+    def jacobian(self, there):
+        """φ′ (n,r,r). there: the second of `phi`."""
+        top, half_slope, inverse = there
         inverse = inverse.unsqueeze(-1)
         return self.beta * inverse - top.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
 
-    def size(self, s, parts):
+    def size(self, s, there):
         """Of the terms of φ(s) − s, (n,)."""
-        inverse = parts[2]
-        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * inverse
+        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * there.inverse
         return (size + self.delta.abs() + s.abs()).amax(-1)
 
-    def rounding(self, s, parts):
+    def rounding(self, s, there):
         """One machine epsilon of the terms of φ(s) − s, (n,)."""
-        return self.size(s, parts) * torch.finfo(s.dtype).eps
+        return self.size(s, there) * torch.finfo(s.dtype).eps
 
 
 def _times(matrix, vector):
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _newton_step(coefficients, parts, psi):
-    """(I − φ′)⁻¹ ψ (n,r); no step where there is none."""
-    eye = torch.eye(psi.shape[-1], dtype=psi.dtype, device=psi.device)
-    rest = eye - coefficients.jacobian(parts)
-    step = torch.linalg.solve_ex(rest, psi.unsqueeze(-1))[0].squeeze(-1)
-    return torch.where(torch.isfinite(step), step, 0)
+class Guess(NamedTuple):
+    """Where a search is."""
+
+    s: torch.Tensor  # (n,r)
+    value: torch.Tensor  # (n,r) φ(s)
+    there: AtPoint
+
+    def residual(self):
+        """The largest of |φ(s) − s|, (n,)."""
+        return (self.value - self.s).abs().amax(-1)
+
+    def replaced(self, other, which):
+        """The other guess where `which` (n,) says so."""
+        which = which.unsqueeze(-1)
+        there = (torch.where(which, new, old) for new, old in zip(other.there, self.there))
+        return Guess(
+            torch.where(which, other.s, self.s),
+            torch.where(which, other.value, self.value),
+            AtPoint(*there),
+        )
+
+
+def _newton_step(coefficients, guess):
+    """The Guess after a step of Newton's method; the same where there is none."""
+    s, value, there = guess
+    eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+    rest = eye - coefficients.jacobian(there)
+    step = torch.linalg.solve_ex(rest, (value - s).unsqueeze(-1))[0].squeeze(-1)
+    moved = s + torch.where(torch.isfinite(step), step, 0)
+    return Guess(moved, *coefficients.phi(moved))
 
 
 def _newton(coefficients, s, residual, reach):
@@ -151,23 +182,22 @@ def _newton(coefficients, s, residual, reach):
     Args: s: (n,r). residual: (n,) there. reach: (n,) how far from s the root may lie.
     Returns: the root (n,r), and whether (n,) it is one that Picard would have come to.
     """
-    start, best, sound = s, residual, torch.ones_like(residual, dtype=torch.bool)
-    value, parts = coefficients.phi(s)
+    start = s
+    best, sound = residual, torch.ones_like(residual, dtype=torch.bool)
+    guess = Guess(s, *coefficients.phi(s))
     for _ in range(MOST_NEWTON):
-        step = _newton_step(coefficients, parts, value - s)
-        moved = s + step
-        value_there, parts_there = coefficients.phi(moved)
-        size = (value_there - moved).abs().amax(-1)
+        next_guess = _newton_step(coefficients, guess)
+        size = next_guess.residual()
         better = sound & (size <= 0.5 * best)
-        keep = better.unsqueeze(-1)
-        s, value = torch.where(keep, moved, s), torch.where(keep, value_there, value)
-        parts = tuple(torch.where(keep, there, here) for there, here in zip(parts_there, parts))
-        best, sound = torch.where(better, size, best), better
+        guess = guess.replaced(next_guess, better)
+        best = torch.where(better, size, best)
+        sound = better
         if not better.any():
             break
+    s, _, there = guess
     near = (s - start).abs().amax(-1) <= reach
-    solved = best <= SOLVED * coefficients.rounding(s, parts)
-    return s, solved & near & _attracts(coefficients.jacobian(parts))
+    solved = best <= SOLVED * coefficients.rounding(s, there)
+    return s, solved & near & _attracts(coefficients.jacobian(there))
 
 
 def _attracts(slope):
@@ -194,26 +224,21 @@ def _last_resort(coefficients):
         rest = eye - g[:, None, None] * beta
         right = g[:, None] * alpha + delta
         s = torch.linalg.solve_ex(rest, right.unsqueeze(-1))[0].squeeze(-1)
-        _, (_, _, inverse) = coefficients.phi(s)
-        return s, ~(inverse.squeeze(-1) >= g)  # the left side is above 1
+        _, there = coefficients.phi(s)
+        return s, ~(there.inverse.squeeze(-1) >= g)  # the left side is above 1
 
-    low, high = torch.full_like(gamma0, LEAST_INVERSE), torch.full_like(gamma0, floor**-0.5)
+    low = torch.full_like(gamma0, LEAST_INVERSE)
+    high = torch.full_like(gamma0, floor**-0.5)
     for _ in range(BISECTIONS):
         middle = (low * high).sqrt()
         _, above = at(middle)
         low, high = torch.where(above, low, middle), torch.where(above, middle, high)
     s = at(low)[0]
-    value, parts = coefficients.phi(s)
+    guess = Guess(s, *coefficients.phi(s))
     for _ in range(MOST_NEWTON):
-        step = _newton_step(coefficients, parts, value - s)
-        moved = s + step
-        value_there, parts_there = coefficients.phi(moved)
-        better = (value_there - moved).abs().amax(-1) < (value - s).abs().amax(-1)
-        keep = better.unsqueeze(-1)
-        s, value = torch.where(keep, moved, s), torch.where(keep, value_there, value)
-        parts = tuple(torch.where(keep, there, here) for there, here in zip(parts_there, parts))
-    size = (value - s).abs().amax(-1)
-    return s, size <= SOLVED * coefficients.rounding(s, parts)
+        next_guess = _newton_step(coefficients, guess)
+        guess = guess.replaced(next_guess, next_guess.residual() < guess.residual())
+    return guess.s, guess.residual() <= SOLVED * coefficients.rounding(guess.s, guess.there)
 
 
 @torch.no_grad()
@@ -224,40 +249,55 @@ def find_root(coefficients):
     Returns: s (n,r) and solved (n,): False where no solution was found.
     """
     alpha = coefficients.alpha
-    s_all, solved_all = torch.zeros_like(alpha), alpha.new_zeros(len(alpha), dtype=torch.bool)
-    going = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
+    roots = torch.zeros_like(alpha)
+    solved = alpha.new_zeros(len(alpha), dtype=torch.bool)
+    searched = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
     s = torch.zeros_like(alpha)
-    damping, before = Damping(Rule(), alpha[:, 0]), torch.full_like(alpha[:, 0], torch.inf)
+    damping = Damping(Rule(), alpha[:, 0])
+    residual_before = torch.full_like(alpha[:, 0], torch.inf)
     for _ in range(MOST_PICARD):
-        value, parts = coefficients.phi(s)
+        # 1. Where Picard is, and whether that is a root.
+        value, there = coefficients.phi(s)
         psi = value - s
         residual = psi.abs().amax(-1)
-        done = residual <= ROUNDING * coefficients.rounding(s, parts)
-        found = s
-        shrinks = residual / before  # 0 the first time: there it says nothing
-        way = residual / (1 - shrinks)
-        near = way <= NEAR * coefficients.size(s, parts)
-        trying = (~done & (shrinks > 0) & (shrinks < SLOWEST) & near).nonzero().squeeze(1)
-        if len(trying):
-            reach = 2 * way[trying]
-            root, good = _newton(coefficients.take(trying), s[trying], residual[trying], reach)
-            found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
-            done = done.index_copy(0, trying, good)
-        s_all[going[done]], solved_all[going[done]] = found[done], True
-        lost = ~torch.isfinite(residual)  # of what is NaN or infinite there is no solution
-        s_all[going[lost]] = torch.nan
+        done = residual <= ROUNDING * coefficients.rounding(s, there)
+        # 2. Newton goes the rest of a way that is short.
+        found, by_newton = _polished(coefficients, s, there, residual, residual_before, ~done)
+        done = done | by_newton
+        # 3. What is found is taken out; of what is NaN or infinite there is no solution.
+        lost = ~torch.isfinite(residual)
+        roots[searched[done]] = found[done]
+        solved[searched[done]] = True
+        roots[searched[lost]] = torch.nan
+        # 4. The others take a damped step.
         damping.update(residual)
         s = s + damping.step.unsqueeze(-1) * psi
-        before = residual
+        residual_before = residual
         left = (~(done | lost)).nonzero().squeeze(1)
-        if len(left) < len(going):
-            if not len(left):
-                return s_all, solved_all
-            coefficients, going = coefficients.take(left), going[left]
-            s, before = s[left], before[left]
-            damping.take(left)
-    s_all[going], solved_all[going] = _last_resort(coefficients)
-    return s_all, solved_all
+        if len(left) == len(searched):
+            continue
+        if not len(left):
+            return roots, solved
+        coefficients, searched = coefficients.take(left), searched[left]
+        s, residual_before = s[left], residual_before[left]
+        damping.take(left)
+    roots[searched], solved[searched] = _last_resort(coefficients)
+    return roots, solved
+
+
+def _polished(coefficients, s, there, residual, residual_before, unfinished):
+    """s (n,r) with Newton's roots where Picard has come near, and which (n,) those are."""
+    shrinks = residual / residual_before  # 0 the first time: there it says nothing
+    way = residual / (1 - shrinks)
+    near = way <= NEAR * coefficients.size(s, there)
+    trying = (unfinished & (shrinks > 0) & (shrinks < SLOWEST) & near).nonzero().squeeze(1)
+    by_newton = torch.zeros_like(unfinished)
+    if not len(trying):
+        return s, by_newton
+    reach = 2 * way[trying]
+    root, good = _newton(coefficients.take(trying), s[trying], residual[trying], reach)
+    found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
+    return found, by_newton.index_copy(0, trying, good)
 
 
 class _Implicit(torch.autograd.Function):
@@ -330,10 +370,10 @@ def _through_the_norm(c, m, U, norm):
     )
     s, solved = find_root(coefficients.detached())
     if torch.is_grad_enabled() and any(t.requires_grad for t in coefficients[:-1]):
-        value, parts = coefficients.phi(s)
+        value, there = coefficients.phi(s)
         with torch.no_grad():
             eye = torch.eye(r, dtype=s.dtype, device=s.device)
-            rest = eye - coefficients.jacobian(parts)
+            rest = eye - coefficients.jacobian(there)
         s = _Implicit.apply(value, s, rest, solved)
     return s.unflatten(0, shape), solved.unflatten(0, shape)
 
