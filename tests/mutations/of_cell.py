@@ -175,7 +175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "token: Newton is tried from anywhere",
-        CELL, "near = way <= NEAR * coefficients.size(s, parts)", "near = way < torch.inf",
+        CELL, "near = way <= NEAR * coefficients.size(s, there)", "near = way < torch.inf",
         ROOT,
     ),
     Mutation(
