@@ -326,17 +326,24 @@ def _clocks() -> dict[str, float]:
 def read_metrics(run_dir: Path) -> list[dict]:
     """The records of `metrics.jsonl`. A line that holds none is passed over: the last
     one, cut short by a kill, or one that the disk has spoilt."""
+    return read_log(run_dir)[0]
+
+
+def read_log(run_dir: Path) -> tuple[list[dict], int]:
+    """`read_metrics`, and how many lines are passed over."""
     path = Path(run_dir) / "metrics.jsonl"
-    records = []
+    records, unread = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # also of bytes that are no UTF-8
-            continue
+            record = None
         step = record.get("step") if isinstance(record, dict) else None
         if type(step) is int and step >= 0:
             records.append(record)
-    return records
+        else:
+            unread += 1
+    return records, unread
 
 
 def affine(flops_per_token, lengths: list[int]) -> dict | None:

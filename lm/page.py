@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import re
 from collections.abc import Iterator, Sequence
 
 # Drawn in this colour, lines and letters of a figure take the page's (`svg` replaces it).
@@ -84,8 +85,12 @@ def page(title: str, parts: Sequence[str], style: str = "", script: str = "") ->
 
 def heading(text: str, level: int = 2) -> str:
     """A heading with an anchor of its words."""
-    anchor = "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
-    return f"<h{level} id='{html.escape(anchor)}'>{html.escape(text)}</h{level}>"
+    return f"<h{level} id='{html.escape(anchor(text))}'>{html.escape(text)}</h{level}>"
+
+
+def anchor(text: str) -> str:
+    """What a link to the heading of this text ends with, after #."""
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -96,9 +101,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return f"<div class='scroll'><table class='sortable'>{''.join(lines)}</tbody></table></div>"
 
 
+def inline(text: str) -> str:
+    """Plain text as HTML; what stands between `backticks` is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def bullets(lines: Sequence[str]) -> str:
-    """Lines of plain text as a list."""
-    return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
+    """Lines of plain text, with `code` in it, as a list."""
+    return f"<ul>{''.join(f'<li>{inline(line)}</li>' for line in lines)}</ul>"
 
 
 def preformatted(text: str) -> str:
@@ -144,4 +154,11 @@ def svg(drawn) -> str:
     text = io.StringIO()
     drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     plt.close(drawn)
-    return text.getvalue().replace(_INK, "currentColor")
+    return _without_idle_ids(text.getvalue()).replace(_INK, "currentColor")
+
+
+def _without_idle_ids(text: str) -> str:
+    """Without the names that nothing in the drawing refers to: those of a second figure in the page
+    are the same. What is left is named by its content."""
+    used = set(re.findall(r"#([\w-]+)", text))
+    return re.sub(r' id="([\w.-]+)"', lambda m: m[0] if m[1] in used else "", text)

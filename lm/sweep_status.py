@@ -141,7 +141,7 @@ def _reached(result: dict) -> str:
     if _is_number(bits := reached.get("bits_per_byte")):
         text += f", {bits:.4f} bits per byte"
     seconds = result.get("training_seconds")
-    return f"{text}, trained {_duration(seconds)}" if _is_number(seconds) else text
+    return f"{text}, trained {duration(seconds)}" if _is_number(seconds) else text
 
 
 def _is_fresh(path: Path, now: float) -> bool:
@@ -171,7 +171,7 @@ def _holder(lease: dict) -> str:
     return f"job {job} on {where}" if job else where
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """12 s, 5 min, 3.2 h or 4.0 d."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
         if seconds < limit:
@@ -191,7 +191,7 @@ def table(points: list[Point]):
     for p in points:
         updates = "" if p.step is None else f"{p.step}/{p.steps or '?'}"
         layers = " ".join(f"{v:.1f}" for v in p.num_iters or [])
-        seen = "" if p.seen_s is None else f"{_duration(p.seen_s)} ago"
+        seen = "" if p.seen_s is None else f"{duration(p.seen_s)} ago"
         out.add_row(Path(p.run_dir).name, p.state, updates, layers, seen)
     return out
 

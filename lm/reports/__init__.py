@@ -1,0 +1,1 @@
+"""The page of one or several runs, also while they train: `fprnn report`."""

@@ -1,0 +1,65 @@
+"""A report as Markdown: the numbers of the page, without its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm.reports.as_html import NUMBERS
+from lm.reports.blocks import Block, Folded, Notes, Preformatted, Section, Table
+
+
+def as_markdown(title: str, sections: Sequence[Section], made: str) -> str:
+    """The text.
+
+    Args:
+        made: one sentence about when, and by what, it was made.
+    """
+    parts = [f"# {escaped(title)}", made]
+    for section in sections:
+        parts.append(f"## {escaped(section.title)}")
+        parts += [text for block in section.blocks for text in _block(block)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(block: Block) -> list[str]:
+    if isinstance(block, Notes):
+        return ["\n".join(f"- {_one_line(line)}" for line in block.lines)]
+    if isinstance(block, Preformatted):
+        return [_fenced(block.text)]
+    if isinstance(block, Folded):
+        return [f"### {escaped(block.title)}", _fenced(block.text)]
+    if isinstance(block, Table):
+        title = [f"### {escaped(block.title)}"] if block.title else []
+        return [*title, table(block.rows), *([f"From {block.traced}."] if block.traced else [])]
+    of = NUMBERS[type(block)](block)
+    return [f"### {escaped(block.title)}", table(of.rows), f"From {of.traced}; {block.unit}."]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows, the first being the head; numbers to the right."""
+    head, *body = ([escaped(cell) for cell in row] for row in rows)
+    under = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, under, *body))
+
+
+def escaped(text: str) -> str:
+    """Plain text inside a line of Markdown: nothing in it is read as markup."""
+    text = _one_line(text)
+    for sign in "\\`*_|<>[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _fenced(text: str) -> str:
+    """A text as it stands, between fences that are longer than any in it."""
+    longest = max((len(run) for run in _runs_of_backticks(text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{text.rstrip()}\n{fence}"
+
+
+def _runs_of_backticks(text: str) -> list[str]:
+    return [run for run in "".join(c if c == "`" else " " for c in text).split()]

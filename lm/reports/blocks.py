@@ -1,0 +1,191 @@
+"""What a report is made of, before it is HTML or Markdown: sections of tables, charts, notes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+NO_VALUE = "–"  # in a cell: nothing is known
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain text, the first being the head.
+
+    Args:
+        traced: which file and which keys the numbers are of.
+    """
+
+    rows: list[list[str]]
+    traced: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart.
+
+    Args:
+        run: the number of its run, which chooses its colour.
+        steps: update of each point. values: None where a record has no finite number.
+        tokens: seen until each point, None where that is not known.
+        style: line, faint, dashed or points.
+    """
+
+    label: str
+    run: int
+    steps: list[int]
+    values: list[float | None]
+    tokens: list[float | None] = field(default_factory=list)
+    style: str = "line"
+
+    def across(self, axis: str) -> list[float | None]:
+        """Where the points are on an axis: update or tokens."""
+        return self.tokens if axis == "tokens" else self.steps
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves in one picture for each axis.
+
+    Args:
+        unit: of the values. traced: the keys of metrics.jsonl that they are of.
+        axes: what runs to the right: update, tokens.
+        levels: horizontal lines, each with its name.
+    """
+
+    title: str
+    unit: str
+    traced: str
+    curves: list[Curve]
+    axes: tuple[str, ...] = ("update",)
+    levels: dict[str, float] = field(default_factory=dict)
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One colour for each layer and update.
+
+    Args:
+        values: a row for each layer, a number for each update; None where there is none.
+    """
+
+    title: str
+    unit: str
+    traced: str
+    steps: list[int]
+    layers: list[int]
+    values: list[list[float | None]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Parts of a whole over updates, one upon another.
+
+    Args:
+        parts: name → a number for each update.
+    """
+
+    title: str
+    unit: str
+    traced: str
+    steps: list[int]
+    parts: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Sentences, of which each says one thing."""
+
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A long text that is opened by who wants to read it."""
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Preformatted:
+    """A text as it stands."""
+
+    text: str
+
+
+Block = Table | Chart | HeatMap | Stack | Notes | Folded | Preformatted
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it."""
+
+    title: str
+    blocks: list[Block]
+
+
+def shown(value) -> str:
+    """A value as a reader sees it: numbers with six digits that count, None as NO_VALUE."""
+    if value is None:
+        return NO_VALUE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return _decimal(value)
+    return str(value)
+
+
+def _decimal(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1e6:
+        return f"{value:,.0f}"
+    return f"{value:,.6g}"
+
+
+def numbers(chart: Chart) -> Table:
+    """The curves of a chart in numbers: how each begins and ends, its least and its most."""
+    head = ["curve", "points", "updates", "first", "least", "most", "last"]
+    rows = [_ends(curve) for curve in chart.curves]
+    rows += [[name, NO_VALUE, NO_VALUE, *[shown(level)] * 4] for name, level in _levels(chart)]
+    return Table([head, *rows], chart.traced)
+
+
+def _levels(chart: Chart) -> list[tuple[str, float]]:
+    return list(chart.levels.items())
+
+
+def _ends(curve: Curve) -> list[str]:
+    found = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if v is not None]
+    if not found:
+        return [curve.label, "0", *[NO_VALUE] * 5]
+    values = [value for _, value in found]
+    span = f"{found[0][0]:,} to {found[-1][0]:,}"
+    ends = [values[0], min(values), max(values), values[-1]]
+    return [curve.label, shown(len(found)), span, *map(shown, ends)]
+
+
+def numbers_of_layers(heat_map: HeatMap) -> Table:
+    """A heat map in numbers: of each layer the first, least, most and last."""
+    curves = [
+        Curve(f"layer {layer}", 0, heat_map.steps, values)
+        for layer, values in zip(heat_map.layers, heat_map.values, strict=True)
+    ]
+    return numbers(Chart(heat_map.title, heat_map.unit, heat_map.traced, curves))
+
+
+def numbers_of_parts(stack: Stack) -> Table:
+    """A stack in numbers: of each part its mean over records, and its share of the whole."""
+    means = {name: sum(values) / len(values) for name, values in stack.parts.items()}
+    whole = sum(means.values())
+    rows = [["part", f"mean {stack.unit}", "share", "last"]]
+    for name, mean in means.items():
+        share = f"{mean / whole:.1%}" if whole else NO_VALUE
+        rows.append([name, shown(mean), share, shown(stack.parts[name][-1])])
+    rows.append(["all", shown(whole), NO_VALUE, shown(sum(v[-1] for v in stack.parts.values()))])
+    return Table(rows, stack.traced)

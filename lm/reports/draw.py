@@ -1,0 +1,153 @@
+"""Charts, heat maps and stacks of a report as SVG in the page's colours."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+
+from lm import page
+from lm.reports.blocks import Chart, Curve, HeatMap, Stack
+
+# Told apart on a light and on a dark ground, also by colour-blind readers.
+PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9a7d6a")
+DASHES = ("-", "--", ":", "-.")  # when a colour comes again
+LABEL = 44  # characters of a label in a figure
+AXES = {"update": "update", "tokens": "training tokens"}
+SIZE = (5.6, 3.3)  # inches
+ROW = 0.2  # inches that a row of the legend takes
+
+
+def drawings(block: Chart | HeatMap | Stack) -> list[str]:
+    """The SVG pictures of a block, a chart's in the order of its axes. Needs matplotlib."""
+    with _settings():
+        if isinstance(block, Chart):
+            return [page.svg(_chart(block, axis)) for axis in block.axes]
+        drawn = _heat_map(block) if isinstance(block, HeatMap) else _stack(block)
+        return [page.svg(drawn)]
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    import matplotlib
+
+    smaller = {"path.simplify": True, "path.simplify_threshold": 0.5, "font.size": 9.5}
+    with page.ink(), matplotlib.rc_context(smaller), warnings.catch_warnings():
+        # The reader's browser writes the letters, with fonts of its own.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
+def _panel(ylabel: str, xlabel: str, rows_of_legend: int):
+    import matplotlib.pyplot as plt
+
+    size = (SIZE[0], SIZE[1] + ROW * rows_of_legend)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(alpha=0.25, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _chart(chart: Chart, axis: str):
+    from matplotlib.ticker import EngFormatter
+
+    named = [curve for curve in chart.curves if curve.style != "faint"] or chart.curves
+    columns = 2 if all(len(curve.label) < 26 for curve in named) else 1
+    rows = math.ceil((len(named) + len(chart.levels)) / columns)
+    figure, axes = _panel(chart.unit, AXES[axis], rows)
+    handles = {}
+    for curve in chart.curves:
+        (line,) = axes.plot(*_points(curve, axis, chart.logarithmic), **_style(curve))
+        if curve in named:
+            handles[_label(curve.label)] = line
+    for i, (name, level) in enumerate(chart.levels.items()):
+        style = DASHES[1 + i % (len(DASHES) - 1)]
+        handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.1)
+    if chart.logarithmic:
+        axes.set_yscale("log")
+    if axis == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+    )
+    return figure
+
+
+def _points(curve: Curve, axis: str, positive: bool) -> tuple[list[float], list[float]]:
+    """What is drawn: a gap where a number is not known, or has no place on a logarithmic scale."""
+    x, y = [], []
+    for at, value in zip(curve.across(axis), curve.values, strict=True):
+        if at is None:
+            continue
+        missing = value is None or (positive and value <= 0)
+        x.append(at)
+        y.append(math.nan if missing else value)
+    return x, y
+
+
+def _style(curve: Curve) -> dict:
+    turn, color = divmod(curve.run, len(PALETTE))
+    style = {"color": PALETTE[color], "ls": DASHES[turn % len(DASHES)], "lw": 1.4}
+    if curve.style == "faint":
+        style |= {"lw": 0.7, "alpha": 0.35}
+    elif curve.style == "dashed":
+        style |= {"ls": "--", "marker": "o", "ms": 2.5}
+    elif curve.style == "points" or len(curve.steps) < 30:
+        style |= {"marker": "o", "ms": 3.2}
+    return style
+
+
+def _label(text: str) -> str:
+    """As matplotlib takes it: no mathematics between dollars, nothing hidden by an underscore."""
+    if len(text) > LABEL:
+        half = LABEL // 2
+        text = f"{text[:half]}…{text[-half:]}"
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """Borders between updates, for one more than there are."""
+    if len(steps) == 1:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    between = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
+    first = steps[0] - (between[0] - steps[0])
+    return [first, *between, steps[-1] + (steps[-1] - between[-1])]
+
+
+def _heat_map(heat_map: HeatMap):
+    figure, axes = _panel("layer", "update", 0)
+    height = len(heat_map.layers)
+    values = [[math.nan if v is None else v for v in row] for row in heat_map.values]
+    rows = [i - 0.5 for i in range(height + 1)]
+    mesh = axes.pcolormesh(
+        _edges(heat_map.steps), rows, values, cmap="viridis", shading="flat", rasterized=True
+    )
+    shown = range(0, height, max(1, height // 12))
+    axes.set_yticks(list(shown), [str(heat_map.layers[i]) for i in shown])
+    axes.grid(False)
+    figure.colorbar(mesh, ax=axes, label=heat_map.unit)
+    return figure
+
+
+def _stack(stack: Stack):
+    names = list(stack.parts)
+    figure, axes = _panel(stack.unit, "update", math.ceil(len(names) / 3))
+    colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
+    steps, values = stack.steps, list(stack.parts.values())
+    if len(steps) == 1:  # an area needs two ends
+        steps, values = [steps[0] - 0.5, steps[0] + 0.5], [of * 2 for of in values]
+    areas = axes.stackplot(steps, values, colors=colors, alpha=0.85, lw=0)
+    axes.set_ylim(bottom=0)
+    labels = [_label(name) for name in names]
+    figure.legend(
+        areas, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False
+    )
+    return figure

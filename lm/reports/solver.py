@@ -1,0 +1,72 @@
+"""What the fixed point took: ℓ* per layer, evaluations, tokens that failed, residuals, adjoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lm.reports.blocks import Block, Chart, Notes, Section
+from lm.reports.curves import joined, mean, per_layer
+from lm.reports.read import Files
+from lm.reports.series import having
+
+# Title, unit, keys of the records, how layers are joined where several runs stand together, and
+# whether the scale is logarithmic.
+WORK = [
+    ("Evaluations a token", "evaluations of the layer's map", ("evaluations",), mean, False),
+    ("Tokens whose solve failed", "share of the tokens", ("failed",), max, False),
+    ("Residual", "largest of a token, mean over sequences", ("residual",), max, True),
+    ("Adjoint", "norm against what came in", ("adjoint",), max, True),
+    ("Mixing norm", "‖I − Q‖", ("mixing_norm",), max, False),
+    ("Lipschitz constant", "‖∂f/∂y‖", ("lipschitz",), max, False),
+]
+ITERATIONS = ("probe", "num_iters", "mean")
+
+
+def solver(runs: Sequence[Files]) -> Section:
+    """ℓ* of each layer over training, and what solving cost and left."""
+    blocks = _without(runs)
+    solved = [files for files in runs if _is_solved(files)]
+    if not solved:
+        return Section("Fixed point", blocks)
+    if len(runs) > 1:
+        blocks += joined(runs, "ℓ*, mean over layers", "iterations", ITERATIONS, mean)
+    blocks += per_layer(runs, "ℓ* of each layer", "iterations", ITERATIONS)
+    for title, unit, keys, join, logarithmic in WORK:
+        if len(runs) > 1:
+            how = "mean over layers" if join is mean else "the layer with the most"
+            blocks += joined(runs, f"{title}, {how}", unit, keys, join, logarithmic=logarithmic)
+        else:
+            blocks += per_layer(runs, title, unit, keys, logarithmic=logarithmic)
+    return Section("Fixed point", [*map(_without_zeros, blocks)])
+
+
+def _is_solved(files: Files) -> bool:
+    return any(having(files.records, key) for key in ("probe", "evaluations"))
+
+
+def _without(runs: Sequence[Files]) -> list[Block]:
+    """Why a run has no such figures."""
+    lines = []
+    for files in runs:
+        if _is_solved(files):
+            continue
+        kind = files.config.get("model.name")
+        if files.solves is False:
+            pattern = files.config.get("model.layers")
+            what = f"model.name {kind}" + (f", model.layers {pattern}" if pattern else "")
+            lines.append(f"{files.label} has no solver ({what}), and so no ℓ* and no work of it.")
+        else:
+            lines.append(f"{files.label}: no record of a solver yet (`probe`, `evaluations`).")
+    return [Notes(lines)] if lines else []
+
+
+def _without_zeros(block: Block) -> Block:
+    """On a logarithmic scale 0 has no place: where nothing else is there, the scale is linear."""
+    if not isinstance(block, Chart) or not block.logarithmic:
+        return block
+    values = [v for of in block.curves for v in of.values if v is not None]
+    if any(v > 0 for v in values):
+        return block
+    return Chart(block.title, block.unit, block.traced, block.curves, block.axes, block.levels)
+
+
