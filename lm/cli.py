@@ -21,6 +21,7 @@ EPILOG = """examples:
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
+  fprnn report runs/first runs/second --out runs/both.html
   fprnn sweep configs/lm/sweep_mixers.yaml --status
   fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
@@ -196,9 +197,10 @@ def _solved_text(args) -> dict:
 
 def _report(args) -> int:
     from lm.console import say
-    from lm.report import summarise, table
+    from lm.report import report
 
-    say(table(summarise(args.run), f"Summary of {args.run}"))
+    for printed in report(args.runs, args.out):
+        say(printed)
     return 0
 
 
@@ -437,8 +439,20 @@ def _add_budget(commands) -> None:
 
 
 def _add_report(commands) -> None:
-    c = commands.add_parser("report", help="figures and one summary of a finished run")
-    c.add_argument("run", metavar="RUN")
+    c = commands.add_parser(
+        "report",
+        help="one page of a run or of several, also while they train; figures and a summary",
+        description="Write report.html, a page with nothing outside it, and report.markdown with"
+        " the same numbers: losses, ℓ*, work, speed, memory, evaluations, configuration and"
+        " provenance of a run, whatever there is of it so far. A finished run also gets its"
+        " figures and summary.json. Several runs stand in one page, whose place --out names.",
+    )
+    c.add_argument("runs", nargs="+", metavar="RUN")
+    c.add_argument(
+        "--out",
+        metavar="PLACE",
+        help="a folder, or FILE.html in one: write page and Markdown there, and nothing into RUN",
+    )
     c.set_defaults(run_command=_report)
 
 

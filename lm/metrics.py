@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import resource
 import statistics
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -62,6 +64,15 @@ def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | No
             "max": _rounded(iterations.amax(-1)),
         }
     return measured
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes, the most that this process has held so far: in tensors on its GPU; without one, of
+    memory of any kind."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # elsewhere it is in KiB
 
 
 def adjoint_metrics(model, gather=lambda t: t) -> dict:

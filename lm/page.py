@@ -24,6 +24,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+table.words th, table.words td { text-align: left; }
 table.sortable th { cursor: pointer; }
 table.sortable th[aria-sort=ascending]::after { content: " ↑"; }
 table.sortable th[aria-sort=descending]::after { content: " ↓"; }
@@ -93,12 +94,17 @@ def anchor(text: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of plain text, the first being the head, as a table that sorts; "–" is no value."""
+def table(rows: Sequence[Sequence[str]], words: bool = False) -> str:
+    """Rows of plain text, the first being the head, as a table that sorts; "–" is no value.
+
+    Args:
+        words: most cells hold words, and begin at the left; else numbers, which end at the right.
+    """
     head, *body = ([html.escape(cell) for cell in row] for row in rows)
     lines = [f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead><tbody>"]
     lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
-    return f"<div class='scroll'><table class='sortable'>{''.join(lines)}</tbody></table></div>"
+    kind = "sortable words" if words else "sortable"
+    return f"<div class='scroll'><table class='{kind}'>{''.join(lines)}</tbody></table></div>"
 
 
 def inline(text: str) -> str:

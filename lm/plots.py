@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lm.errors import UserError
 from lm.metrics import read_metrics
+from lm.reports.series import having, running_mean, smoothing_span
 
 
 class PlotError(UserError, RuntimeError):
@@ -49,7 +50,7 @@ def draw(run_dir: Path) -> list[Path]:
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir)
-    train = [r for r in records if "loss" in r]
+    train = having(records, "loss")
     if not train:
         raise PlotError(f"{run_dir}/metrics.jsonl holds no training step: train first")
     folder = run_dir / "figures"
@@ -59,12 +60,11 @@ def draw(run_dir: Path) -> list[Path]:
     figure, axes = _axes(f"{run_dir.name}: loss", "cross-entropy (nats per token)")
     steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
     axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.5, label="training")
-    span = max(1, len(losses) // 20)
-    windows = (losses[max(0, i - span) : i + 1] for i in range(len(losses)))
-    smooth = [sum(w) / len(w) for w in windows]
+    span = smoothing_span(len(losses))
     if span > 1:
+        smooth = running_mean(losses, span)
         axes.plot(steps, smooth, color="tab:blue", lw=1.8, label=f"mean of the last {span + 1}")
-    validation = [r for r in records if "validation" in r]
+    validation = having(records, "validation")
     if validation:
         axes.plot(
             [r["step"] for r in validation], [r["validation"]["loss"] for r in validation],
@@ -79,7 +79,7 @@ def draw(run_dir: Path) -> list[Path]:
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(paths[0], dpi=140)
 
-    probed = [r for r in records if "probe" in r]
+    probed = having(records, "probe")
     if probed:
         title = f"{run_dir.name}: iterations to the fixed point"
         figure, axes = _axes(title, "ℓ* (mean, shade: to max)")

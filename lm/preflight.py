@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+from pathlib import Path
 
 import torch
 
+import lm
 from lm import init_from
 from lm.build import check_section
 from lm.checkpoint import check_resume
@@ -31,6 +34,8 @@ def environment(ranks: Ranks) -> dict:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
+        "fprnn": lm.__version__,
+        "commit": commit() if ranks.is_main else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -39,6 +44,24 @@ def environment(ranks: Ranks) -> dict:
         "world_size": ranks.world_size,
         "kernels": available("cuda" if gpu else "cpu"),
     }
+
+
+def commit() -> str | None:
+    """The git commit of this package's checkout, with a + where files of it were changed since;
+    None where it is none, or git is not there."""
+    folder = Path(__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def check_config(cfg: Config, world_size: int) -> None:

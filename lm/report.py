@@ -1,8 +1,9 @@
-"""One summary of a run: what it reached, against what, how fast, and where everything lies."""
+"""The report of runs: their page, and of a finished one figures and a summary."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm import plots
@@ -11,10 +12,47 @@ from lm.console import say
 from lm.data.text_bytes import in_bits
 from lm.errors import require
 from lm.metrics import read_metrics
-from lm.outputs import DamagedError, check_folder, read_json, write_json
+from lm.outputs import DamagedError, OutputError, check_folder, read_json, write_json
+from lm.reports.overview import state
+from lm.reports.read import read_all
+from lm.reports.series import having
+from lm.reports.write import write
 from lm.run_dir import RunDir, RunDirError
 
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
+
+
+def report(run_dirs: Sequence[Path], out: Path | None = None) -> list:
+    """Write the page of runs, whatever there is of them, and what is to be printed of it: tables
+    for rich, and sentences.
+
+    Args:
+        out: a folder, or the page in it (FILE.html), for page and Markdown alone. None: of one run,
+            into its directory; of a finished one also figures and `summary.json`.
+    Raises:
+        RunDirError: one of them holds no run, or is given twice. DamagedError, PlotError: as
+            `summarise`. OutputError: nothing can be written there, or it is not said where.
+    """
+    if out is None and len(run_dirs) > 1:
+        raise OutputError(
+            f"the report of {len(run_dirs)} runs is of none of them: say where to write it with"
+            " --out FOLDER or --out FILE.html"
+        )
+    require("matplotlib", "fprnn report")
+    printed: list = []
+    if out is None:
+        run = RunDir(run_dirs[0])
+        if run.holds_run:
+            check_folder(run.figures)
+        if run.is_finished:
+            printed.append(table(summarise(run.path), f"Summary of {run}"))
+        out = run.path
+    runs = read_all(run_dirs)
+    paths = write(runs, out)
+    if not printed:
+        printed += [state(files) for files in runs]
+    printed += [f"note: {files.run}: {remark}" for files in runs for remark in files.remarks]
+    return [*printed, *(f"{name}: {path}" for name, path in paths.items())]
 
 
 def summarise(run_dir: Path) -> dict:
@@ -87,7 +125,7 @@ def _fixed_point(run: RunDir, records: list[dict]) -> dict:
     probes = [r["probe"] for r in records if "probe" in r]
     if not probes:
         return {}
-    trained = [r for r in records if "loss" in r]
+    trained = having(records, "loss")
     cost = ("evaluations", "failed", "residual")
     absent = [k for k in ("num_iters", *cost) if k not in probes[-1]]
     absent += [k for k in cost if not trained or k not in trained[-1]]

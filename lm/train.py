@@ -30,6 +30,7 @@ from lm.metrics import (
     imbalance,
     is_due,
     mean,
+    peak_memory,
     read_metrics,
 )
 from lm.optim import described, moments, optimizer_order, signature
@@ -414,6 +415,7 @@ class Training:
             **adjoint_metrics(self.model, self.ranks.gather),
             **imbalance(self.engine.busy.read(), self._gather_host),
             **self.batches.drawn(),
+            "peak_memory_bytes": self._peak_memory(),
         }
         if cfg.log.contraction:
             record |= self.engine.contraction(self.first_micro_batch)
@@ -423,6 +425,11 @@ class Training:
         bar.update(self.step, steps, describe(record))
         self.watch.look(record.get("failed", []), f"update {self.step}")
         self.speed.restart()  # a record is no update
+
+    def _peak_memory(self) -> int:
+        """Of the rank that has held the most."""
+        own = torch.tensor([peak_memory(self.ranks.device)], dtype=torch.float64)
+        return int(self._gather_host(own).max())
 
     def _gather_host(self, t: torch.Tensor) -> torch.Tensor:
         return self.ranks.gather(t.to(self.ranks.device)).cpu()

@@ -90,4 +90,4 @@ def _words(block: Table | Notes | Folded | Preformatted) -> str:
         return f"<details><summary>{title}</summary>{page.preformatted(block.text)}</details>"
     title = f"<h3>{html.escape(block.title)}</h3>" if block.title else ""
     traced = f"<p class='traced'>From {page.inline(block.traced)}.</p>" if block.traced else ""
-    return title + page.table(block.rows) + traced
+    return title + page.table(block.rows, block.words) + traced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from lm.reports.as_html import NUMBERS
@@ -23,16 +24,24 @@ def as_markdown(title: str, sections: Sequence[Section], made: str) -> str:
 
 def _block(block: Block) -> list[str]:
     if isinstance(block, Notes):
-        return ["\n".join(f"- {_one_line(line)}" for line in block.lines)]
+        return ["\n".join(f"- {inline(line)}" for line in block.lines)]
     if isinstance(block, Preformatted):
         return [_fenced(block.text)]
     if isinstance(block, Folded):
         return [f"### {escaped(block.title)}", _fenced(block.text)]
     if isinstance(block, Table):
         title = [f"### {escaped(block.title)}"] if block.title else []
-        return [*title, table(block.rows), *([f"From {block.traced}."] if block.traced else [])]
+        return [
+            *title,
+            table(block.rows),
+            *([f"From {inline(block.traced)}."] if block.traced else []),
+        ]
     of = NUMBERS[type(block)](block)
-    return [f"### {escaped(block.title)}", table(of.rows), f"From {of.traced}; {block.unit}."]
+    return [
+        f"### {escaped(block.title)}",
+        table(of.rows),
+        f"From {inline(of.traced)}; {escaped(block.unit)}.",
+    ]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -50,16 +59,18 @@ def escaped(text: str) -> str:
     return text
 
 
+def inline(text: str) -> str:
+    """Plain text on one line; what stands between `backticks` is code."""
+    parts = re.split(r"(`[^`]+`)", _one_line(text))
+    return "".join(part if i % 2 else escaped(part) for i, part in enumerate(parts))
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
 def _fenced(text: str) -> str:
     """A text as it stands, between fences that are longer than any in it."""
-    longest = max((len(run) for run in _runs_of_backticks(text)), default=0)
+    longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text.rstrip()}\n{fence}"
-
-
-def _runs_of_backticks(text: str) -> list[str]:
-    return [run for run in "".join(c if c == "`" else " " for c in text).split()]

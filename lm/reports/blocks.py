@@ -14,11 +14,13 @@ class Table:
 
     Args:
         traced: which file and which keys the numbers are of.
+        words: most cells hold words rather than numbers.
     """
 
     rows: list[list[str]]
     traced: str = ""
     title: str = ""
+    words: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Chart:
     curves: list[Curve]
     axes: tuple[str, ...] = ("update",)
     levels: dict[str, float] = field(default_factory=dict)
-    logarithmic: bool = False
+    logarithmic: bool = False  # where its values span enough
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,9 @@ def numbers(chart: Chart) -> Table:
     """The curves of a chart in numbers: how each begins and ends, its least and its most."""
     head = ["curve", "points", "updates", "first", "least", "most", "last"]
     rows = [_ends(curve) for curve in chart.curves]
-    rows += [[name, NO_VALUE, NO_VALUE, *[shown(level)] * 4] for name, level in _levels(chart)]
+    for name, level in chart.levels.items():
+        rows.append([name, NO_VALUE, NO_VALUE, *[shown(level)] * 4])
     return Table([head, *rows], chart.traced)
-
-
-def _levels(chart: Chart) -> list[tuple[str, float]]:
-    return list(chart.levels.items())
 
 
 def _ends(curve: Curve) -> list[str]:

@@ -31,8 +31,13 @@ def per_run(
     *,
     axes: tuple[str, ...] = ("update",),
     logarithmic: bool = False,
+    needs: str = "",
 ) -> list[Block]:
-    """One chart with a curve of each run that has such records; a note on those that have none."""
+    """One chart with a curve of each run that has such records; a note on those that have none.
+
+    Args:
+        keys: nested, of the records. needs: without what there is nothing to record, for the note.
+    """
     drawn = [curve(i, files, keys) for i, files in enumerate(runs)]
     found = [of for of in drawn if of.steps]
     path = ".".join(keys)
@@ -40,7 +45,7 @@ def per_run(
     if found:
         traced = traced_to(path, axes) + unknown(found)
         blocks.append(Chart(title, unit, traced, found, axes, logarithmic=logarithmic))
-    return blocks + without(runs, [of.run for of in found], f"{title.lower()} (`{path}`)")
+    return blocks + without(runs, [of.run for of in found], f"{title} (`{path}`){needs}")
 
 
 def traced_to(keys: str, axes: Sequence[str] = ("update",), file: str = "metrics.jsonl") -> str:

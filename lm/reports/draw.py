@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from lm import page
 from lm.reports.blocks import Chart, Curve, HeatMap, Stack
@@ -15,7 +16,8 @@ PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9
 DASHES = ("-", "--", ":", "-.")  # when a colour comes again
 LABEL = 44  # characters of a label in a figure
 AXES = {"update": "update", "tokens": "training tokens"}
-SIZE = (5.6, 3.3)  # inches
+SIZE = (5.6, 3.4)  # inches
+SPAN = 5  # times the least value: more is drawn on a logarithmic scale
 ROW = 0.2  # inches that a row of the legend takes
 
 
@@ -32,7 +34,7 @@ def drawings(block: Chart | HeatMap | Stack) -> list[str]:
 def _settings() -> Iterator[None]:
     import matplotlib
 
-    smaller = {"path.simplify": True, "path.simplify_threshold": 0.5, "font.size": 9.5}
+    smaller = {"path.simplify": True, "path.simplify_threshold": 0.5, "font.size": 10.5}
     with page.ink(), matplotlib.rc_context(smaller), warnings.catch_warnings():
         # The reader's browser writes the letters, with fonts of its own.
         warnings.filterwarnings("ignore", "Glyph .* missing from")
@@ -59,14 +61,13 @@ def _chart(chart: Chart, axis: str):
     figure, axes = _panel(chart.unit, AXES[axis], rows)
     handles = {}
     for curve in chart.curves:
-        (line,) = axes.plot(*_points(curve, axis, chart.logarithmic), **_style(curve))
+        (line,) = axes.plot(*_points(curve, axis), **_style(curve))
         if curve in named:
             handles[_label(curve.label)] = line
     for i, (name, level) in enumerate(chart.levels.items()):
         style = DASHES[1 + i % (len(DASHES) - 1)]
-        handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.1)
-    if chart.logarithmic:
-        axes.set_yscale("log")
+        handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.4)
+    _scale(axes, chart)
     if axis == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(
@@ -80,16 +81,26 @@ def _chart(chart: Chart, axis: str):
     return figure
 
 
-def _points(curve: Curve, axis: str, positive: bool) -> tuple[list[float], list[float]]:
-    """What is drawn: a gap where a number is not known, or has no place on a logarithmic scale."""
-    x, y = [], []
-    for at, value in zip(curve.across(axis), curve.values, strict=True):
-        if at is None:
-            continue
-        missing = value is None or (positive and value <= 0)
-        x.append(at)
-        y.append(math.nan if missing else value)
-    return x, y
+def _scale(axes, chart: Chart) -> None:
+    """Logarithmic where the values span enough of it for a few labels; a constant above nothing."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    values = [v for curve in chart.curves for v in curve.values if v is not None]
+    positive = [v for v in values if v > 0]
+    if chart.logarithmic and positive and max(positive) > SPAN * min(positive):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif values and min(values) == max(values) >= 0:
+        axes.set_ylim(0, 2 * values[0] or 1)
+
+
+def _points(curve: Curve, axis: str) -> tuple[list[float], list[float]]:
+    """What is drawn: a gap where a number is not known."""
+    pairs = zip(curve.across(axis), curve.values, strict=True)
+    known = [(at, math.nan if value is None else value) for at, value in pairs if at is not None]
+    return [at for at, _ in known], [value for _, value in known]
 
 
 def _style(curve: Curve) -> dict:
@@ -117,7 +128,7 @@ def _edges(steps: Sequence[int]) -> list[float]:
     """Borders between updates, for one more than there are."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
-    between = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
+    between = [(a + b) / 2 for a, b in pairwise(steps)]
     first = steps[0] - (between[0] - steps[0])
     return [first, *between, steps[-1] + (steps[-1] - between[-1])]
 

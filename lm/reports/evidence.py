@@ -1,4 +1,4 @@
-"""What a run is judged by beside its loss, and where it comes from: scores, a sample, provenance."""
+"""What a run is judged by beside its loss, and where it comes from: scores, sample, provenance."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def evaluations(runs: Sequence[Files]) -> Section:
     missing = [label for label, of in found.items() if not of]
     if missing:
         names = "" if len(runs) == 1 else f" of {', '.join(missing)}"
-        blocks.append(
-            Notes([f"No evaluation{names}: `fprnn eval RUN/{runs[0].run.export.name}` makes it."])
-        )
+        command = f"fprnn eval RUN/{runs[0].run.export.name} --tasks catbabi_mini"
+        blocks.append(Notes([f"No evaluation{names}: `{command}` makes one."]))
     return Section("Evaluations", blocks)
 
 
@@ -80,15 +79,12 @@ def provenance(runs: Sequence[Files]) -> Section:
     blocks: list[Block] = []
     of_all = [_known(files) for files in runs]
     rows = list(dict.fromkeys(row for known in of_all for row in known))
-    if rows:
-        body = [[*row, *(known.get(row, NO_VALUE) for known in of_all)] for row in rows]
-        head = ["file", "key", *(files.label for files in runs)]
-        blocks.append(Table([head, *body], "the files named in the first column"))
-    else:
-        blocks.append(Notes(["No environment.json and no corpus.json yet: training has not begun."]))
+    body = [[*row, *(known.get(row, NO_VALUE) for known in of_all)] for row in rows]
+    head = ["file", "key", *(files.label for files in runs)]
+    blocks.append(Table([head, *body], "the files named in the first column", words=True))
     if not all(files.environment.get("commit") for files in runs):
-        text = "`commit` is not in environment.json where the package was not run from a git"
-        blocks.append(Notes([f"{text} checkout, or by a version from before it was recorded."]))
+        why = "the package was no git checkout, or is older than this record"
+        blocks.append(Notes([f"Where environment.json has no `commit`, {why}."]))
     for files in runs:
         if files.deepspeed:
             of = f" of {files.label}" if len(runs) > 1 else ""
@@ -103,7 +99,7 @@ def _known(files: Files) -> dict[tuple[str, str], str]:
         **files.corpora,
         "init_from.json": files.init_from,
     }
-    found = {("", "directory"): str(files.run)}
+    found = {(NO_VALUE, "directory"): str(files.run)}
     for name, of in sources.items():
         found |= {(name, key): as_written(value) for key, value in flat(of).items()}
     return found

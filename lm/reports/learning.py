@@ -50,8 +50,9 @@ def _validation(runs: Sequence[Files]) -> list[Block]:
     all runs have the same."""
     drawn, averages = [], []
     for i, files in enumerate(runs):
-        of = curve(i, files, ("validation", "loss"), style="points")
-        average = curve(i, files, ("ema", "loss"), f"{files.label}, average of weights", "dashed")
+        name = files.label if len(runs) > 1 else "validation"
+        of = curve(i, files, ("validation", "loss"), name, "points")
+        average = curve(i, files, ("ema", "loss"), f"{name}, average of weights", "dashed")
         drawn += [of] if of.steps else []
         averages += [average] if average.steps else []
     if not drawn:
@@ -136,4 +137,6 @@ def _events(runs: Sequence[Files]) -> list[Block]:
     traced = "metrics.jsonl: `rollback`, `skip`"
     if len(rows) > EVENTS:
         traced += f"; the last {EVENTS} of {len(rows):,}"
-    return [Table([["run", "update", "what", "why"], *rows[-EVENTS:]], traced, "Events")]
+    return [
+        Table([["run", "update", "what", "why"], *rows[-EVENTS:]], traced, "Events", words=True)
+    ]

@@ -18,26 +18,28 @@ TRACED = (
 
 def overview(runs: Sequence[Files]) -> Section:
     """The state of each run in a sentence, and a table of results."""
-    lines = [_state(files) for files in runs]
+    lines = [state(files) for files in runs]
     lines += [f"{_named(runs, files)}{remark}" for files in runs for remark in files.remarks]
     blocks: list[Block] = [Notes(lines), results(runs)]
     return Section("Results", blocks)
 
 
 def results(runs: Sequence[Files]) -> Table:
-    """A row for each run; a column stands only where some run has a value."""
+    """A row for each run; of one run alone, a row for each of its values. What no run has is left
+    out."""
     rows = [_row(files) for files in runs]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    kept = [name for name in names if any(row.get(name) is not None for row in rows)]
-    body = [[shown(row.get(name)) for name in kept] for row in rows]
-    return Table([kept, *body], TRACED)
+    names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    body = [[shown(row[name]) for name in names] for row in rows]
+    if len(runs) == 1:
+        return Table([list(pair) for pair in zip(names, body[0], strict=True)], TRACED)
+    return Table([names, *body], TRACED)
 
 
 def _named(runs: Sequence[Files], files: Files) -> str:
     return f"{files.label}: " if len(runs) > 1 else ""
 
 
-def _state(files: Files) -> str:
+def state(files: Files) -> str:
     """Such as "demo is running: job 12 on n0; update 40 of 450, last sign of life 3 s ago"."""
     status = files.status
     line = f"{files.label} is {status.state}"

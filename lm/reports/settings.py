@@ -26,7 +26,7 @@ def different(runs: Sequence[Files]) -> Block:
     if not rows:
         return Notes(["The configurations do not differ (but for where the runs lie)."])
     traced = "config.yaml of each run, by the schema; keys that are equal are left out"
-    return Table([["key", *(files.label for files in runs)], *rows], traced)
+    return Table([["key", *(files.label for files in runs)], *rows], traced, words=True)
 
 
 def changed(files: Files) -> Block:
@@ -39,7 +39,7 @@ def changed(files: Files) -> Block:
     if not rows:
         return Notes(["Every key has its default."])
     traced = "config.yaml, by the schema; keys that have their default are left out"
-    return Table([["key", "value", "default"], *rows], traced)
+    return Table([["key", "value", "default"], *rows], traced, words=True)
 
 
 def _value(config: dict, key: str) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm.reports.blocks import Block, Chart, Notes, Section
+from lm.reports.blocks import Block, Notes, Section
 from lm.reports.curves import joined, mean, per_layer
 from lm.reports.read import Files
 from lm.reports.series import having
 
 # Title, unit, keys of the records, how layers are joined where several runs stand together, and
-# whether the scale is logarithmic.
+# whether the scale may be logarithmic.
 WORK = [
     ("Evaluations a token", "evaluations of the layer's map", ("evaluations",), mean, False),
     ("Tokens whose solve failed", "share of the tokens", ("failed",), max, False),
@@ -37,7 +37,7 @@ def solver(runs: Sequence[Files]) -> Section:
             blocks += joined(runs, f"{title}, {how}", unit, keys, join, logarithmic=logarithmic)
         else:
             blocks += per_layer(runs, title, unit, keys, logarithmic=logarithmic)
-    return Section("Fixed point", [*map(_without_zeros, blocks)])
+    return Section("Fixed point", blocks)
 
 
 def _is_solved(files: Files) -> bool:
@@ -58,15 +58,3 @@ def _without(runs: Sequence[Files]) -> list[Block]:
         else:
             lines.append(f"{files.label}: no record of a solver yet (`probe`, `evaluations`).")
     return [Notes(lines)] if lines else []
-
-
-def _without_zeros(block: Block) -> Block:
-    """On a logarithmic scale 0 has no place: where nothing else is there, the scale is linear."""
-    if not isinstance(block, Chart) or not block.logarithmic:
-        return block
-    values = [v for of in block.curves for v in of.values if v is not None]
-    if any(v > 0 for v in values):
-        return block
-    return Chart(block.title, block.unit, block.traced, block.curves, block.axes, block.levels)
-
-

@@ -11,11 +11,13 @@ from lm.reports.series import having, number, within
 
 PARTS = ("data", "forward", "solve", "backward", "optimizer", "communication", "other")
 
+NEEDS = ", which needs a GPU whose peak is known"
+
 
 def speed(runs: Sequence[Files]) -> Section:
     """Throughput, MFU, waiting for other ranks, the parts of an update's time."""
     blocks = per_run(runs, "Throughput", "tokens per second", ("tokens_per_s",))
-    blocks += per_run(runs, "MFU", "share of the peak", ("mfu",))
+    blocks += per_run(runs, "MFU", "share of the peak", ("mfu",), needs=NEEDS)
     if any(having(files.records, "imbalance") for files in runs):
         title, unit = "Waiting for the slowest rank", "share of a rank's time"
         blocks += per_run(runs, title, unit, ("imbalance",))
