@@ -72,9 +72,10 @@ def _picture(block: Chart | HeatMap | Stack) -> str:
     panels = [drawn[drawn.index("<svg") :] for drawn in drawings(block)]
     kind = " class='wide'" if len(panels) > 1 else ""
     table = page.table(NUMBERS[type(block)](block).rows)
+    title = html.escape(block.title)
     return (
-        f"<figure{kind}><h3>{html.escape(block.title)}</h3>"
-        f"<div class='panels'>{''.join(panels)}</div>"
+        f"<figure{kind}><h3>{title}</h3>"
+        f"<div class='panels' role='img' aria-label='{title}'>{''.join(panels)}</div>"
         f"<figcaption>{page.inline(block.traced)}</figcaption>"
         f"<details><summary>in numbers</summary>{table}</details></figure>"
     )

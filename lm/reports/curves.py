@@ -54,10 +54,12 @@ def traced_to(keys: str, axes: Sequence[str] = ("update",), file: str = "metrics
     return f"{file}: `{keys}` over {over}"
 
 
-def unknown(drawn: Sequence[Curve]) -> str:
-    """A sentence on numbers that cannot be drawn; "" where there are none."""
+def unknown(drawn: Sequence[Curve], records: int = 0) -> str:
+    """A sentence on what cannot be drawn: numbers that are not finite, and so many records that
+    hold no numbers at all; "" where there is nothing to say."""
     count = sum(value is None for of in drawn for value in of.values)
-    return f"; {count} of the values are no finite numbers and are left out" if count else ""
+    text = f"; {count} of the values are no finite numbers and are left out" if count else ""
+    return text + (f"; {records} damaged record(s) left out" if records else "")
 
 
 def without(runs: Sequence[Files], having: Sequence[int], what: str) -> list[Block]:
@@ -80,17 +82,15 @@ def per_layer(
         if not of.steps:
             continue
         name = title if len(runs) == 1 else f"{files.label}: {title}"
-        traced = traced_to(path)
-        if len(of.numbers) > LINES:
-            heat_map = HeatMap(name, unit, traced, of.steps, of.numbers, of.values)
-            blocks.append(heat_map)
-            continue
         drawn = [
             Curve(f"layer {layer}", n, of.steps, values)
             for n, (layer, values) in enumerate(zip(of.numbers, of.values, strict=True))
         ]
-        traced += unknown(drawn)
-        blocks.append(Chart(name, unit, traced, drawn, logarithmic=logarithmic))
+        traced = traced_to(path) + unknown(drawn, of.left_out)
+        if len(drawn) > LINES:
+            blocks.append(HeatMap(name, unit, traced, of.steps, of.numbers, of.values))
+        else:
+            blocks.append(Chart(name, unit, traced, drawn, logarithmic=logarithmic))
     return blocks
 
 
@@ -104,14 +104,15 @@ def joined(
     logarithmic: bool = False,
 ) -> list[Block]:
     """One chart with a curve of each run: its layers joined to one number, their mean or most."""
-    drawn = []
+    drawn, left_out = [], 0
     for i, files in enumerate(runs):
         of: Layers = layers(files.records, *keys)
+        left_out += of.left_out
         if of.steps:
             drawn.append(Curve(files.label, i, of.steps, over_layers(of, join)))
     if not drawn:
         return []
-    traced = traced_to(".".join(keys)) + unknown(drawn)
+    traced = traced_to(".".join(keys)) + unknown(drawn, left_out)
     return [Chart(title, unit, traced, drawn, logarithmic=logarithmic)]
 
 

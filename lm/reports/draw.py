@@ -53,7 +53,7 @@ def _panel(ylabel: str, xlabel: str, rows_of_legend: int):
 
 
 def _chart(chart: Chart, axis: str):
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     named = [curve for curve in chart.curves if curve.style != "faint"] or chart.curves
     columns = 2 if all(len(curve.label) < 26 for curve in named) else 1
@@ -68,7 +68,9 @@ def _chart(chart: Chart, axis: str):
         style = DASHES[1 + i % (len(DASHES) - 1)]
         handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.4)
     _scale(axes, chart)
-    if axis == "tokens":
+    if axis == "update":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(
         handles.values(),

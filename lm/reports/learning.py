@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lm.reports.blocks import Block, Chart, Curve, Notes, Section, Table, shown
 from lm.reports.curves import BOTH, curve, of_values, per_run, traced_to, unknown
 from lm.reports.read import Files
-from lm.reports.series import column, having, running_mean, smoothing_span, within
+from lm.reports.series import column, having, number, running_mean, smoothing_span, within
 
 EVENTS = 100  # rollbacks and skipped updates that are listed, the last ones
 
@@ -75,7 +75,7 @@ def _baselines(runs: Sequence[Files]) -> dict[str, float]:
         of = records[-1]["baselines"] if records else {}
         known = {}
         for name, perplexity in of.items() if isinstance(of, dict) else ():
-            if isinstance(perplexity, int | float) and 0 < perplexity < math.inf:
+            if (number(perplexity) or 0) > 0:
                 known[name] = math.log(perplexity)
         if known:
             found.append(known)

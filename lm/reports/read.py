@@ -17,6 +17,7 @@ from lm.run_dir import RunDir, RunDirError, comparable
 from lm.sweep_status import Point, point_status
 from lm.yaml_text import load_tree
 
+LAST_STEP = 2**53  # of an update: no training has more
 WHERE = ("name", "out_dir")  # keys that say where a run lies, not what it is
 
 
@@ -78,7 +79,7 @@ def read(path: Path, label: str, now: float) -> Files:
     if not run.holds_run:
         raise RunDirError(f"{run} holds no run (it has no config.yaml)")
     remarks: list[str] = []
-    records, unread = read_log(run.path)
+    records, unread = _records(run)
     if unread:
         remarks.append(
             f"{run.metrics.name}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
@@ -114,12 +115,19 @@ def read(path: Path, label: str, now: float) -> Files:
     )
 
 
+def _records(run: RunDir) -> tuple[list[dict], int]:
+    """Of metrics.jsonl, in the order of their updates, and how many lines hold none."""
+    records, unread = read_log(run.path)
+    known = [r for r in records if r["step"] <= LAST_STEP]
+    return sorted(known, key=lambda r: r["step"]), unread + len(records) - len(known)
+
+
 def labels(paths: Sequence[Path]) -> list[str]:
     """Short names that tell directories apart: their paths without the folders that all share, at
     the beginning and at the end."""
     parts = [path.resolve().parts for path in paths]
     if len(parts) == 1:
-        return [parts[0][-1]]
+        return [printable(parts[0][-1])]
     shortest = min(map(len, parts))
     first = 0
     while first < shortest - 1 and len({of[first] for of in parts}) == 1:
@@ -127,7 +135,12 @@ def labels(paths: Sequence[Path]) -> list[str]:
     end = 0
     while end < shortest - first - 1 and len({of[-1 - end] for of in parts}) == 1:
         end += 1
-    return ["/".join(of[first : len(of) - end]) for of in parts]
+    return [printable("/".join(of[first : len(of) - end])) for of in parts]
+
+
+def printable(text: str) -> str:
+    """Without what UTF-8 cannot hold: bytes of a file's name, halves of a character in JSON."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _check_different(paths: list[Path]) -> None:

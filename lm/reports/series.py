@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 Records = Sequence[dict]
@@ -16,18 +17,20 @@ class Layers(NamedTuple):
     Args:
         numbers: of the layers in their model, ascending.
         values: a row for each layer, a number for each update; None where a record has none.
+        left_out: how many records hold something else than one number a layer.
     """
 
     steps: list[int]
     numbers: list[int]
     values: list[list[float | None]]
+    left_out: int
 
 
 def number(value) -> float | int | None:
-    """A finite number as it is; None of anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A finite number as it is; None of anything else, also of a whole number beyond any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value
+    return value if abs(value) <= sys.float_info.max else None
 
 
 def within(record: dict, *keys: str) -> Any:
@@ -59,10 +62,13 @@ def last(records: Records, *keys: str) -> float | int | None:
 
 def running_mean(values: list[float | None], span: int) -> list[float | None]:
     """The mean of each number and of up to `span` before it; of None nothing is known."""
+    sums = [0.0, *accumulate(0.0 if value is None else value for value in values)]
+    counts = [0, *accumulate(value is not None for value in values)]
     means: list[float | None] = []
     for i, value in enumerate(values):
-        window = [v for v in values[max(0, i - span) : i + 1] if v is not None]
-        means.append(None if value is None else sum(window) / len(window))
+        first = max(0, i - span)
+        count = counts[i + 1] - counts[first]
+        means.append(None if value is None else (sums[i + 1] - sums[first]) / count)
     return means
 
 
@@ -100,10 +106,11 @@ def layers(records: Records, *keys: str) -> Layers:
 
     Records whose list is no list of numbers, or is of another length, are left out.
     """
-    found = [(r["step"], of) for r in having(records, *keys) if (of := _of_layers(r, keys))]
+    recorded = having(records, *keys)
+    found = [(r["step"], of) for r in recorded if (of := _of_layers(r, keys))]
     numbers = sorted({layer for _, of in found for layer in of})
     values = [[of.get(layer) for _, of in found] for layer in numbers]
-    return Layers([step for step, _ in found], numbers, values)
+    return Layers([step for step, _ in found], numbers, values, len(recorded) - len(found))
 
 
 def _of_layers(record: dict, keys: tuple[str, ...]) -> dict[int, float | None] | None:

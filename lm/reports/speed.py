@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lm.reports.blocks import Block, Section, Stack, Table, shown
-from lm.reports.curves import per_run, traced_to, without
+from lm.reports.curves import per_run, traced_to, unknown, without
 from lm.reports.read import Files
 from lm.reports.series import having, number, within
 
@@ -29,9 +29,10 @@ def breakdown(runs: Sequence[Files]) -> list[Block]:
     stacks, drawn = [], []
     for i, files in enumerate(runs):
         steps, parts = parts_of(files.records)
+        left_out = len(having(files.records, "breakdown")) - len(steps)
         if steps:
             of = f"{files.label}: " if len(runs) > 1 else ""
-            traced = traced_to("breakdown")
+            traced = traced_to("breakdown") + unknown([], left_out)
             unit = "seconds an update"
             stacks.append(Stack(f"{of}Time of an update", unit, traced, steps, parts))
             drawn.append(i)

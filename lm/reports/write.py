@@ -13,7 +13,7 @@ from lm.reports import evidence, learning, overview, settings, solver, speed
 from lm.reports.as_html import as_html
 from lm.reports.as_markdown import as_markdown
 from lm.reports.blocks import Section
-from lm.reports.read import Files
+from lm.reports.read import Files, printable
 
 PAGE, MARKDOWN = "report.html", "report.markdown"
 
@@ -49,8 +49,8 @@ def write(runs: Sequence[Files], out: Path | str) -> dict[str, Path]:
     made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by fprnn {lm.__version__}."
     page = as_html(title, of, made)
     text = as_markdown(title, of, made)
-    write_text(paths["page"], page)
-    write_text(paths["Markdown"], text)
+    write_text(paths["page"], printable(page))
+    write_text(paths["Markdown"], printable(text))
     return paths
 
 

@@ -73,7 +73,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
         raise ValueError("a bug")  # the base of many errors of ours
 
     monkeypatch.setattr("lm.config.load_tree", broken)
-    monkeypatch.setattr("lm.report.summarise", broken)
+    monkeypatch.setattr("lm.report.report", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(command)
 

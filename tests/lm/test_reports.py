@@ -237,6 +237,11 @@ def test_the_page_of_a_real_run(tiny_run, tmp_path):
     known = {(row[0], row[1]): row[2] for row in page.tables["Provenance"][0]}
     assert known["environment.json", "torch"] == environment["torch"]
     assert known["environment.json", "commit"] == (environment["commit"] or "null")
+    if (ROOT / ".git").exists():
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert environment["commit"].rstrip("+") == head.stdout.strip()
     assert known["data/corpus.json", "fingerprint"] == corpus["fingerprint"]
     assert {p.name for p in (copied / "figures").iterdir()} == {"loss.png", "iterations.png"}
     assert (copied / "summary.json").is_file()
@@ -431,6 +436,7 @@ def test_damaged_records_are_left_out_and_counted(tmp_path, undrawn):
     row = page.rows("Gradient norm")["run"]
     assert row["points"] == "8" and "2 of the values are no finite numbers" in page.text
     assert page.rows("Evaluations a token")["layer 1"]["points"] == "9"
+    assert "evaluations over step ; 1 damaged record(s) left out" in page.text
     assert "nan" not in "".join(cell for t in page.tables.values() for r in t[0] for cell in r)
 
 
