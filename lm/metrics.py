@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import resource
 import statistics
 import sys
@@ -71,8 +72,12 @@ def peak_memory(device: torch.device) -> int:
     memory of any kind."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # elsewhere it is in KiB
+    try:  # getrusage also counts what was there before a process became this one
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M)[1]) * 1024
+    except (OSError, TypeError):  # no Linux
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
 
 
 def adjoint_metrics(model, gather=lambda t: t) -> dict:

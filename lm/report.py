@@ -39,15 +39,14 @@ def report(run_dirs: Sequence[Path], out: Path | None = None) -> list:
             " --out FOLDER or --out FILE.html"
         )
     require("matplotlib", "fprnn report")
+    runs = read_all(run_dirs)
     printed: list = []
     if out is None:
-        run = RunDir(run_dirs[0])
-        if run.holds_run:
-            check_folder(run.figures)
+        run = runs[0].run
+        check_folder(run.figures)
         if run.is_finished:
             printed.append(table(summarise(run.path), f"Summary of {run}"))
         out = run.path
-    runs = read_all(run_dirs)
     paths = write(runs, out)
     if not printed:
         printed += [state(files) for files in runs]

@@ -69,7 +69,7 @@ def _chart(chart: Chart, axis: str):
         handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.4)
     _scale(axes, chart)
     if axis == "update":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(

@@ -24,7 +24,7 @@ def loss(runs: Sequence[Files]) -> Section:
 
 
 def _training(runs: Sequence[Files]) -> list[Block]:
-    """Each record's loss, faint, and a running mean of it."""
+    """Each record's loss; of more than a few records faint, with a running mean of it."""
     drawn, means = [], []
     for i, files in enumerate(runs):
         steps, values = column(files.records, "loss")
@@ -32,7 +32,8 @@ def _training(runs: Sequence[Files]) -> list[Block]:
             continue
         span = smoothing_span(len(steps))
         name = files.label if len(runs) > 1 else "training"
-        drawn.append(of_values(i, files, name, steps, values, "faint"))
+        style = "faint" if span > 1 else "line"
+        drawn.append(of_values(i, files, name, steps, values, style))
         if span > 1:
             mean = running_mean(values, span)
             label = f"{name}, mean of the last {span + 1} records"
@@ -40,8 +41,6 @@ def _training(runs: Sequence[Files]) -> list[Block]:
     if not drawn:
         return [Notes(["No training step is recorded yet."])]
     traced = traced_to("loss", BOTH) + unknown(drawn)
-    if not means:
-        drawn = [Curve(c.label, c.run, c.steps, c.values, c.tokens) for c in drawn]
     return [Chart("Training loss", "nats per token", traced, drawn + means, BOTH)]
 
 
