@@ -27,8 +27,12 @@ def _train(args) -> int:
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
     result = train(cfg, args.overwrite)
-    say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in"
-                        f" {result['training_seconds']:.0f} s"))  # fmt: skip
+    say(
+        summary(
+            result,
+            f"{cfg.run_dir}: {result['updates']} updates in {result['training_seconds']:.0f} s",
+        )
+    )
     if text := verdict(result):
         say(text)
     say(f"result   {RunDir(cfg.run_dir).result}")
@@ -105,9 +109,11 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument(
-        "--job-index", type=Whole(0), metavar="I",
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
         help="train point I of the YAML's sweep, from 0 on",
-    )  # fmt: skip
+    )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
@@ -119,9 +125,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("run", metavar="RUN")
     c.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
     c.add_argument(
-        "--seeds", type=SEED, nargs="+", metavar="SEED",
+        "--seeds",
+        type=SEED,
+        nargs="+",
+        metavar="SEED",
         help="of the test data, each at least 0 (default: the config's eval.seeds)",
-    )  # fmt: skip
+    )
     c.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_eval)
@@ -154,9 +163,12 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml")
     c.add_argument("--run", dest="run_missing", action="store_true", help="train what is missing")
     c.add_argument(
-        "--jobs", type=Whole(), default=1, metavar="N",
+        "--jobs",
+        type=Whole(),
+        default=1,
+        metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",
-    )  # fmt: skip
+    )
     c.add_argument("--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)")
     c.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
     c.add_argument("override", nargs="*", metavar="key=value")

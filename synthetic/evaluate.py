@@ -258,9 +258,16 @@ def _evaluating(model):
 
 @torch.no_grad()
 def measure(
-    model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
-    sequential: bool = False, seen: set[int] | None = None,
-) -> dict:  # fmt: skip
+    model,
+    task: Task,
+    cfg,
+    length: int,
+    split: str,
+    seed: int,
+    precision: str,
+    sequential: bool = False,
+    seen: set[int] | None = None,
+) -> dict:
     """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
     "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
     was solved, and "num_iters" (ℓ*) of the first "probed" sequences.
@@ -382,8 +389,10 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
     cfg, task, model, precision = load_run(run_dir, overrides)
     check_seeds(seeds or cfg.eval.seeds, task)
     if getattr(task, "streams", False) and (lengths or seeds):
-        say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
-            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip
+        say(
+            f"note: {cfg.task.name} has one test set, read in segments of train.length="
+            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
+        )
     wanted = parse_lengths(lengths or cfg.eval.lengths, task)
     trained_task, seen = trained_on(run_dir)
     results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision, seen)
@@ -392,10 +401,14 @@ def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> d
             row["in_training"]["count"] = None
     tested = {None, *(r["length"] for r in results)}
     result = {
-        "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,
-        "headline": task.headline, "chance": task.chance, "eval": results,
+        "run": str(run_dir),
+        "task": cfg.task.name,
+        "model": cfg.model.name,
+        "headline": task.headline,
+        "chance": task.chance,
+        "eval": results,
         "bars": passes([bar for bar in cfg.bars if bar.length in tested], results),
-    }  # fmt: skip
+    }
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)

@@ -90,9 +90,12 @@ def _legend(figure, axes) -> None:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     figure.legend(
-        entries.values(), entries.keys(), loc="outside right center", fontsize="small",
+        entries.values(),
+        entries.keys(),
+        loc="outside right center",
+        fontsize="small",
         handlelength=2.8,
-    )  # fmt: skip
+    )
 
 
 def _styles(runs: list[Trained]) -> dict[str, dict]:
@@ -108,11 +111,14 @@ def _styles(runs: list[Trained]) -> dict[str, dict]:
         colors = [PALETTE[1] if label in random else c for label, c in zip(labels, colors)]
     return {
         label: {
-            "color": color, "marker": MARKERS[i % len(MARKERS)], "ms": 4, "lw": 1.5,
+            "color": color,
+            "marker": MARKERS[i % len(MARKERS)],
+            "ms": 4,
+            "lw": 1.5,
             "ls": "-." if color in colors[:i] else "-",  # a colour comes again
         }
         for i, (label, color) in enumerate(zip(labels, colors))
-    }  # fmt: skip
+    }
 
 
 def _limits(ax, metric: str, values: list[float]) -> None:
@@ -265,9 +271,14 @@ def _draw_point(
     style = {**style, "ms": 8, "lw": 0, "zorder": 3}
     ax.plot(*(value.mean for value in place), label=counted(model, place), **style)
     ax.errorbar(
-        *(value.mean for value in place), xerr=place[0].error, yerr=place[1].error, fmt="none",
-        ecolor=style["color"], capsize=2, lw=1,
-    )  # fmt: skip
+        *(value.mean for value in place),
+        xerr=place[0].error,
+        yerr=place[1].error,
+        fmt="none",
+        ecolor=style["color"],
+        capsize=2,
+        lw=1,
+    )
     if pairs and max(len(value.values) for value in place) > 1:
         ax.plot(*zip(*pairs), ".", color=style["color"], ms=4, alpha=0.6, zorder=2)
 
@@ -309,10 +320,14 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
             shown.append((run.model, [row for row in measured if row["length"] in lengths]))
         values.append(spread(found))
         seconds = mean(run.result["training_seconds"] for run in seeds)
-        summary.append({
-            "run": label, "n": len(seeds), f"{words(metric)}, {where}": str(values[-1]),
-            "training s": seconds,
-        })  # fmt: skip
+        summary.append(
+            {
+                "run": label,
+                "n": len(seeds),
+                f"{words(metric)}, {where}": str(values[-1]),
+                "training s": seconds,
+            }
+        )
     figure, (ax,) = _panels([""], title, width=5.2, height=1.9 + 0.34 * len(groups))
     places = range(len(groups))
     firsts = [seeds[0].cfg.model for seeds in groups.values()]
@@ -320,17 +335,28 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     colors = [PALETTE[kinds.index((m.name, m.mixer)) % len(PALETTE)] for m in firsts]
     ax.barh(places, [v.mean for v in values], color=colors, height=0.7)
     ax.errorbar(
-        [v.mean for v in values], places, xerr=[v.error for v in values], fmt="none", ecolor="k",
-        capsize=2, lw=1,
-    )  # fmt: skip
+        [v.mean for v in values],
+        places,
+        xerr=[v.error for v in values],
+        fmt="none",
+        ecolor="k",
+        capsize=2,
+        lw=1,
+    )
     for place, value in zip(places, values):
         if len(value.values) > 1:
             dots = [place] * len(value.values)
             ax.plot(value.values, dots, "o", mfc="w", mec="k", ms=3, mew=0.7)
         edge = max(0, value.mean + (value.error if value.error == value.error else 0))
         edge = max(edge, *value.values)
-        ax.annotate(f"{value.mean:.3f}", (edge, place), (4, 0), textcoords="offset points",
-                    va="center", fontsize="small")  # fmt: skip
+        ax.annotate(
+            f"{value.mean:.3f}",
+            (edge, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize="small",
+        )
     ax.set_yticks(places, [counted(label, [value]) for label, value in zip(groups, values)])
     ax.invert_yaxis()
     lowest = min(0, *(v.mean for v in values)) * 1.05
@@ -351,8 +377,10 @@ def progress(run: Trained) -> list[tuple[int, float, list[dict]]]:
     points = []
     for record in run.records:
         if "over_lengths" in record:
-            found = [{"length": int(n), "metrics": m, **(m if "metrics" in m else {})}
-                     for n, m in record["over_lengths"].items()]  # fmt: skip
+            found = [
+                {"length": int(n), "metrics": m, **(m if "metrics" in m else {})}
+                for n, m in record["over_lengths"].items()
+            ]
             points.append((record["step"], record["seconds"], found))
     if points:
         lengths = {row["length"] for row in points[-1][2]}
@@ -384,8 +412,10 @@ def times(runs: list[Trained], title: str) -> Drawing:
             for step, seconds, found in progress(run):
                 xs.append(seconds)
                 ys.append(solved(over_lengths(found, run.headline)))
-                line = [{**row, "metrics": {run.headline: row["metrics"][run.headline]}}
-                        for row in found]  # fmt: skip
+                line = [
+                    {**row, "metrics": {run.headline: row["metrics"][run.headline]}}
+                    for row in found
+                ]
                 line = tidy(run, line, step=step, seconds=seconds)
                 line = [row for row in line if row["metric"] == run.headline]
                 last = {**line[0], "length": None, "metric": "solved_length", "value": ys[-1]}
@@ -401,13 +431,16 @@ def times(runs: list[Trained], title: str) -> Drawing:
         ax.plot(*_mean_steps(lines), drawstyle="steps-post", label=name, **style)
         trained = run.cfg.train.lengths[1]
         until = [next((x for x, y in zip(*line) if y >= trained), None) for line in lines]
-        summary.append({
-            "run": label, "n": len(seeds),
-            f"s until {trained} was solved": None if None in until else mean(until),
-            "longest solved": mean(max(ys) for _, ys in lines),
-            "at the end": mean(ys[-1] for _, ys in lines),
-            "training s": mean(run.result["training_seconds"] for run in seeds),
-        })  # fmt: skip
+        summary.append(
+            {
+                "run": label,
+                "n": len(seeds),
+                f"s until {trained} was solved": None if None in until else mean(until),
+                "longest solved": mean(max(ys) for _, ys in lines),
+                "at the end": mean(ys[-1] for _, ys in lines),
+                "training s": mean(run.result["training_seconds"] for run in seeds),
+            }
+        )
     if not rows:
         raise ReportError(
             "the runs found were never evaluated over lengths while they trained: set eval.during"
@@ -447,9 +480,12 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     double = nearest(known, 2 * trained)
     lengths = sorted({nearest(known, trained), double, known[-1]})
     figure, axes = _panels(
-        [f"test length {n} tokens" for n in lengths], title, sharey=True,
-        width=max(2.4, 0.9 + 0.62 * len(limits)), height=2.1 + 0.5 * len(groups),
-    )  # fmt: skip
+        [f"test length {n} tokens" for n in lengths],
+        title,
+        sharey=True,
+        width=max(2.4, 0.9 + 0.62 * len(limits)),
+        height=2.1 + 0.5 * len(groups),
+    )
     summary, drawn = [], []  # the number of seeds of each line
     for label, found in zip(groups, evaluated):
         drawn.append(number(v[n] for v in found.values() for n in lengths if n in v))

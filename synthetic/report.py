@@ -40,58 +40,91 @@ class Report:
 
 REPORTS = {
     "fig1": Report(
-        "Fig. 1", "Length generalisation by ℓmax in training",
-        "the more iterations in training, the further a model goes", curves,
+        "Fig. 1",
+        "Length generalisation by ℓmax in training",
+        "the more iterations in training, the further a model goes",
+        curves,
     ),
     "fig2": Report(
-        "Fig. 2", "State tracking and copying",
+        "Fig. 2",
+        "State tracking and copying",
         "which depth and which reflections track state and copy",
         partial(scatter, x=("copy", "character_accuracy"), y=("word_problem", "token_accuracy")),
     ),
     "fig3b": Report(
-        "Fig. 3b", "Length generalisation by mixer", "how far each mixer goes", curves,
+        "Fig. 3b",
+        "Length generalisation by mixer",
+        "how far each mixer goes",
+        curves,
     ),
     "fig3c": Report(
-        "Fig. 3c", "Iterations to the fixed point by mixer", "ℓ* against the test length",
+        "Fig. 3c",
+        "Iterations to the fixed point by mixer",
+        "ℓ* against the test length",
         partial(curves, metric="num_iters"),
     ),
     "fig4": Report(
-        "Fig. 4", "Word problem", "fixed-point models against deeper baselines", curves,
+        "Fig. 4",
+        "Word problem",
+        "fixed-point models against deeper baselines",
+        curves,
     ),
     "tab1": Report(
-        "Table 1", "Copying by what depends on y", "which of λ, b, c, Q must read y to copy",
+        "Table 1",
+        "Copying by what depends on y",
+        "which of λ, b, c, Q must read y to copy",
         partial(bars, metric="character_accuracy"),
     ),
     "fig5": Report(
-        "Fig. 5", "Training time by ℓmax", "what a fixed ℓmax costs and gains", times,
+        "Fig. 5",
+        "Training time by ℓmax",
+        "what a fixed ℓmax costs and gains",
+        times,
     ),
     "fig6": Report(
-        "Fig. 6", "Training time with a random ℓmax", "ℓmax drawn anew each update, ⌈Γ(4, 1)⌉",
+        "Fig. 6",
+        "Training time with a random ℓmax",
+        "ℓmax drawn anew each update, ⌈Γ(4, 1)⌉",
         times,
     ),
     "fig9": Report(
-        "Fig. 9", "Word problem, trained on long words", "tested to four times that length", curves,
+        "Fig. 9",
+        "Word problem, trained on long words",
+        "tested to four times that length",
+        curves,
     ),
     "fig10": Report(
-        "Fig. 10", "Read at once and token by token",
-        "the same models, in the paper parallel and sequential evaluation", curves,
+        "Fig. 10",
+        "Read at once and token by token",
+        "the same models, in the paper parallel and sequential evaluation",
+        curves,
     ),
     "tab2": Report(
-        "Table 2", "Modular arithmetic with brackets", "scaled accuracy beyond the trained lengths",
+        "Table 2",
+        "Modular arithmetic with brackets",
+        "scaled accuracy beyond the trained lengths",
         partial(bars, at="beyond"),
     ),
     "fig11": Report(
-        "Fig. 11", "Modular arithmetic with brackets", "the runs of tab2 over lengths", curves,
+        "Fig. 11",
+        "Modular arithmetic with brackets",
+        "the runs of tab2 over lengths",
+        curves,
     ),
     "catbabi": Report(
-        "CatbAbI", "CatbAbI, answers", "accuracy by model and layers; the tasks' are in the CSV",
+        "CatbAbI",
+        "CatbAbI, answers",
+        "accuracy by model and layers; the tasks' are in the CSV",
         partial(bars, at="whole"),
     ),
     "ablation": Report(
-        "Ablation", "ℓmax in training and in evaluation", "the runs of fig1 under each ℓmax",
-        heatmap, test_limits=True,
+        "Ablation",
+        "ℓmax in training and in evaluation",
+        "the runs of fig1 under each ℓmax",
+        heatmap,
+        test_limits=True,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -162,16 +195,31 @@ def _flat(point: dict) -> dict:
 
 
 _NAMES = {
-    "mamba": "Mamba", "mamba2": "Mamba-2", "transformer": "Transformer", "lstm": "LSTM",
-    "gated_deltanet": "Gated DeltaNet", "deltaproduct": "DeltaProduct",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "transformer": "Transformer",
+    "lstm": "LSTM",
+    "gated_deltanet": "Gated DeltaNet",
+    "deltaproduct": "DeltaProduct",
     "gated_deltaproduct": "Gated DeltaProduct",
-}  # fmt: skip
+}
 _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN"}
 _RANKED = ("householder", "dplr", "mixture")
 _READS_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
 # Said by the name itself, or no more than a consequence of it.
-_SILENT = {"name", "block", "layers", "mixer", "mixer_rank", "n_layer", "n_householder", "headdim",
-           "n_heads", "allow_neg_eigval", *_READS_Y}  # fmt: skip
+_SILENT = {
+    "name",
+    "block",
+    "layers",
+    "mixer",
+    "mixer_rank",
+    "n_layer",
+    "n_householder",
+    "headdim",
+    "n_heads",
+    "allow_neg_eigval",
+    *_READS_Y,
+}
 
 
 def model_label(cfg: Config, point: dict) -> str:
@@ -241,12 +289,17 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
         fresh = [n for n in limits if n not in limits_missing(cfg, limits)]
         runs.append(
             Trained(
-                cfg.run_dir, cfg, seed_of(cfg), point,
-                model_label(cfg, point), task_label(cfg, point),
-                result(cfg), read_metrics(cfg.run_dir),
+                cfg.run_dir,
+                cfg,
+                seed_of(cfg),
+                point,
+                model_label(cfg, point),
+                task_label(cfg, point),
+                result(cfg),
+                read_metrics(cfg.run_dir),
                 {n: read_json(limit_file(cfg, n), ("eval",)) for n in fresh},
             )
-        )  # fmt: skip
+        )
     labels = [(run.label, run.seed) for run in runs]
     for i, run in enumerate(runs):  # two curves of one name and seed would be one in the legend
         if labels.count(labels[i]) > 1:
@@ -270,13 +323,24 @@ def missing_lines(sweep: Sweep, limits: list[int]) -> list[str]:
             lines.append(
                 f"  mkdir -p logs && sbatch --array={_ranges(missing)} {shlex.join(submit)}"
             )
-    todo = [(sweep.configs[i], n) for i in sweep.found()
-            for n in limits_missing(sweep.configs[i], limits)]  # fmt: skip
+    todo = [
+        (sweep.configs[i], n)
+        for i in sweep.found()
+        for n in limits_missing(sweep.configs[i], limits)
+    ]
     if todo:
         lines.append(f"{len(todo)} evaluations under another ℓmax are missing; --run does them, or")
         for cfg, n in todo[:SHOWN]:
-            line = ["python", "-m", "synthetic", "eval", str(cfg.run_dir), "--out",
-                    str(limit_file(cfg, n)), f"eval.max_iters={n}"]  # fmt: skip
+            line = [
+                "python",
+                "-m",
+                "synthetic",
+                "eval",
+                str(cfg.run_dir),
+                "--out",
+                str(limit_file(cfg, n)),
+                f"eval.max_iters={n}",
+            ]
             lines.append(f"  {shlex.join(line)}")
         if len(todo) > SHOWN:
             lines.append(f"  … and {len(todo) - SHOWN} more")
@@ -312,9 +376,14 @@ def run_missing(sweep: Sweep, limits: list[int], jobs: int = 1) -> None:
 
 
 def report(
-    name: str, scale: str = "small", overrides: tuple[str, ...] = (), config: str | None = None,
-    out: str | None = None, run: bool = False, jobs: int = 1,
-) -> dict[str, Path]:  # fmt: skip
+    name: str,
+    scale: str = "small",
+    overrides: tuple[str, ...] = (),
+    config: str | None = None,
+    out: str | None = None,
+    run: bool = False,
+    jobs: int = 1,
+) -> dict[str, Path]:
     """Draw a report from the runs that are finished, and say which are not.
 
     Returns:

@@ -24,10 +24,21 @@ from synthetic.config import Config
 
 # What baselines read of the model section, besides the fields that are theirs alone.
 OF_BASELINES = {
-    "name", "d_model", "n_layer", "d_state", "expand", "dt_rank", "d_conv", "headdim", "ngroups",
-    "norm_epsilon", "residual_in_fp32", "tie_embeddings", *baselines.FIELDS,
+    "name",
+    "d_model",
+    "n_layer",
+    "d_state",
+    "expand",
+    "dt_rank",
+    "d_conv",
+    "headdim",
+    "ngroups",
+    "norm_epsilon",
+    "residual_in_fp32",
+    "tie_embeddings",
+    *baselines.FIELDS,
     *baselines.SHARED,
-}  # fmt: skip
+}
 
 
 def is_finished(cfg: Config) -> bool:

@@ -130,9 +130,14 @@ def tidy(run: Trained, rows: list[dict], **columns) -> list[dict]:
     metrics |= {"num_iters": None} if any(iterations(row) for row in rows) else {}
     read, solver = how(rows[0])
     who = {
-        "run": str(run.run_dir), "label": run.label, **run.point, "seed": run.seed, **columns,
-        "read": read, "solver": solver,
-    }  # fmt: skip
+        "run": str(run.run_dir),
+        "label": run.label,
+        **run.point,
+        "seed": run.seed,
+        **columns,
+        "read": read,
+        "solver": solver,
+    }
     found = []
     for metric in metrics:
         stderr = errors(rows, metric)

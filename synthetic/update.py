@@ -34,10 +34,13 @@ class Batches(torch.utils.data.Dataset):
 def batches_from(task, cfg: Config, lengths: tuple[int, int], first: int):
     """Training batches from number `first` on."""
     loader = torch.utils.data.DataLoader(
-        Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
-        num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
+        Batches(task, cfg, lengths, first),
+        batch_size=None,
+        collate_fn=lambda batch: batch,
+        num_workers=cfg.train.workers,
+        generator=torch.Generator(),  # leaves the global one be
         worker_init_fn=_leave_signals_to_the_trainer,
-    )  # fmt: skip
+    )
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # workers are born with it
     try:
         return iter(loader)

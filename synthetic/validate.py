@@ -104,12 +104,19 @@ def validate(
     for (ability, name), cfg in runs.items():
         found = result(cfg)
         for bar in passes(cfg.bars, found["eval"]):
-            rows.append({
-                "ability": ability, "task": cfg.task.name, "model": name,
-                "trained_to": cfg.train.lengths[1], **bar, "updates": found["updates"],
-                "seconds": found["training_seconds"], "parameters": found["parameters"],
-                **_how_measured(found["eval"], bar),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "ability": ability,
+                    "task": cfg.task.name,
+                    "model": name,
+                    "trained_to": cfg.train.lengths[1],
+                    **bar,
+                    "updates": found["updates"],
+                    "seconds": found["training_seconds"],
+                    "parameters": found["parameters"],
+                    **_how_measured(found["eval"], bar),
+                }
+            )
     write_json(Path(out_dir) / "validate.json", rows)
     return rows
 
@@ -122,9 +129,11 @@ def _how_measured(results: list[dict], bar: dict) -> dict:
         return {"stderr": None, "read": None, "solver": None, "in_training": None}
     read, solver = how(rows[0])
     return {
-        "stderr": error(rows, bar["metric"]), "read": read, "solver": solver,
+        "stderr": error(rows, bar["metric"]),
+        "read": read,
+        "solver": solver,
         "in_training": in_training(rows),
-    }  # fmt: skip
+    }
 
 
 def table(rows: list[dict]):
@@ -135,8 +144,9 @@ def table(rows: list[dict]):
     labels = list(dict.fromkeys(r["model"] for r in rows))
     t = Table(
         title="What the models can do (✓ reaches the bar; ± standard error)",
-        caption="\n".join(_notes(rows)), caption_justify="left",
-    )  # fmt: skip
+        caption="\n".join(_notes(rows)),
+        caption_justify="left",
+    )
     for name in ("ability", "task", "metric", "bar"):
         t.add_column(name)
     for label in labels:
@@ -146,9 +156,12 @@ def table(rows: list[dict]):
         any_row = next(iter(same.values()))
         beyond = f", trained to {any_row['trained_to']}" * (key[2] != any_row["trained_to"])
         t.add_row(
-            key[0], any_row["task"], f"{key[1].replace('_', ' ')} at {key[2]}{beyond}",
-            f"{any_row['least']:g}", *(_cell(same[label]) for label in labels),
-        )  # fmt: skip
+            key[0],
+            any_row["task"],
+            f"{key[1].replace('_', ' ')} at {key[2]}{beyond}",
+            f"{any_row['least']:g}",
+            *(_cell(same[label]) for label in labels),
+        )
     t.add_section()
     for name, unit in (("parameters", ""), ("seconds", " s")):
         cells = [_total(rows, label, name) for label in labels]

@@ -66,9 +66,11 @@ class FormalLanguage(Task):
     def hold_apart(self, rng, ids: np.ndarray, sizes: np.ndarray, split: str) -> None:
         """Draw the openings of ids (b,w) that are of another split anew, in place."""
         splits.hold_apart(
-            split, (ids[:, : self.opening],), self._are_apart(sizes),
+            split,
+            (ids[:, : self.opening],),
+            self._are_apart(sizes),
             lambda rows: (self.draw(rng, len(rows), self.opening),),
-        )  # fmt: skip
+        )
 
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
         """`held_apart` of each of these lengths (b,)."""
@@ -206,9 +208,12 @@ class ModularArithmetic(FormalLanguage):
         if self.brackets:
             ids, answers = self._bracketed(rng, drawn, width)
             splits.hold_apart(
-                split, (ids, answers), self._are_apart(drawn),
-                lambda rows: self._bracketed(rng, drawn[rows], width), drawn,
-            )  # fmt: skip
+                split,
+                (ids, answers),
+                self._are_apart(drawn),
+                lambda rows: self._bracketed(rng, drawn[rows], width),
+                drawn,
+            )
         else:
             ids = self.draw(rng, batch_size, width)
             self.hold_apart(rng, ids, drawn, split)

@@ -153,9 +153,11 @@ class WordProblem(Task):
         x = rng.integers(0, order, (batch_size, length))
         if self.held_apart(length):
             splits.hold_apart(
-                split, (x[:, : self.opening],), np.ones(batch_size, bool),
+                split,
+                (x[:, : self.opening],),
+                np.ones(batch_size, bool),
                 lambda rows: (rng.integers(0, order, (len(rows), self.opening)),),
-            )  # fmt: skip
+            )
         return Batch(x, self.group.products(x), shared=self._shared(x, split))
 
     def _shared(self, x: np.ndarray, split: str) -> np.ndarray | None:

@@ -53,9 +53,10 @@ def test_seeds_are_drawn_together_with_their_number(name, tmp_path, monkeypatch)
     entry = report.REPORTS[name]
     metric = {} if name != "tab1" else {"metric": "token_accuracy"}
     monkeypatch.setitem(
-        report.REPORTS, name,
+        report.REPORTS,
+        name,
         dataclasses.replace(entry, draw=lambda r, t: keep(partial(entry.draw, **metric), r, t)),
-    )  # fmt: skip
+    )
     monkeypatch.setattr("matplotlib.pyplot.close", lambda figure: None)
     args = seeds_of(tmp_path)
     assert cli.main(["report", name, *args]) == 0
@@ -185,8 +186,10 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
     (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
     word = next(r for r in runs if r.seed == 2 and r.cfg.task.name == "word_problem")
     copy = next(r for r in runs if r.cfg.task.name == "copy")
-    at = {run.panel: over_lengths(run.result["eval"], metric)[32]
-          for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))}  # fmt: skip
+    at = {
+        run.panel: over_lengths(run.result["eval"], metric)[32]
+        for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))
+    }
     assert list(dots.get_xydata()[0]) == [at[copy.panel], at[word.panel]]
     assert len(dots.get_xydata()) == 1
 

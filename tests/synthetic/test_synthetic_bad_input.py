@@ -26,8 +26,12 @@ ROOT = Path(__file__).parents[2]
 S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
 FIG3C = str(ROOT / "configs/synthetic/small/fig3c.yaml")
 QUICK = (
-    "train.steps=2", "eval.lengths=4", "eval.examples=4", "bars=[]", "model.d_model=16",
-)  # fmt: skip
+    "train.steps=2",
+    "eval.lengths=4",
+    "eval.examples=4",
+    "bars=[]",
+    "model.d_model=16",
+)
 MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")
@@ -293,9 +297,13 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
         "sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, package, *command], cwd=tmp_path, env=ENV,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code, package, *command],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
     assert done.stderr == (
         f"error: this command needs the package {package}, which is not installed: pip install"
