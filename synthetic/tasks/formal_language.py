@@ -203,7 +203,7 @@ class ModularArithmetic(FormalLanguage):
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths, step=1 if self.brackets else 2)
+        drawn = draw_lengths(rng, batch_size, lengths, apart=1 if self.brackets else 2)
         width = int(drawn.max()) + 1
         if self.brackets:
             ids, answers = self._bracketed(rng, drawn, width)
