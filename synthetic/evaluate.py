@@ -386,6 +386,22 @@ def _predict(
     return np.concatenate(predicted), statistics, state
 
 
+def _read_all(
+    model: nn.Module, scores: _Scores, reading: _Reading, length: int, split: str, seed: int
+) -> list:
+    """Score a model's answers to all batches of a length → the solver's statistics."""
+    device = next(model.parameters()).device
+    statistics = []
+    state = None
+    for number in range(reading.batches):
+        batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
+        before = state if batch.carry else None
+        predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
+        statistics += solved
+        scores.add(number, batch, predicted)
+    return statistics
+
+
 @torch.no_grad()
 def measure(
     model: nn.Module,
@@ -423,20 +439,13 @@ def measure(
 
     # 2. Read all of it; then count ℓ* on the first sequences.
     scores = _Scores(task)
-    statistics = []
     probed = None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
     with _evaluating(model), _enough_memory(length, reading.at_once), limited, autocast:
         began = time.perf_counter()
-        state = None
         solver = solver_of(model, 1 if token_by_token else length)
-        for number in range(reading.batches):
-            batch = task.batch(seed, split, number, reading.batch_size, (length, length))
-            before = state if batch.carry else None
-            predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
-            statistics += solved
-            scores.add(number, batch, predicted)
+        statistics = _read_all(model, scores, reading, length, split, seed)
         seconds = time.perf_counter() - began
         if statistics:
             first_batch = task.batch(seed, split, 0, reading.batch_size, (length, length))

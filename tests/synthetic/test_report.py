@@ -9,8 +9,9 @@ import torch
 from lm.build import build_section
 from lm.config import ConfigError
 from synthetic import cli, report, tasks
+from synthetic.drawing import ReportError
 from synthetic.evaluate import parse_lengths
-from synthetic.figures import ReportError
+from synthetic.labels import model_label, task_label
 from synthetic.trained import over_lengths
 from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
 from tests.running import REFUSED
@@ -215,10 +216,7 @@ def test_the_tasks_of_catbabi_are_in_the_numbers(tmp_path):
 
 def labels(name, scale="small"):
     found = sweep(name, scale)
-    return [
-        (report.task_label(c, p), report.model_label(c, p))
-        for c, p in zip(found.configs, found.points)
-    ]
+    return [(task_label(c, p), model_label(c, p)) for c, p in zip(found.configs, found.points)]
 
 
 def test_labels_are_short_and_tell_the_points_apart():

@@ -17,7 +17,7 @@ from lm.outputs import DamagedError, OutputError
 from synthetic import config
 from synthetic.cli import main, parser
 from synthetic.lengths import parse_ranges
-from synthetic.runs import result, run_all
+from synthetic.runs import result_of, run_all
 from synthetic.train import train
 from tests.refusals import refused as refused_by
 from tests.running import ENV
@@ -262,7 +262,7 @@ def test_a_damaged_result(tmp_path, text):
     cfg.run_dir.mkdir()
     (cfg.run_dir / "result.json").write_text(text)
     with pytest.raises(DamagedError, match=r"result\.json is damaged"):
-        result(cfg)
+        result_of(cfg)
 
 
 # Packages that are not installed.

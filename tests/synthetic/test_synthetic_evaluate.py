@@ -21,7 +21,7 @@ from synthetic.evaluate import (
     parse_lengths,
     standard_error,
 )
-from synthetic.results import at_length, error, in_training, passes, solved_length, summary
+from synthetic.results import at_length, error_of_mean, in_training, passes, solved_length, summary
 from synthetic.tasks import TaskError
 
 S3 = tasks.build(Task(name="word_problem", group="S3"))
@@ -234,9 +234,9 @@ def test_few_in_many_are_not_rounded_to_none():
 def test_the_error_of_several_seeds_is_smaller():
     rows = evaluate_all(Oracle(4), S3, config(examples=50), [8], [0, 1, 2, 3], "fp32")
     each = [r["stderr"]["token_accuracy"] for r in rows]
-    assert error(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
+    assert error_of_mean(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
     del rows[0]["stderr"]
-    assert np.isnan(error(rows, "token_accuracy"))
+    assert np.isnan(error_of_mean(rows, "token_accuracy"))
 
 
 def file_of_words(folder, rows: int):
