@@ -145,12 +145,13 @@ def draw_curve(ax: Axes, values: dict[int, Spread], style: dict, label: str) -> 
         if length not in of_several
     ]
     if of_one:
-        ax.errorbar(*zip(*of_one), fmt="none", ecolor=style["color"], capsize=2, lw=1)
+        places, middles, errors = zip(*of_one)
+        ax.errorbar(places, middles, errors, fmt="none", ecolor=style["color"], capsize=2, lw=1)
     if of_several:
         low = [spread.mean - spread.error for spread in values.values()]
         high = [spread.mean + spread.error for spread in values.values()]
         where = [length in of_several for length in lengths]
         ax.fill_between(lengths, low, high, where=where, color=style["color"], alpha=0.15, lw=0)
     for length, spread in of_several.items():
-        places = [length] * len(spread.values)
-        ax.plot(places, spread.values, ".", color=style["color"], ms=3, alpha=0.6, zorder=1)
+        same_place = [length] * len(spread.values)
+        ax.plot(same_place, spread.values, ".", color=style["color"], ms=3, alpha=0.6, zorder=1)

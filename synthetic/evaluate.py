@@ -395,7 +395,7 @@ def _read_all(
     state = None
     for number in range(reading.batches):
         batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
-        before = state if batch.carry else None
+        before: Any = state if batch.carry else None
         predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
         statistics += solved
         scores.add(number, batch, predicted)

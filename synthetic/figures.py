@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from synthetic.drawing import (
     ERRORS,
@@ -108,7 +108,7 @@ def _draw_ways_of_reading(
         }
         draw_curve(ax, spreads, of_curve, with_seed_count(name, spreads.values()))
         values += [value for spread in spreads.values() for value in spread.values]
-        line = {"run": seeds[0].label, "n": seed_count(spreads.values())}
+        line: dict[str, Any] = {"run": seeds[0].label, "n": seed_count(spreads.values())}
         if len(ways) > 1:
             line["read"] = read
         drawing.summary.append({**line, **_summary_of_curve(seeds, spreads, metric)})
@@ -119,7 +119,9 @@ def _summary_of_curve(seeds: list[Trained], spreads: dict[int, Spread], metric: 
     """The value at the training length and at the longest, how far a length counts as solved."""
     at_training = nearest(spreads, seeds[0].cfg.train.lengths[1])
     longest = max(spreads)
-    line: dict = {f"at {length}": str(spreads[length]) for length in (at_training, longest)}
+    line: dict[str, Any] = {
+        f"at {length}": str(spreads[length]) for length in (at_training, longest)
+    }
     if metric != "num_iters":
         means = {length: spread.mean for length, spread in spreads.items()}
         line[f"solved (≥ {SOLVED})"] = longest_solved(means)
@@ -161,7 +163,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
         }
         length_of |= {task: coordinate.length for task, coordinate in coordinates.items()}
         spreads = [coordinate.spread for coordinate in coordinates.values()]
-        line = {"run": model, "n": seed_count(spreads)}
+        line: dict[str, Any] = {"run": model, "n": seed_count(spreads)}
         for task in metrics:
             heading = f"{task} at {length_of.get(task, '2×')}".replace("_", " ")
             line[heading] = str(coordinates[task].spread) if task in coordinates else None
@@ -205,9 +207,11 @@ def _draw_point(ax: Axes, model: str, place: list[_Coordinate], style: dict) -> 
     horizontal, vertical = place
     spreads = [horizontal.spread, vertical.spread]
     style = {**style, "ms": 8, "lw": 0, "zorder": 3}
-    ax.plot(*(spread.mean for spread in spreads), label=with_seed_count(model, spreads), **style)
+    x, y = (spread.mean for spread in spreads)
+    ax.plot(x, y, label=with_seed_count(model, spreads), **style)
     ax.errorbar(
-        *(spread.mean for spread in spreads),
+        x,
+        y,
         xerr=horizontal.spread.error,
         yerr=vertical.spread.error,
         fmt="none",
@@ -385,12 +389,13 @@ def times(runs: list[Trained], title: str) -> Drawing:
         name = f"{model} (n = {len(seeds)})"
         ax.plot(*_mean_staircase(stairs), drawstyle="steps-post", label=name, **style)
         trained = seeds[0].cfg.train.lengths[1]
-        until = [each.reaches(trained) for each in stairs]
+        reached = [each.reaches(trained) for each in stairs]
+        until = [second for second in reached if second is not None]
         drawing.summary.append(
             {
                 "run": label,
                 "n": len(seeds),
-                f"s until {trained} was solved": None if None in until else mean(until),
+                f"s until {trained} was solved": mean(until) if len(until) == len(stairs) else None,
                 "longest solved": mean(max(each.solved) for each in stairs),
                 "at the end": mean(each.solved[-1] for each in stairs),
                 "training s": _training_seconds(seeds),
@@ -466,7 +471,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
             [of_model.get(limit, {}).get(length) for limit in limits] for of_model in under_limits
         ]
         image = _draw_cells(ax, cells)
-        ax.set_xticks(range(len(limits)), limits)
+        ax.set_xticks(range(len(limits)), [str(limit) for limit in limits])
         ax.set_xlabel("ℓmax in evaluation (iterations)")
 
     # 3. What each line is, and a summary of it.
@@ -475,7 +480,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
         drawn = [of_limit[n] for of_limit in of_model.values() for n in lengths if n in of_limit]
         count = seed_count(drawn)
         names.append(f"{seeds[0].cfg.train.max_iters} (n = {count})")
-        line = {"run": f"{seeds[0].label}, at {double}", "n": count}
+        line: dict[str, Any] = {"run": f"{seeds[0].label}, at {double}", "n": count}
         for limit in limits:
             value = of_model.get(limit, {}).get(double)
             line[f"tested with {limit}"] = None if value is None else str(value)

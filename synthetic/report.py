@@ -443,7 +443,11 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
     rows = []
     problems = []
     for name, entry in REPORTS.items():
-        row = {"report": name, "paper": entry.where, "shows": f"{entry.title}: {entry.what}"}
+        row: dict[str, Any] = {
+            "report": name,
+            "paper": entry.where,
+            "shows": f"{entry.title}: {entry.what}",
+        }
         try:
             sweep = expand(config_path(name, scale), overrides)
             row |= {"runs": len(sweep.configs), "found": len(sweep.finished())}

@@ -77,8 +77,8 @@ def in_training(rows: list[dict]) -> str:
 def distinct_samples(rows: list[dict]) -> int | None:
     """How many of a seed's samples are different ones, of the rows of one length; the least of
     several seeds. None where it was not recorded."""
-    counts = [row.get("distinct") for row in rows]
-    return None if None in counts else min(counts)
+    counts = [row["distinct"] for row in rows if row.get("distinct") is not None]
+    return min(counts) if len(counts) == len(rows) else None
 
 
 def iterations_of_layers(row: dict) -> list[float] | None:

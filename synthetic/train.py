@@ -427,7 +427,7 @@ class Training:
     def _grow_or_stop(self, score: float) -> None:
         """What a score of the headline metric, at the longest length so far, brings about."""
         curriculum = self.cfg.train.curriculum
-        if self.longest < self.full_length and score >= curriculum.at:
+        if curriculum and self.longest < self.full_length and score >= curriculum.at:
             self.longest = min(self.full_length, self.longest + curriculum.grow)
             self.batches = self._batches()
             self.state = None

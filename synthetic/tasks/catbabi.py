@@ -226,6 +226,7 @@ class CatBabi(Task):
         """`accuracy` of the answers, `qa1` … that of each bAbI task used (empty where a batch has
         none of it), and in mode `lm` the `token_accuracy` of all tokens."""
         right = (predicted == batch.labels).astype(float)
+        assert batch.kinds is not None  # of a batch of this class
         metrics = {"accuracy": right[batch.kinds > 0]}
         for story in self.stories:
             metrics[f"qa{story}"] = right[batch.kinds == story]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from string import ascii_letters, digits
+from typing import TypeVar
 
 import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
 
 CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
 
@@ -65,7 +68,7 @@ class Copying(Task):
         free_letters = lengths - (self.n if self.name == "duplicate_ngram" else 0)
         return free_letters * np.log(self.letters) >= np.log(splits.LEAST)
 
-    def tokens(self, length: int | np.ndarray) -> int | np.ndarray:
+    def tokens(self, length: Lengths) -> Lengths:
         """Tokens of an example with a string of this length."""
         extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
         return length + extra[self.name] if self.name in extra else 2 * length + 3

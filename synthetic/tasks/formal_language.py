@@ -73,11 +73,14 @@ class FormalLanguage(Task):
 
         Args: sizes: (b,) how many ids of a row are its own.
         """
+        opening = self.opening
+        if opening is None:  # no length is held apart
+            return
         splits.hold_apart(
             split,
-            (ids[:, : self.opening],),
+            (ids[:, :opening],),
             self._are_apart(sizes),
-            lambda rows: (self.draw(rng, len(rows), self.opening),),
+            lambda rows: (self.draw(rng, len(rows), opening),),
         )
 
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
@@ -328,11 +331,13 @@ def oracle_arithmetic(text: str, modulus: int) -> int:
     functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
     def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.UnaryOp):
             return -value(node.operand)
-        return functions[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.BinOp):
+            return functions[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"{text} has more than digits, + - * and brackets")
 
     return value(ast.parse(text.partition("=")[0], mode="eval").body) % modulus
 

@@ -117,8 +117,8 @@ def group(name: str) -> Group:
         else:
             parts.append(_of_permutations(part, permutations(n, even=part[0] == "A")))
     whole = parts[0]
-    for part in parts[1:]:
-        whole = _product(whole, part)
+    for factor in parts[1:]:
+        whole = _product(whole, factor)
     return whole
 
 
@@ -168,12 +168,13 @@ class WordProblem(Task):
             return Batch(x, y, shared=self._shared(x, split))
         order = self.group.order
         x = rng.integers(0, order, (batch_size, length))
-        if self.held_apart(length):
+        opening = self.opening
+        if opening is not None and length >= opening:
             splits.hold_apart(
                 split,
-                (x[:, : self.opening],),
+                (x[:, :opening],),
                 np.ones(batch_size, bool),
-                lambda rows: (rng.integers(0, order, (len(rows), self.opening)),),
+                lambda rows: (rng.integers(0, order, (len(rows), opening)),),
             )
         return Batch(x, self.group.products(x), shared=self._shared(x, split))
 
