@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm import cli_compare, cli_import, cli_tokenizer
-from lm.arguments import SEED, Number, Whole, counts, names, run
+from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer
+from lm.arguments import SEED, Number, Whole, counts, names, run, words_after_options
 from lm.cli_eval import add_eval
 
 EPILOG = """examples:
@@ -18,6 +18,7 @@ EPILOG = """examples:
   fprnn eval runs/demo/hf --tasks catbabi_mini
   fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn generate runs/demo/hf --prompt "The list"
+  fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
@@ -490,6 +491,7 @@ def parser() -> argparse.ArgumentParser:
     cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
+    cli_inspect.add(commands)
     _add_agree(commands)
     _add_budget(commands)
     _add_report(commands)
@@ -501,6 +503,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
     p = parser()
     args, rest = p.parse_known_args(argv)
+    if args.command == "inspect":
+        words, rest = words_after_options(rest)
+        args.text = [*args.text, *words]
     if any("=" not in text or text.startswith("-") for text in rest) or (
         rest and not hasattr(args, "override")
     ):

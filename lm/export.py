@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from lm.errors import UserError
 from lm.outputs import check_folder, read_json, writing
@@ -45,6 +46,27 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
             average of the weights.
         OutputError: `out` cannot be written.
     """
+    from lm.run_dir import RunDir
+
+    run, out = RunDir(run_dir), Path(out)
+    _refuse_without_run(run)
+    _refuse_if_other(out)
+    trained = load_trained(run_dir, checkpoint, ema)
+    return write_export(trained.model, out, run.tokenizer, trained.name, trained.origin)
+
+
+class Trained(NamedTuple):
+    """What a run has trained."""
+
+    model: object  # a PreTrainedModel, fp32, on the CPU, in training mode
+    tokenizer: object
+    name: str  # of the run
+    origin: str  # sentences on where its weights come from
+
+
+def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
+    """The model of a run directory with the weights of a checkpoint; arguments and errors as those
+    of `export`."""
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
@@ -52,10 +74,8 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
     from lm.reshard import consolidated
     from lm.run_dir import RunDir
 
-    run, out = RunDir(run_dir), Path(out)
-    if not run.holds_run:
-        raise ExportError(f"{run} holds no run (it has no config.yaml)")
-    _refuse_if_other(out)
+    run = RunDir(run_dir)
+    _refuse_without_run(run)
     path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
@@ -79,7 +99,12 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
-    return write_export(model, out, run.tokenizer, cfg.name, origin)
+    return Trained(model, tokenizer, cfg.name, origin)
+
+
+def _refuse_without_run(run) -> None:
+    if not run.holds_run:
+        raise ExportError(f"{run} holds no run (it has no config.yaml)")
 
 
 def _put_average(model, path: Path) -> float:

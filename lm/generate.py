@@ -113,9 +113,32 @@ def generate(
             `solving` refuses.
     """
     _check(max_new_tokens, temperature, top_k, seed)
+    model, tokenizer = load_exported(path)
+    return continued(
+        model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed, schedule, tol, max_iters
+    )
+
+
+def continued(
+    model,
+    tokenizer,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    schedule: str | None = None,
+    tol: float | None = None,
+    max_iters: int | None = None,
+) -> str:
+    """`generate` with a model that is loaded, in evaluation mode.
+
+    Raises:
+        GenerationError: as `generate`.
+    """
     import torch
 
-    model, tokenizer = load_exported(path)
+    _check(max_new_tokens, temperature, top_k, seed)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:

@@ -40,7 +40,7 @@ FLOORS = {
         "yaml_text",
     ),
     1: ("cli_tokenizer", "doctor", "model"),
-    2: ("baselines", "run_dir"),
+    2: ("baselines", "inspection", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "continuing", "ema", "engine", "foreign", "reports"),
     5: ("exported", "memory", "plots", "probes", "reshard", "upcycle"),
@@ -48,8 +48,8 @@ FLOORS = {
     7: ("preflight",),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
-    10: ("reference", "agree", "cli_eval", "cli_import", "compare"),
-    11: ("budget", "cli_compare"),
+    10: ("reference", "agree", "cli_eval", "cli_import", "compare", "facade"),
+    11: ("budget", "cli_compare", "cli_inspect"),
     12: ("cli",),
     13: ("__main__",),
 }
@@ -58,8 +58,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim", "outputs",
-    "ranks", "resuming", "run_dir", "signals", "tasks",
+    "errors", "inspection", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim",
+    "outputs", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 

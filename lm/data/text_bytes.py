@@ -159,3 +159,21 @@ def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: lis
                 f"the tokenizer does not keep the text as it is (of {text!r} it gives back"
                 f" {back!r}), so its tokens do not say how many bytes they stand for"
             )
+
+
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
+    """The bytes of text that each token stands for inside a document: its piece as it is written
+    where it is a special token, or no byte-level or sentencepiece tokenizer tells more."""
+    try:
+        parts = _decoders(tokenizer)
+    except UncountableError:
+        return [tokenizer.decode([number]).encode() for number in ids]
+    added = tokenizer.added_tokens_decoder
+    found = []
+    for number, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        special = number in added and added[number].special
+        if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
+            found.append(f"<{number}>".encode())
+        else:
+            found.append(piece.encode() if special else _text(piece, parts, number in added))
+    return found

@@ -122,6 +122,10 @@ class Mixer(nn.Module):
         activation, whether one follows the other, eps, κ or None). None: it is none."""
         return None
 
+    def gates(self, raw):
+        """Its gates a_t = σ(·) of every token, (…,·); None: it has none. raw: (…,m)"""
+        return None
+
     def mix(self, raw_x, raw_y, x, y, weights):
         """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
         may be None. x, y: (…,d)."""
@@ -197,6 +201,9 @@ class Reflections(Mixer):
             u = self._second_layer(u, weights)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
+
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -self.rank :])
 
     def low_rank(self, raw, weights):
         a, u = self.vectors(raw, weights)
@@ -280,6 +287,9 @@ class Kronecker(Mixer):
         X = v.unflatten(-1, (self.m1, self.m2))
         return (X - self.scale * K1.transpose(-1, -2) @ X @ K2.transpose(-1, -2)).flatten(-2)
 
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -(self.m1 + self.m2) :])
+
     def flops_per_token(self):
         """FLOPs of one M(P; v) given P Wᵀ: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
@@ -314,6 +324,9 @@ class Monarch(Mixer):
     def forward(self, raw, v, weights):
         X = v.unflatten(-1, (self.blocks, self.size))
         return (X - (self._blocks(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
+
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -self.blocks :])
 
     def bound(self, raw, weights):
         """The largest of the blocks'."""
@@ -388,6 +401,10 @@ class Mixture(Mixer):
             v = part(part_raw, v, part_weights)
         return v
 
+    def gates(self, raw):
+        raws = raw.split([p.out_features for p in self.parts], dim=-1)
+        return torch.cat([part.gates(of) for part, of in zip(self.parts, raws)], -1)
+
     def flops_per_token(self):
         return sum(p.flops_per_token() for p in self.parts)
 
@@ -420,6 +437,10 @@ class Contractive(Mixer):
     def reflections(self):
         found = self.mixer.reflections()
         return None if found is None else (*found[:-1], self.kappa)
+
+    def gates(self, raw):
+        """Those of the mixer, before it is pulled towards the identity."""
+        return self.mixer.gates(raw)
 
     def forward(self, raw, v, weights):
         mixed = self.mixer(raw, v, weights)

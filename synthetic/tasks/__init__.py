@@ -79,6 +79,24 @@ class Task:
             "sequence_accuracy": (right | ~due).all(1).astype(float)[due.any(1)],
         }
 
+    def token_name(self, number: int) -> str:
+        """An input's id as it is shown, and typed."""
+        return str(number)
+
+    def answer_name(self, number: int) -> str:
+        """An answer's id as it is shown."""
+        return self.token_name(number)
+
+    def typed(self, words: list[str]) -> Batch:
+        """A sequence that somebody typed, with the answers that the task's oracle gives: a batch of
+        one, without padding.
+
+        Raises:
+            TaskError: a word that the task has not, or no sequence of it; or sequences of this task
+                cannot be typed.
+        """
+        raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
         """Of a metric with several items a sequence, the row of the batch that each is of: such
         items are not independent. Other metrics are left out."""

@@ -96,6 +96,9 @@ class CatBabi(Task):
             kinds[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, kinds, starts)
 
+    def token_name(self, number: int) -> str:
+        return self.vocabulary[number]
+
     def check_length(self, length: int) -> None:
         if length < 1:
             raise TaskError(f"length {length}: a segment has at least one token")
