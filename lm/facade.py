@@ -95,24 +95,31 @@ def load(path: Path | str) -> LanguageModel:
             folder without a model or a tokenizer. LoadError: damaged files. CheckpointError: a run
             without a complete checkpoint. ExportError: one that its config.yaml does not describe.
     """
-    import torch
-
-    from lm.generate import load_exported
-    from lm.run_dir import RunDir
-
     folder = Path(path).expanduser()
     if folder.is_file():
         raise FacadeError(f"{path} is a file: give the run directory or the exported folder")
-    run = RunDir(folder)
-    if not run.holds_run:
-        model, tokenizer = load_exported(folder if folder.is_dir() else path)
-        return LanguageModel(
-            model, tokenizer, folder.resolve().name if folder.is_dir() else str(path)
-        )
-    _refuse_synthetic(run)
+    is_export = (folder / "config.json").is_file()  # read without what only runs need
+    if folder.is_dir() and not is_export and (trained := _of_run(folder)):
+        return trained
+
+    from lm.generate import load_exported
+
+    model, tokenizer = load_exported(folder if folder.is_dir() else path)
+    name = folder.resolve().name if folder.is_dir() else str(path)
+    return LanguageModel(model, tokenizer, name)
+
+
+def _of_run(folder: Path) -> LanguageModel | None:
+    """The model of a run directory; None where no run is."""
+    import torch
 
     from lm.export import load_trained
+    from lm.run_dir import RunDir
 
+    run = RunDir(folder)
+    if not run.holds_run:
+        return None
+    _refuse_synthetic(run)
     trained = load_trained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
