@@ -66,9 +66,9 @@ def inspect_batch(
         solver = solver_of(model, size)
     targets = [None if label == IGNORE else label for label in due]
     found = predictions(logits, targets)
-    guesses = named_guesses(found.guesses, lambda numbers: [task.answer_name(n) for n in numbers])
+    guesses = named_guesses(found.guesses, lambda ids: [_answer_name(task, i) for i in ids])
     answers = [
-        Answer(task.answer_name(predicted), None if right is None else task.answer_name(right))
+        Answer(_answer_name(task, predicted), None if right is None else task.answer_name(right))
         for predicted, right in zip(logits.argmax(-1).tolist(), targets, strict=True)
     ]
     numbers = ids[0].tolist()
@@ -83,3 +83,8 @@ def inspect_batch(
         answers=answers,
         solver=solver,
     )
+
+
+def _answer_name(task: Task, number: int) -> str:
+    """Of any id that a model may predict: model.vocab_size may be more than the task has."""
+    return task.answer_name(number) if number < task.vocab_size else f"<{number}>"

@@ -163,7 +163,8 @@ def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: lis
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
     """The bytes of text that each token stands for inside a document: its piece as it is written
-    where it is a special token, or no byte-level or sentencepiece tokenizer tells more."""
+    where it is a special token; what it decodes to by itself where the tokenizer is neither
+    byte-level nor sentencepiece."""
     try:
         parts = _decoders(tokenizer)
     except UncountableError:

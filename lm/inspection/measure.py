@@ -81,7 +81,13 @@ def _inputs_of(blocks) -> Iterator[list]:
 
 
 def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
-    """logits: (t,v). targets: (t,) the ids that were to be predicted; None: there was none."""
+    """logits: (t,v). targets: (t,) the ids that were to be predicted; None: there was none.
+
+    Raises:
+        InspectionError: a logit is NaN or infinite.
+    """
+    if not torch.isfinite(logits).all():
+        raise InspectionError("the model's logits are NaN or infinite: there is nothing to show")
     losses, entropies, guesses = [], [], []
     for start in range(0, len(targets), PREDICTED_AT_ONCE):
         log_p = torch.log_softmax(logits[start : start + PREDICTED_AT_ONCE], -1)
@@ -144,7 +150,7 @@ def inspect_text(model, tokenizer, text: str, name: str) -> Inspection:
     """What a causal language model, in evaluation mode, makes of a text.
 
     Raises:
-        InspectionError: see `encode`.
+        InspectionError: see `encode` and `predictions`.
     """
     start, of_text = encode(model, tokenizer, text)
     ids = start + of_text
@@ -180,7 +186,7 @@ def score_text(model, tokenizer, text: str) -> Score:
     """How likely the model, in evaluation mode, finds a text.
 
     Raises:
-        InspectionError: see `encode`.
+        InspectionError: see `encode` and `predictions`.
     """
     start, of_text = encode(model, tokenizer, text)
     ids = start + of_text

@@ -125,6 +125,14 @@ def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
     assert ("✗" in text.split("</section>")[0]) == (not all(right))
 
 
+def test_a_prediction_beyond_the_tasks_vocabulary_has_a_name():
+    task = task_of("word_problem", group="Z2")
+    model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
+    found = inspect_batch(model, task, task.typed(["1 0"]), "z")
+    for guess in (guess for row in found.guesses for guess in row):  # five of eight, two the task's
+        assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
+
+
 def test_where_no_answer_is_due_there_is_none_to_be_wrong():
     task = task_of("parity")
     torch.manual_seed(0)
