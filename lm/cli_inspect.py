@@ -26,10 +26,11 @@ def add(commands) -> None:
     c.add_argument("text", nargs="*", metavar="TEXT")
     c.add_argument("--file", metavar="F", help="read the text of this UTF-8 file instead")
     c.add_argument(
-        "--out", metavar="HTML",
+        "--out",
+        metavar="HTML",
         help="the page (default: CKPT/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
-    )  # fmt: skip
+    )
     c.set_defaults(run_command=_inspect)
 
 

@@ -52,9 +52,17 @@ class LanguageModel:
         from lm.generate import continued
 
         return continued(
-            self.model, self.tokenizer, prompt, max_new_tokens, temperature, top_k, seed, schedule,
-            tol, max_iters,
-        )  # fmt: skip
+            self.model,
+            self.tokenizer,
+            prompt,
+            max_new_tokens,
+            temperature,
+            top_k,
+            seed,
+            schedule,
+            tol,
+            max_iters,
+        )
 
     def score(self, text: str) -> Score:
         """How likely the model finds a text: the log-probability of each token in nats, and from

@@ -154,10 +154,11 @@ def parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
     c.add_argument(
-        "--out", metavar="HTML",
+        "--out",
+        metavar="HTML",
         help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
-    )  # fmt: skip
+    )
     c.set_defaults(run_command=_inspect)
 
     c = commands.add_parser(

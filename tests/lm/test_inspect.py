@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lm.inspection.tokens import tokens_of, visible
 from lm.metrics import probe
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.test_house import imports
 
 TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
 START = 0  # the id of EOS, which stands before a text
@@ -185,8 +187,10 @@ def test_tokens_show_what_cannot_be_seen():
     assert shown("東".encode()[:2]) == [("⟨E6⟩", True), ("⟨9D⟩", True)]
     assert shown(b"a\x00\xff") == [("a", False), ("⟨U+0000⟩", True), ("⟨FF⟩", True)]
     assert shown("\u202e\u200b\u00a0".encode()) == [
-        ("⟨U+202E⟩", True), ("⟨U+200B⟩", True), ("⟨U+00A0⟩", True),
-    ]  # fmt: skip
+        ("⟨U+202E⟩", True),
+        ("⟨U+200B⟩", True),
+        ("⟨U+00A0⟩", True),
+    ]
     whole = "a東🙂\n".encode()
     tokens = tokens_of([0, 1, 2, 3], [whole[:2], whole[2:5], whole[5:8], whole[8:]])
     assert [token.part_of for token in tokens] == ["東", "東🙂", "🙂", ""]
@@ -226,9 +230,12 @@ def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup
     assert [layer["iterations"] for layer in data["layers"]] == found.layers.iterations.tolist()
     names = [way["name"] for way in data["colourings"]]
     assert names == [
-        "ℓ*, mean over layers", "ℓ*, layer 0", "ℓ*, layer 1", "loss of the token, nats",
+        "ℓ*, mean over layers",
+        "ℓ*, layer 0",
+        "ℓ*, layer 1",
+        "loss of the token, nats",
         "entropy of the token, nats",
-    ]  # fmt: skip
+    ]
     assert data["colourings"][3]["values"][1:] == pytest.approx(found.loss[1:].tolist())
     assert data["colourings"][3]["values"][0] is None
     assert not re.search(r"<link|<img|src=|@import|url\((?!#)|href=['\"](?!#)", text)
@@ -241,9 +248,14 @@ def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(byte_tokenize
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=264, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, eos_token_id=START, bos_token_id=START,
-    )  # fmt: skip
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=START,
+        bos_token_id=START,
+    )
     found = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
     assert found.layers is None and found.scored == 5
     text = page(found)
@@ -375,4 +387,5 @@ def test_the_facade_is_light_and_shipped():
     imported = set(done.stdout.split())
     assert "fprnn" in imported
     assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
+    assert imports(Path(fprnn.__file__).read_text(encoding="utf-8"), "fprnn") == {"lm", "lm.facade"}
     assert sorted(fprnn.__all__) == ["LanguageModel", "__version__", "load"]
