@@ -6,6 +6,7 @@ Shapes: t tokens, n solved layers, v vocabulary.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -205,9 +206,14 @@ def in_words(model) -> str:
     count = sum(p.numel() for p in model.parameters())
     words = [config.model_type]
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
-    if blocks:
-        kinds = dict.fromkeys(f"{block.config.block}, {block.config.mixer}" for block in blocks)
-        words = [f"{' and '.join(kinds)} mixer"]
+    if getattr(config, "layers", None) is not None:  # a pattern of several kinds
+        kinds = Counter(layer.kind for layer in config.layer_list())
+        words = [" and ".join(f"{count} {kind}" for kind, count in kinds.items())]
+    elif blocks:
+        words = [config.block]
+    mixers = dict.fromkeys(block.config.mixer for block in blocks)
+    if mixers:
+        words.append(f"{' and '.join(mixers)} mixer")
     layers = getattr(config, "num_hidden_layers", None)
     if layers:
         words.append(f"{layers} layer{'s' * (layers != 1)}")

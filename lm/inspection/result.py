@@ -115,8 +115,8 @@ class Inspection:
     def __repr__(self) -> str:
         solved = "no layer with ℓ*"
         if self.layers is not None:
-            mean = float(self.layers.mean_iterations.mean())
-            solved = f"ℓ* {mean:.1f}, mean over {len(self.layers.numbers)} layers"
+            mean, count = float(self.layers.mean_iterations.mean()), len(self.layers.numbers)
+            solved = f"ℓ* {mean:.1f}, mean over {count} layer{'s' * (count != 1)}"
         return (
             f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
             f" {self.mean_loss:.4f} nats a token, {solved})"

@@ -32,7 +32,7 @@ MODELS = {
     "fp_mamba1": dict(n_layer=2, mixer_rank=2),
     "fp_mamba2": dict(n_layer=1, block="fp_mamba2", headdim=8),
     "fp_rnn": dict(n_layer=1, block="fp_rnn", mixer="dplr", use_short_conv=True),
-    "hybrid": dict(layers=["mamba", "fp_mamba1", "mamba", "fp_mamba1"]),
+    "hybrid": dict(n_layer=4, layers=["mamba", "fp_mamba1", "mamba", "fp_mamba1"]),
     "resets": dict(n_layer=1, reset_at_eos=True),
 }
 
@@ -306,6 +306,12 @@ def test_without_a_start_token_the_first_token_has_no_loss(byte_tokenizer):
     assert len(found.tokens) == 3 and found.scored == 2 and found.bits_per_byte is None
     score = measure.score_text(model, tokenizer, "abc")
     assert len(score.log_probabilities) == 3 and math.isnan(score.log_probabilities[0])
+
+
+def test_a_model_is_described_in_words():
+    words = measure.in_words(model_of("hybrid"))
+    assert words.startswith("2 mamba and 2 fp_mamba1, householder mixer, 4 layers, d_model 16, ")
+    assert measure.in_words(model_of("fp_rnn")).startswith("fp_rnn, dplr mixer, 1 layer, d_model")
 
 
 def test_a_run_directory_is_loaded_like_its_export(tiny_run, tiny_export):
