@@ -179,6 +179,17 @@ def test_losses_are_lm_evals_and_those_of_score(small_export):
     assert score.perplexity == pytest.approx(found.perplexity)
 
 
+@pytest.mark.slow
+def test_bits_per_byte_are_those_of_text_local(small_export, tmp_path, monkeypatch):
+    from lm.evaluate import evaluate
+
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
+    results = evaluate(small_export, ["text_local"], out=tmp_path / "r.json", device="cpu")
+    theirs = results["tasks"]["text_local"]["metrics"]["bits_per_byte"]["value"]
+    assert fprnn.load(small_export).score(TEXT).bits_per_byte == pytest.approx(theirs, rel=1e-5)
+
+
 def test_tokens_show_what_cannot_be_seen():
     def shown(raw):
         return [(piece.text, piece.is_mark) for piece in visible(raw)]
