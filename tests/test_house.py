@@ -31,10 +31,12 @@ FLOORS = {
         "outputs",
         "optim",
         "page",
+        "profiling",
         "ranks",
         "resuming",
         "signals",
         "tasks",
+        "update_times",
         "warmups",
         "watchdog",
         "yaml_text",
@@ -59,7 +61,7 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
     "errors", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim", "outputs",
-    "ranks", "resuming", "run_dir", "signals", "tasks",
+    "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 
