@@ -71,14 +71,14 @@ class Pace:
 
     def at(self, seconds: float, done: float) -> None:
         """By this reading of a clock so many units were done."""
-        if self.last is not None and done > self.last[1]:
+        if self.last is not None and done > self.last[1] and seconds >= self.last[0]:
             if self.passed_over:
                 self.passed_over -= 1
             else:
                 self.spans.append((seconds - self.last[0], done - self.last[1]))
         elif self.last is not None and done == self.last[1]:
             return  # the span goes on
-        self.last = seconds, done  # also where work was undone
+        self.last = seconds, done  # also where work was undone, or is told by another clock
 
     def left(self, total: float) -> float | None:
         """Seconds until `total` units are done; None: not known yet."""

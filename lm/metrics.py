@@ -325,16 +325,21 @@ def read_log(run_dir: Path) -> tuple[list[dict], int]:
     path = Path(run_dir) / "metrics.jsonl"
     records, unread = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # also of bytes that are no UTF-8
-            record = None
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is int and step >= 0:
+        if (record := parse_record(line)) is not None:
             records.append(record)
         else:
             unread += 1
     return records, unread
+
+
+def parse_record(line: bytes) -> dict | None:
+    """The record that a line of `metrics.jsonl` holds, with its step; None where it holds none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # also of bytes that are no UTF-8
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and step >= 0 else None
 
 
 def affine(flops_per_token, lengths: list[int]) -> dict | None:
