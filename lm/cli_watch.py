@@ -15,7 +15,9 @@ def add(commands) -> None:
         " record. On a terminal a table that is kept up to date, else a line for every new record."
         " Ends when all have ended: exit status 0 where all have finished, 1 where one has not.",
     )
-    c.add_argument("run", nargs="+", metavar="RUN", help="a run directory, also of a synthetic task")
+    c.add_argument(
+        "run", nargs="+", metavar="RUN", help="a run directory, also of a synthetic task"
+    )
     c.add_argument("--once", action="store_true", help="show one table and end (exit status 0)")
     c.add_argument(
         "--every",

@@ -174,7 +174,8 @@ def imbalance(seconds: float, gather) -> dict:
     of one rank alone.
 
     Args:
-        seconds: that this rank has worked itself, in forward passes. gather: concatenates over ranks.
+        seconds: that this rank has worked itself, in forward passes.
+        gather: concatenates over ranks.
     """
     over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
     if len(over_ranks) == 1:

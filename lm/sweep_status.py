@@ -15,7 +15,7 @@ from pathlib import Path
 from lm import config
 from lm.config import ConfigError
 from lm.errors import PREEMPTED
-from lm.lease import lives
+from lm.lease import is_alive
 from lm.metrics import read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
@@ -151,7 +151,7 @@ def is_held(run: RunDir, lease: dict | None, now: float) -> bool:
     Args:
         lease: what lease.json holds, None where there is none. now: Unix seconds.
     """
-    return lease is not None and lives(lease) is not False and is_fresh(run.lease, now)
+    return lease is not None and is_alive(lease) is not False and is_fresh(run.lease, now)
 
 
 def is_fresh(path: Path, now: float) -> bool:

@@ -310,6 +310,12 @@ def line(one: Seen) -> str:
     return "  ".join(parts + [f"{name} {text}" for name, text in shown.items() if text])
 
 
+def short_names(names: list[str]) -> dict[str, str]:
+    """Of each path what it is below the folder that all are in; of a single one its last part."""
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
+    return {name: os.path.relpath(os.path.abspath(name), common) for name in names}
+
+
 def table(seen: list[Seen], without: tuple[str, ...] = ()):
     """The runs as a rich table.
 
@@ -320,11 +326,12 @@ def table(seen: list[Seen], without: tuple[str, ...] = ()):
     from rich.text import Text
 
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    short = short_names([one.name for one in seen])
     names = [name for name in cells(seen[0]) if name not in without]
     for name in names:
         out.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=name != "run")
     for one in seen:
-        shown = cells(one)
+        shown = cells(one) | {"run": short[one.name]}
         styles = {"state": STATES[one.state]}
         out.add_row(*(Text(shown[name], styles.get(name, "")) for name in names))
     return out
@@ -332,8 +339,9 @@ def table(seen: list[Seen], without: tuple[str, ...] = ()):
 
 def fitting(seen: list[Seen], console):
     """The table with as many columns as the console is wide for."""
+    unlimited = console.options.update(max_width=UNLIMITED)
     for count in range(len(LESS_NEEDED) + 1):
         made = table(seen, LESS_NEEDED[:count])
-        if console.measure(made).maximum <= console.width:
+        if console.measure(made, options=unlimited).maximum <= console.width:
             break
     return made

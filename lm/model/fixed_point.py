@@ -304,9 +304,9 @@ class FixedPointBlock(nn.Module):
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
         with self.around_solve():
-            return self._solved(s)
+            return self._solution(s)
 
-    def _solved(self, s):
+    def _solution(self, s):
         c, width = self.settings, self.width(s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
