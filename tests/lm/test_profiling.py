@@ -3,6 +3,8 @@
 import contextlib
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lm import config, profiling
 from lm.errors import ConfigError
 from lm.profiling import Profile
 from synthetic import config as synthetic_config
+from tests.running import ENV, ROOT, command, losses
 
 
 def train(profile, updates, first=1):
@@ -119,16 +122,41 @@ def test_what_is_no_pair_of_updates_of_the_run_is_refused(schema, profile, words
     assert words in str(refused.value)
 
 
-def test_a_real_run_is_profiled_by_its_parts(tiny, capsys):
-    from lm.train import train as train_run
+FAILING_TRACKER = """
+import sys
+from lm import cli, log
 
-    run = train_run(tiny("log.profile=[2,3]", "train.steps=4"))
+def refuse(*_):
+    raise OSError("no space for events")
+
+log.TRACKERS["tensorboard"] = refuse
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_real_run_is_profiled_by_its_parts_and_a_tracker_does_not_stop_it(tmp_path, tiny_losses):
+    """And it has the losses of one without either, bit for bit."""
+    overrides = ("log.profile=[2,3]", "log.tensorboard=true")
+    _, _, _, *arguments = command(tmp_path, *overrides)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING_TRACKER, *arguments],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = tmp_path / "tiny"
+    assert [r["loss"] for r in losses(run)] == [r["loss"] for r in tiny_losses]
+    said = " ".join(done.stdout.split())
+    assert "profile of updates 2 to 3" in said
+    assert said.count("warning: log.tensorboard has failed (OSError: no space for events)") == 1
     names = names_in(run / "profile/updates-2-3.trace.json.gz")
     assert [n for n in names if n and n.startswith("update ")] == ["update 2", "update 3"]
     # Two micro-batches an update, two layers; a part is named once in each.
     counts = {n: names.count(n) for n in ("data", "forward", "solve", "backward", "optimizer")}
     assert counts == {"data": 2, "forward": 4, "solve": 8, "backward": 4, "optimizer": 4}
-    assert "profile  of updates 2 to 3" in capsys.readouterr().out
 
 
 def test_a_synthetic_run_is_profiled_too(tmp_path):
