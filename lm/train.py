@@ -436,7 +436,7 @@ class Training:
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
-            **imbalance(breakdown["forward"], self._gather_host),
+            **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
             "breakdown": breakdown,
             **self.batches.drawn(),
             "peak_memory_bytes": self._peak_memory(),

@@ -75,8 +75,8 @@ class UpdateTimes:
 
     def read(self) -> dict[str, float]:
         """Seconds per update in each part, mean over the updates since the last reading; {} of
-        none. "solve" is within "forward" (and absent where nothing is solved); the others add up
-        to what an update takes."""
+        none. Together they are what an update takes. "forward" is without "solve", which is
+        absent where nothing is solved."""
         if self.on_gpu and self._marks:
             self._marks[-1].when.synchronize()
         self._settle()
@@ -84,7 +84,6 @@ class UpdateTimes:
         self.updates, self._seconds = 0, defaultdict(float)
         if not updates:
             return {}
-        seconds["forward"] += seconds["solve"]
         return {
             part: float(f"{seconds[part] / updates:.6g}")
             for part in PARTS

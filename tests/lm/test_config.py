@@ -83,7 +83,7 @@ def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
 def test_a_comparison_is_not_taken_for_a_run():
     path = ROOT / "configs/lm/compare/tiny.yaml"
     with pytest.raises(ConfigError) as refused_file:
-        load(path)
+        config.load(path)
     assert str(refused_file.value).endswith(f"not the config of one run: fprnn compare {path}")
 
 
