@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer
+from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer, cli_watch
 from lm.arguments import SEED, Number, Whole, counts, names, run, words_after_options
 from lm.cli_eval import add_eval
 
@@ -23,6 +23,7 @@ EPILOG = """examples:
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
+  fprnn watch runs/demo runs/other
   fprnn sweep configs/lm/sweep_mixers.yaml --status
   fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
@@ -495,6 +496,7 @@ def parser() -> argparse.ArgumentParser:
     _add_agree(commands)
     _add_budget(commands)
     _add_report(commands)
+    cli_watch.add(commands)
     _add_doctor(commands)
     return p
 

@@ -162,6 +162,11 @@ class Config(base.Run):
     bars: Annotated[tuple[Bar, ...], FREE] = ()
 
     @model_validator(mode="after")
+    def _profile_within_training(self):
+        base.check_profile(self.log.profile, self.train.steps)
+        return self
+
+    @model_validator(mode="after")
     def _warmup_within_training(self):
         base.check_warmup(self)
         return self

@@ -31,10 +31,12 @@ FLOORS = {
         "outputs",
         "optim",
         "page",
+        "profiling",
         "ranks",
         "resuming",
         "signals",
         "tasks",
+        "update_times",
         "warmups",
         "watchdog",
         "yaml_text",
@@ -42,13 +44,13 @@ FLOORS = {
     1: ("cli_tokenizer", "doctor", "model"),
     2: ("baselines", "inspection", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
-    4: ("activations", "continuing", "ema", "engine", "foreign", "reports"),
+    4: ("activations", "continuing", "ema", "engine", "foreign", "reports", "watch"),
     5: ("exported", "memory", "plots", "probes", "reshard", "upcycle"),
     6: ("cost", "init_from", "validation"),
     7: ("preflight",),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
-    10: ("reference", "agree", "cli_eval", "cli_import", "compare", "facade"),
+    10: ("reference", "agree", "cli_eval", "cli_import", "cli_watch", "compare", "facade"),
     11: ("budget", "cli_compare", "cli_inspect"),
     12: ("cli",),
     13: ("__main__",),
@@ -59,7 +61,7 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
     "errors", "inspection", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim",
-    "outputs", "ranks", "resuming", "run_dir", "signals", "tasks",
+    "outputs", "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 

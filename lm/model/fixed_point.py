@@ -3,6 +3,7 @@
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r rank, w tokens of a window.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class FixedPointBlock(nn.Module):
         self.solver_config = config  # whose solver fields hold: of a hybrid the model's
         self.solving = None  # a config whose solver fields hold instead (`model.solving`)
         self.draw_noise = gaussian  # an Adversary has its own
+        self.around_solve = nullcontext  # what each solve happens within: a clock's context, say
         self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
@@ -86,8 +88,10 @@ class FixedPointBlock(nn.Module):
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
     def __getstate__(self):
-        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it."""
-        return {**vars(self), "solving": None, "draw_noise": gaussian}
+        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it; nor
+        would one of a model whose solves are timed stop the clock of the other."""
+        own = {"solving": None, "draw_noise": gaussian, "around_solve": nullcontext}
+        return {**vars(self), **own}
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
@@ -312,6 +316,10 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
+        with self.around_solve():
+            return self._solution(s)
+
+    def _solution(self, s):
         c, width = self.settings, self.width(s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
