@@ -27,6 +27,7 @@ FLOORS = {
         "lease",
         "metrics",
         "muon",
+        "named_class",
         "old_keys",
         "outputs",
         "optim",
@@ -43,7 +44,7 @@ FLOORS = {
     2: ("baselines", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "continuing", "ema", "engine", "foreign", "reports"),
-    5: ("exported", "memory", "plots", "probes", "reshard", "upcycle"),
+    5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
     6: ("cost", "init_from", "validation"),
     7: ("preflight",),
     8: ("train",),
@@ -58,8 +59,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim", "outputs",
-    "ranks", "resuming", "run_dir", "signals", "tasks",
+    "errors", "kernels", "lease", "log", "metrics", "model", "named_class", "old_keys", "optim",
+    "outputs", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 
