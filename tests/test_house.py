@@ -45,7 +45,7 @@ FLOORS = {
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "continuing", "ema", "engine", "foreign", "reports"),
     5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
-    6: ("cost", "init_from", "validation"),
+    6: ("check_mixer", "cost", "init_from", "validation"),
     7: ("preflight",),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
