@@ -95,7 +95,7 @@ def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
 @pytest.mark.parametrize(
     "old, new, what",
     [
-        ("cos, sin = torch.cos(angle)", "cos, sin = angle.detach().cos()", "gradient of the mixer's"),
+        ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
         ("dim=-1).flatten(-2)", "dim=-1).flatten(-2).relu()", "Q v is linear in v"),
     ],
