@@ -107,12 +107,13 @@ def _register(mixers: dict[str, type]) -> str:
         "from .mixer_base import register",
         "from .mixers import build_mixer",
     ]
+    aliases = {cls: f"own_{i}" for i, cls in enumerate(dict.fromkeys(mixers.values()))}
     lines += [
-        f"from .{cls.__module__.rpartition('.')[2]} import {cls.__name__}"
-        for cls in dict.fromkeys(mixers.values())
+        f"from .{cls.__module__.rpartition('.')[2]} import {cls.__name__} as {alias}"
+        for cls, alias in aliases.items()
     ]
     lines += ["", '__all__ = ["build_mixer"]', ""]
-    lines += [f"register({name!r}, {cls.__name__})" for name, cls in mixers.items()]
+    lines += [f"register({name!r}, {aliases[cls]})" for name, cls in mixers.items()]
     return "\n".join(lines) + "\n"
 
 
