@@ -247,7 +247,13 @@ def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(
 def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkeypatch):
     environment = {**running.ENV, "PYTHONPATH": f"{ROOT}:{page}"}
     monkeypatch.setattr(running, "ENV", environment)
-    overrides = (f"model.mixer={PLACE}", "checkpoint.every=2", "optim.schedule=constant")
+    overrides = (
+        f"model.mixer={PLACE}",
+        "model.contractive=0.3",
+        "checkpoint.every=2",
+        "optim.schedule=constant",
+        "data.val_tokens=32",
+    )
     running.run(tmp_path / "runs", *overrides, "train.steps=4")
     records, _ = running.run(tmp_path / "runs", *overrides, "train.steps=6", "resume=auto")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
