@@ -292,7 +292,7 @@ def test_the_pages_task_says_the_right_answers_and_holds_its_splits_apart(page, 
 
 
 def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path):
-    steps = (f"model.mixer={PLACE}", "model.mixer_rank=1", "optim.warmup=1")
+    steps = (f"model.mixer={PLACE}", "model.contractive=0.3", "optim.warmup=1")
     whole = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "name=whole"))
     train_synthetic(lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
     again = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "optim.schedule=constant"))
