@@ -27,6 +27,7 @@ EPILOG = """examples:
   fprnn sweep configs/lm/sweep_mixers.yaml --status
   fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
+  fprnn check-mixer my_mixer:Rotations
 """
 
 
@@ -212,6 +213,14 @@ def _doctor(args) -> int:
     findings = doctor.examine(args.out_dir)
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
+
+
+def _check_mixer(args) -> int:
+    from lm.check_mixer import check_mixer, report
+
+    findings = check_mixer(args.mixer, args.block, args.rank)
+    print(report(findings))
+    return 1 if any(found.holds is False for found in findings) else 0
 
 
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
@@ -469,6 +478,31 @@ def _add_doctor(commands) -> None:
     c.set_defaults(run_command=_doctor)
 
 
+def _add_check_mixer(commands) -> None:
+    c = commands.add_parser(
+        "check-mixer",
+        help="does a channel mixer of one's own do what a model takes for granted",
+        description="Build small models with a mixer, in fp64, and compare: gradients with"
+        " differences of the loss, what it says of itself with its matrix, one order of solving"
+        " with another. Exit status 1 where something is wrong (docs/extending.md).",
+    )
+    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
+    c.add_argument(
+        "--block",
+        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
+        default="fp_mamba1",
+        help="the layers it is tried in (default: fp_mamba1)",
+    )
+    c.add_argument(
+        "--rank",
+        type=Whole(),
+        default=1,
+        metavar="R",
+        help="model.mixer_rank, at least 1 (default: 1)",
+    )
+    c.set_defaults(run_command=_check_mixer)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -498,6 +532,7 @@ def parser() -> argparse.ArgumentParser:
     _add_report(commands)
     cli_watch.add(commands)
     _add_doctor(commands)
+    _add_check_mixer(commands)
     return p
 
 

@@ -6,12 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.errors import UserError
+from lm import travelling
 from lm.outputs import check_folder, read_json, writing
+from lm.travelling import ExportError
 
-
-class ExportError(UserError, RuntimeError):
-    """An export that cannot be made; the message says why."""
+__all__ = ["ExportError", "export", "write_export"]
 
 
 CARD = """---
@@ -130,7 +129,8 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
 
     Raises:
-        ExportError: `out` holds something that is no export. An earlier export is replaced.
+        ExportError: `out` holds something that is no export (an earlier export is replaced), or the
+            model has a mixer of its author's own that cannot travel.
         OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
@@ -140,15 +140,21 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     logging.disable_progress_bar()
     out = Path(out)
     _refuse_if_other(out)
+    own_files = {}
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
+        own_files = travelling.flat_files(model)
         _map_auto_classes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
+        travelling.write(own_files, new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name != RECORD:
                 shutil.copy(file, new)
+        if own_files:
+            files = ", ".join(name for name in own_files if name != travelling.REGISTER)
+            origin += f" Its mixer is its author's own and travels along: {files}."
         card = CARD.format(model_type=model.config.model_type, name=name, origin=origin)
         (new / "README.md").write_text(card, encoding="utf-8")
         if out.exists():

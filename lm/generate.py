@@ -58,12 +58,12 @@ def solving(
         GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
             or max_iters < 1.
     """
-    from lm.model.configuration_fprnn import FPRNNConfig, parse_schedule
+    from lm.model.configuration_fprnn import MODEL_TYPES, parse_schedule
 
     if (schedule, tol, max_iters) == (None, None, None):
         yield
         return
-    if model.config.model_type != FPRNNConfig.model_type:
+    if model.config.model_type not in MODEL_TYPES:
         raise GenerationError(
             f"the checkpoint is a {model.config.model_type} model: it has no fixed point to solve,"
             " so schedule, tol and max_iters are not for it"
@@ -138,6 +138,8 @@ def continued(
     """
     import torch
 
+    from lm.model.configuration_fprnn import MODEL_TYPES
+
     _check(max_new_tokens, temperature, top_k, seed)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
@@ -148,7 +150,7 @@ def continued(
         if temperature > 0
         else {"do_sample": False}
     )
-    if model.config.model_type == "fprnn":  # whatever the checkpoint's generation config says
+    if model.config.model_type in MODEL_TYPES:  # whatever the checkpoint's generation config says
         sampling["use_cache"] = True
     with solving(model, schedule, tol, max_iters):
         ids = model.generate(

@@ -460,6 +460,7 @@ def _check(cfg: Config, task, lengths: list[int]) -> None:
         task.check_length(length)
     # It fits its context, its data.
     batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))
+    tasks.check_batch(cfg.task.name, task, batch)
     metrics = list(task.score(batch.labels, batch))
     tested = [hi] if getattr(task, "streams", False) else lengths
     for bar in cfg.bars:

@@ -27,6 +27,7 @@ FLOORS = {
         "lease",
         "metrics",
         "muon",
+        "named_class",
         "old_keys",
         "outputs",
         "optim",
@@ -45,8 +46,8 @@ FLOORS = {
     2: ("baselines", "inspection", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "continuing", "ema", "engine", "foreign", "reports", "watch"),
-    5: ("exported", "memory", "plots", "probes", "reshard", "upcycle"),
-    6: ("cost", "init_from", "validation"),
+    5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
+    6: ("check_mixer", "cost", "init_from", "validation"),
     7: ("preflight",),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
@@ -60,8 +61,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "inspection", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim",
-    "outputs", "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
+    "errors", "inspection", "kernels", "lease", "log", "metrics", "model", "named_class",
+    "old_keys", "optim", "outputs", "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 

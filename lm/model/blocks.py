@@ -12,7 +12,7 @@ from torch import nn
 from .cell import Norm, Token
 from .fixed_point import FixedPointBlock, Prepared
 from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
-from .mixers import unknown
+from .mixer_base import unknown
 from .projections import Projection
 from .scan import (
     SSD_CHUNK,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.tasks import babi
-from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError
+from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError, task
 
 
 class _Corpus(NamedTuple):
@@ -38,6 +38,7 @@ def _questions(story: babi.Story) -> list[tuple[int, str]]:
     return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
 
 
+@task("catbabi")
 class CatBabi(Task):
     """bAbI (task.data: see `python -m lm.tasks.babi --help`) in segments that continue each other.
 

@@ -8,11 +8,12 @@ from string import ascii_letters, digits
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits, task
 
 CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
 
 
+@task("copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram")
 class Copying(Task):
     """The string tasks of Jelassi et al. 2024, "Repeat After Me: Transformers are Better than State
     Space Models at Copying" (arXiv 2402.01032).

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits, task
 
 
 class FormalLanguage(Task):
@@ -136,6 +136,7 @@ class FormalLanguage(Task):
         return "".join("_" if i == self.pad else self.characters[i] for i in map(int, ids))
 
 
+@task("parity")
 class Parity(FormalLanguage):
     """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
     Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
@@ -147,6 +148,7 @@ class Parity(FormalLanguage):
         return ids.cumsum(1) % 2
 
 
+@task("even_pairs")
 class EvenPairs(FormalLanguage):
     """Is the number of `ab` and `ba` together even (1) or odd (0)? That is, are the first and the
     last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
@@ -159,6 +161,7 @@ class EvenPairs(FormalLanguage):
         return (ids == ids[:, :1]).astype(int)
 
 
+@task("cycle_navigation")
 class CycleNavigation(FormalLanguage):
     """Where on a cycle of `task.modulus` places, from place 0, do the moves lead? Moves are stay
     (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
@@ -177,6 +180,7 @@ class CycleNavigation(FormalLanguage):
         return np.array([0, 1, -1])[ids].cumsum(1) % self.modulus
 
 
+@task("mod_arithmetic", "mod_arithmetic_brackets")
 class ModularArithmetic(FormalLanguage):
     """The value, modulo `task.modulus`, of an expression that ends with `=`: `modular_arithmetic`
     and `modular_arithmetic_brackets` of Delétang et al. 2023 (arXiv 2207.02098), with the `=` and

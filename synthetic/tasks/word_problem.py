@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import Batch, Task, TaskError, splits
+from . import Batch, Task, TaskError, splits, task
 
 MAX_ORDER = 5040  # S7; its table has 25 million entries
 
@@ -128,6 +128,7 @@ def element_names(name: str) -> list[str]:
     return names
 
 
+@task("word_problem")
 class WordProblem(Task):
     """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
     2024, "The Illusion of State in State-Space Models", whose files `task.csv` reads)."""

@@ -125,6 +125,7 @@ def test_every_error_is_named_at_once():
         ({1: 2}, ["keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
+        ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
         ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
         ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
         ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),
