@@ -1,6 +1,6 @@
 """Do all schedules give a trained synthetic model the same answers, far beyond its training too?
 
-    python benchmarks/agreement.py RUN ... [--lengths 16,64,256,1024] [--sequences 100]
+    python -m benchmarks.agreement RUN ... [--lengths 16,64,256,1024] [--sequences 100]
 
 Each schedule with `token: exact` at --tol, beside `sequential`, which has no tolerance: the share
 of tokens whose most likely answer is the same, and evaluations a token. `right` is the share of
@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from synthetic import tasks
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors

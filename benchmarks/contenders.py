@@ -4,20 +4,16 @@ import contextlib
 import functools
 import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lm.model.blocks import FPMamba1
+from benchmarks import paper
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import selective_scan
-from tests.oracles import sequential_scan
+from lm.model.scan import selective_scan, selective_scan_plain
 
 logging.set_verbosity_error()  # transformers says that Mamba's kernels are missing
 
@@ -33,76 +29,60 @@ def kernels(name):
         os.environ["FPRNN_KERNELS"] = before
 
 
-class PaperFPMamba1(FPMamba1):
-    """FP-Mamba-1 as the paper's code iterates it: what depends on x alone (normalised weights, x
-    parts of the mixer, B and C, step sizes, decays) is computed again in every iteration."""
-
-    scan = "plain"  # or "auto", the fastest there is, or "loop", over time
-
-    def _prepared(self, *inputs):
-        self.inputs = inputs
-        return super()._prepared(*inputs)
-
-    def _decays(self, dt, A, keep):
-        return None
-
-    def _again(self):
-        """Prepared, computed anew."""
-        x, z, _, _, seqs, tail = self.inputs
-        c = self.config
-        delta, bc_x = self.x_proj(x).split([c.dt_rank, 2 * c.d_state], dim=-1)
-        return super()._prepared(x, z, bc_x, delta, seqs, tail)
-
-    def step(self, s, y, with_state=False):
-        return super().step(self._again(), y, with_state)
-
-    def step_residual(self, s, y):  # the solve's iteration
-        return super().step_residual(self._again(), y)
-
-    def scan_time(self, s, parts, x):
-        inputs = x, parts.dt, s.time.A, parts.B, parts.C, s.seqs.before("h"), s.time.keep
-        if self.scan == "loop":
-            return sequential_scan(*inputs)
-        with kernels(self.scan):
-            return selective_scan(*inputs)
-
-    def forward(self, *given):
-        try:
-            return super().forward(*given)
-        finally:
-            self.inputs = None  # it holds the graph
-
-
 def blocks(model):
     return [layer.block for layer in model.backbone.layers]
 
 
-# The paper's procedure, as solver fields, and ours.
-PAPER = {"token": "iterate", "stopping": "paper", "schedule": "parallel", "gradient": "one_step"}
-EXACT = {"token": "exact", "schedule": "auto", "gradient": "exact"}
+# The paper's procedure in our solver, with our kernels; and ours. (paper.py is independent.)
+PAPER_FIELDS = {
+    "token": "iterate",
+    "stopping": "paper",
+    "schedule": "parallel",
+    "gradient": "one_step",
+}
+EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 
 
 @contextlib.contextmanager
-def running(model, kernel="auto", scan=None, **fields):
-    """The model's own weights, solved by other solver fields and with other kernels. scan: as the
-    paper's code iterates, on this scan (see PaperFPMamba1)."""
-    try:
-        for block in blocks(model) if scan else ():
-            block.__class__, block.scan = PaperFPMamba1, scan
-        with model.solving(**fields), kernels("plain" if scan else kernel):
-            yield model
-    finally:
-        for block in blocks(model) if scan else ():
-            block.__class__ = FPMamba1
+def running(model, kernel="auto", **fields):
+    """Inside, the model solves with these solver fields and under FPRNN_KERNELS=kernel."""
+    with model.solving(**fields), kernels(kernel):
+        yield model
+
+
+def chunked_scan(*inputs):
+    """Our scan in plain PyTorch, as the paper's procedure calls one."""
+    return selective_scan_plain(*inputs)[0]
+
+
+def fastest_scan(*inputs):
+    """The fastest scan that there is here, as the paper's procedure calls one."""
+    return selective_scan(*inputs)[0]
+
+
+def paper_block(block, scan=chunked_scan):
+    """A block's weights in the paper's procedure."""
+    return paper.Block(dict(block.named_parameters()), block.config, scan)
+
+
+def paper_model(model, scan=chunked_scan):
+    """The same weights, solved by the paper's procedure."""
+    return paper.LanguageModel(model, scan).train(model.training)
 
 
 def ours(shape, **options):
     """FP-Mamba-1 of this shape, seeded."""
     torch.manual_seed(0)
     config = FPRNNConfig(
-        vocab_size=shape.vocab, d_model=shape.d_model, n_layer=shape.layers, d_state=shape.d_state,
-        mixer="householder", mixer_rank=shape.rank, tol=0.1, **options,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        d_model=shape.d_model,
+        n_layer=shape.layers,
+        d_state=shape.d_state,
+        mixer="householder",
+        mixer_rank=shape.rank,
+        tol=0.1,
+        **options,
+    )
     return FPRNNForCausalLM(config)
 
 
@@ -114,9 +94,14 @@ def our_mamba(shape):
 def their_mamba(shape):
     """transformers' Mamba of this shape."""
     config = MambaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.d_model, num_hidden_layers=shape.layers,
-        state_size=shape.d_state, eos_token_id=None, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        hidden_size=shape.d_model,
+        num_hidden_layers=shape.layers,
+        state_size=shape.d_state,
+        eos_token_id=None,
+        pad_token_id=None,
+        bos_token_id=None,
+    )
     return MambaForCausalLM(config)
 
 
@@ -135,16 +120,20 @@ def peers(shape, device):
 
         layer = {"layer": "Mamba1", "d_state": shape.d_state}
         found["mamba-ssm's Mamba"] = WithLoss(
-            MambaLMHeadModel(Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab,
-                                    ssm_cfg=layer))
-        )  # fmt: skip
+            MambaLMHeadModel(
+                Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
+            )
+        )
     if present("fla"):
         from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
         config = GatedDeltaNetConfig(
-            hidden_size=shape.d_model, num_hidden_layers=shape.layers, vocab_size=shape.vocab,
-            num_heads=max(1, shape.d_model // 128), head_dim=128,
-        )  # fmt: skip
+            hidden_size=shape.d_model,
+            num_hidden_layers=shape.layers,
+            vocab_size=shape.vocab,
+            num_heads=max(1, shape.d_model // 128),
+            head_dim=128,
+        )
         found["flash-linear-attention's gated DeltaNet"] = GatedDeltaNetForCausalLM(config)
     return found
 

@@ -1,7 +1,7 @@
 """Everything that a machine with one GPU should verify, in under 10 minutes and without a network:
 tests, kernels, training in bf16, benchmarks at the paper's 160M shape. `make gpu-check` runs it.
 
-python benchmarks/gpu_check.py [--out DIR] [--parts tests,training] [--device cpu --quick]
+python -m benchmarks.gpu_check [--out DIR] [--parts tests,training] [--device cpu --quick]
 
 It needs torch, triton, transformers, numpy, pytest, rich, PyYAML and tokenizers. Every part is a
 process of its own with its own time; one that fails or hangs does not stop the next. At the end one
@@ -32,15 +32,21 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 # Seconds of each part, 560 in all. What one leaves over is for those after it.
 LIMITS = {
-    "tests": 130, "training": 130, "scan": 30, "step": 30, "solve": 45, "train": 60, "decode": 45,
+    "tests": 130,
+    "training": 130,
+    "scan": 30,
+    "iteration": 30,
+    "solve": 45,
+    "training_step": 60,
+    "decode": 45,
     "kernels": 90,
-}  # fmt: skip
+}
 # Width, length and batch are the paper's; the model is cut where time grows with its layers.
 OPTIONS = {
     "scan": ["--repeats", "5"],
-    "step": ["--repeats", "5"],
+    "iteration": ["--repeats", "5"],
     "solve": ["--layers", "1", "--repeats", "2"],
-    "train": ["--layers", "2", "--repeats", "2"],
+    "training_step": ["--layers", "2", "--repeats", "2"],
     "decode": ["--layers", "4", "--repeats", "1", "--new", "16"],
 }
 MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
@@ -142,7 +148,7 @@ def all_parts(out, device, quick):
     which = "nothing_to_do or stride" if quick else "not compile"
     of_kernels += ["-m", "not gpu and not slow", "-k", which]
 
-    training = [str(ROOT / "benchmarks/gpu_train.py"), "--device", device]
+    training = ["-m", "benchmarks.gpu_training", "--device", device]
     training += ["--json", str(out / "training.json")]
     if quick:
         training += ["--quick", "--updates", "4", "--plain", "2", "--fall", "0", "--new", "2"]
@@ -155,7 +161,7 @@ def all_parts(out, device, quick):
         script, path = ROOT / f"benchmarks/{name}.py", out / f"{name}.json"
         shape = ["--shape", "words", *TINY] if quick else ["--shape", "160m", *options]
         shape += ["--new=4"] if quick and name == "decode" else []
-        command = [str(script), *shape, "--device", device, "--json", str(path)]
+        command = ["-m", f"benchmarks.{name}", *shape, "--device", device, "--json", str(path)]
         judge = functools.partial(judge_json, path, timings)
         reason = "" if script.exists() else f"there is no {script.relative_to(ROOT)}"
         parts.append(Part(name, [sys.executable, *command], LIMITS[name], judge, reason=reason))
@@ -168,9 +174,15 @@ def run(part, seconds, env, log):
     if part.reason:
         return Outcome("skipped", {}, part.reason)
     process = subprocess.Popen(
-        part.command, cwd=ROOT, env={**env, **part.env}, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
-    )  # fmt: skip
+        part.command,
+        cwd=ROOT,
+        env={**env, **part.env},
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+        start_new_session=True,
+    )
     last = [""]
 
     def forward():

@@ -319,10 +319,17 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         if targets is None and labels is not None:
             targets = shifted(labels)
         outputs = self.model(
-            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
-            return_dict=True, state=state, return_state=return_state, position_ids=position_ids,
-            seq_idx=seq_idx, **kwargs,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            state=state,
+            return_state=return_state,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            **kwargs,
+        )
         logits = in_fp32(self.lm_head(kept(outputs.last_hidden_state, logits_to_keep)))
         loss = None
         if targets is not None:

@@ -111,9 +111,14 @@ class PositionModel(LlamaModel):
         alibi = self.config.position == "alibi"
         if alibi or documents is not None:
             attention_mask = alibi_bias(
-                self.config.num_attention_heads if alibi else 0, length, past + length,
-                self.embed_tokens.weight.dtype, x.device, attention_mask, documents,
-            )  # fmt: skip
+                self.config.num_attention_heads if alibi else 0,
+                length,
+                past + length,
+                self.embed_tokens.weight.dtype,
+                x.device,
+                attention_mask,
+                documents,
+            )
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -14,8 +14,8 @@ import numpy as np
 
 from lm.config import Data
 from lm.data.corpus import Corpus
+from lm.data.errors import DataError
 from lm.data.packing import CONTEXT, IGNORE
-from lm.data.sources import DataError
 from lm.outputs import sync, writing
 
 FORMAT = 1  # goes up when the same corpus is packed in another way

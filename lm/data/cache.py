@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from lm.config import Config, Data
 from lm.console import say
 from lm.data import integrity, mixture
-from lm.data.sources import DataError, source_files
+from lm.data.errors import DataError
+from lm.data.sources import source_files
 from lm.lease import Lease, LeaseError
 from lm.outputs import OutputError, check_folder, read_mapping, write_json, writing
 

@@ -12,7 +12,7 @@ import numpy as np
 from lm.config import Data
 from lm.console import say
 from lm.data import integrity
-from lm.data.sources import DataError, first_line
+from lm.data.errors import DataError, first_line
 from lm.outputs import OutputError, write_json
 
 SPLITS = ("train", "val")

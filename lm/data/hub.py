@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lm.config import Data
 from lm.console import say
-from lm.data.sources import DataError, first_line
+from lm.data.errors import DataError, first_line
 
 PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for
 LONGEST_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
@@ -117,8 +117,10 @@ def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
                     f"{what} failed {failures} times in a row, waiting {waited:.0f} s in all: "
                     f"{reason}; start again later with resume=auto"
                 ) from None
-        say(f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
-            f"{what}: {reason}")  # fmt: skip
+        say(
+            f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
+            f"{what}: {reason}"
+        )
         time.sleep(pause)
         waited += pause
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config import Data
+from lm.data.errors import DataError, first_line
 from lm.data.hub import HubFiles, open_hub, patiently
 from lm.data.hub_download import local_copy
-from lm.data.sources import DataError, check_text_column, first_line
+from lm.data.parquet import check_text_column
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.data.sources import DataError
+from lm.data.errors import DataError
 from lm.outputs import read_mapping, write_json, writing
 
 CHUNK = 2**24  # bytes read at a time

@@ -12,12 +12,12 @@ from lm.config import Config, Data
 from lm.data import best_fit
 from lm.data.corpora import open_sources
 from lm.data.corpus import Corpus
+from lm.data.errors import DataError
 from lm.data.mixture import shares
 from lm.data.mixture_loader import MixtureLoader
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
 from lm.data.prepare import place_in_run
 from lm.data.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing
-from lm.data.sources import DataError
 from lm.data.stream import StreamLoader, merge_states
 
 __all__ = ["MapLoader", "StreamLoader", "build", "merge_states", "validation_blocks"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from lm.config import Config, Data
 from lm.config_data import OF_A_SINGLE_SOURCE
-from lm.data.sources import DataError
+from lm.data.errors import DataError
 
 
 def parts(cfg: Config) -> dict[str, Config]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lm.data.errors import DataError
 from lm.data.packing import MicroBatch, micro_batch
 from lm.data.shuffled import ShuffledBlocks, check_packing
-from lm.data.sources import DataError
 
 STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
 DRAWING = 0x6D6978  # beside the seed: no other generator is made of both

@@ -16,7 +16,8 @@ from lm.config import Config, Data
 from lm.console import say
 from lm.data import cache
 from lm.data.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
-from lm.data.sources import DataError, source_files
+from lm.data.errors import DataError
+from lm.data.sources import source_files
 from lm.data.tokenising import documents_done, tokenise
 from lm.outputs import DamagedError, OutputError, read_json, write_json, writing
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from lm.data.errors import DataError
 from lm.data.packing import block_count, block_rows
-from lm.data.sources import DataError
 
 
 class Rows(Protocol):

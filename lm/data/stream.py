@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Data
+from lm.data.errors import DataError
 from lm.data.packing import MicroBatch, Packer, encode_documents, micro_batch
 from lm.data.readers import ReaderError, Readers
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.errors import UserError
 
 BATCH = 64  # documents tokenised at a time

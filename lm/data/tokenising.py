@@ -17,8 +17,9 @@ from lm.config import Data
 from lm.console import say
 from lm.data import integrity, readers
 from lm.data.corpus import SPLITS, Meta
+from lm.data.errors import DataError
 from lm.data.packing import encode_documents
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.lease import LeaseError
 from lm.outputs import OutputError, sync, write_json, write_text, writing
 

@@ -15,9 +15,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm.config import Config, Data
 from lm.data import cache
+from lm.data.errors import DataError
 from lm.data.hub import check_hub
 from lm.data.mixture import naming, parts, tokenizer_bytes
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.errors import UserError, require
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"

@@ -12,9 +12,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config
+from lm.data.errors import DataError
 from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.packing import encode_documents
-from lm.data.sources import DataError
 from lm.data.tokenizer import bpe_of, first_texts, from_sentencepiece, save
 from lm.errors import UserError, require
 from lm.outputs import OutputError, check_folder, writing

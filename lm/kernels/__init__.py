@@ -23,11 +23,13 @@ INTERFACE = ("fprnn-kernels", 1)
 MODULES = {
     "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell"},
     "triton": {
-        "selective_scan": "triton_scan", "ssd_scan": "triton_ssd", "step": "triton_step",
+        "selective_scan": "triton_scan",
+        "ssd_scan": "triton_ssd",
+        "step": "triton_step",
         "short_conv": "triton_conv",
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
-}  # fmt: skip
+}
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")

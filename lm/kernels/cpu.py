@@ -61,9 +61,15 @@ def _prepare(x, dt, A, B, C, h0, keep, D):
     """Check the arguments; the sizes and tensors that `_call` takes, but for the results."""
     (b, length, d), n = x.shape, A.shape[-1]
     check(
-        x.dtype, ("x", x, (b, length, d)), ("dt", dt, (b, length, d)), ("A", A, (d, n)),
-        ("B", B, (b, length, n)), ("C", C, (b, length, n)), ("h0", h0, (b, d, n)), ("D", D, (d,)),
-    )  # fmt: skip
+        x.dtype,
+        ("x", x, (b, length, d)),
+        ("dt", dt, (b, length, d)),
+        ("A", A, (d, n)),
+        ("B", B, (b, length, n)),
+        ("C", C, (b, length, n)),
+        ("h0", h0, (b, d, n)),
+        ("D", D, (d,)),
+    )
     if keep is not None:
         keep = keep.to(x.dtype).contiguous()
         check(x.dtype, ("keep", keep, (b, length)))

@@ -7,7 +7,6 @@ It is passed as packed bytes: ctypes takes microseconds to convert as many argum
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -17,17 +16,28 @@ from pathlib import Path
 import torch
 
 from lm.kernels import Unsupported
+from lm.kernels.cache import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp")
 HEADERS = (
-    "cpu_vector.h", "cpu_cell.h", "cpu_cell_gradient.h", "cpu_cell_product.h", "cpu_cell_root.h",
-)  # fmt: skip
+    "cpu_vector.h",
+    "cpu_cell.h",
+    "cpu_cell_gradient.h",
+    "cpu_cell_product.h",
+    "cpu_cell_root.h",
+)
 # Not -ffast-math; cpu_vector.h says why.
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
     "-fno-trapping-math",
-)  # fmt: skip
+)
 FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
@@ -127,16 +137,6 @@ def _run_all(commands):
             process.kill()  # those that are left where one failed
             process.wait()
             process.stderr.close()
-
-
-def cache_folder() -> Path:
-    """Where what kernels need from one run to the next is kept.
-
-    Raises:
-        RuntimeError: there is no home directory.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fprnn" / "kernels"
 
 
 def _cpu() -> str:

@@ -177,13 +177,20 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
     if keep is not None:
         keep = keep.to(x.dtype).contiguous()
     check(
-        x.dtype, ("x", x, tokens), ("raw", raw, (b, length, columns)),
+        x.dtype,
+        ("x", x, tokens),
+        ("raw", raw, (b, length, columns)),
         ("weight_y", weight_y, (reading, d)),
-        ("dt", dt, (b, length, heads) if kind == _MAMBA2 else tokens), ("A", A, of_A),
-        ("keep", keep, (b, length)), ("gate", gate, tokens), ("D", D, (d,)),
-        ("norm_weight", weight, (d,)), ("norm_bias", bias, (d,)), ("y0", y0, (b, d)),
+        ("dt", dt, (b, length, heads) if kind == _MAMBA2 else tokens),
+        ("A", A, of_A),
+        ("keep", keep, (b, length)),
+        ("gate", gate, tokens),
+        ("D", D, (d,)),
+        ("norm_weight", weight, (d,)),
+        ("norm_bias", bias, (d,)),
+        ("y0", y0, (b, d)),
         ("h0", h0, of_state),
-    )  # fmt: skip
+    )
     raw, raw_step = token_step(raw)
     if kind == _MAMBA1 and A.stride() != (1, d):
         A = A.t().contiguous().t()

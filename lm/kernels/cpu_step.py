@@ -52,10 +52,14 @@ def mix(
     gates, vectors, inputs = (b, length, rank), (b, length, rank * d), (b, length, d)
     _no_gradient(gates_x, gates_y, vectors_x, vectors_y, x, y)
     check(
-        x.dtype, ("x", x, inputs), ("y", y, inputs), ("gates_x", gates_x, gates),
-        ("gates_y", gates_y, gates), ("vectors_x", vectors_x, vectors),
+        x.dtype,
+        ("x", x, inputs),
+        ("y", y, inputs),
+        ("gates_x", gates_x, gates),
+        ("gates_y", gates_y, gates),
+        ("vectors_x", vectors_x, vectors),
         ("vectors_y", vectors_y, vectors),
-    )  # fmt: skip
+    )
     if act not in _ACTS or rank < 1:
         raise ValueError(f"act is `{act}` of {', '.join(_ACTS)} and rank {rank} of 1 and above")
     gates_x, gates_x_step = token_step(gates_x)
@@ -66,12 +70,29 @@ def mix(
     mixed = x.new_empty(b, length, d)
     functions()["mix"][x.dtype](
         _pack_mix(
-            b * length, d, rank, _ACTS[act], sequential, torch.get_num_threads(),
-            gates_x_step, gates_y_step, vectors_x_step, vectors_y_step, x_step, y_step,
-            gates_x.data_ptr(), address(gates_y), vectors_x.data_ptr(), address(vectors_y),
-            x.data_ptr(), y.data_ptr(), mixed.data_ptr(), scale, eps,
+            b * length,
+            d,
+            rank,
+            _ACTS[act],
+            sequential,
+            torch.get_num_threads(),
+            gates_x_step,
+            gates_y_step,
+            vectors_x_step,
+            vectors_y_step,
+            x_step,
+            y_step,
+            gates_x.data_ptr(),
+            address(gates_y),
+            vectors_x.data_ptr(),
+            address(vectors_y),
+            x.data_ptr(),
+            y.data_ptr(),
+            mixed.data_ptr(),
+            scale,
+            eps,
         )
-    )  # fmt: skip
+    )
     return mixed
 
 
@@ -94,10 +115,18 @@ def normalise(v_x, v_y, groups, eps):
     unit = v_x.new_empty(b, length, k)
     functions()["normalise"][v_x.dtype](
         _pack_normalise(
-            b * length, groups, k // groups, torch.get_num_threads(), x_step, y_step,
-            v_x.data_ptr(), address(v_y), unit.data_ptr(), eps,
+            b * length,
+            groups,
+            k // groups,
+            torch.get_num_threads(),
+            x_step,
+            y_step,
+            v_x.data_ptr(),
+            address(v_y),
+            unit.data_ptr(),
+            eps,
         )
-    )  # fmt: skip
+    )
     return unit
 
 
@@ -117,9 +146,15 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y, mask=None):
     b, length, d = shape = o.shape
     _no_gradient(o, x, D, z, weight, bias, y)
     check(
-        o.dtype, ("o", o, shape), ("x", x, shape), ("D", D, (d,)), ("z", z, shape),
-        ("weight", weight, (d,)), ("bias", bias, (d,)), ("y", y, shape),
-    )  # fmt: skip
+        o.dtype,
+        ("o", o, shape),
+        ("x", x, shape),
+        ("D", D, (d,)),
+        ("z", z, shape),
+        ("weight", weight, (d,)),
+        ("bias", bias, (d,)),
+        ("y", y, shape),
+    )
     fits = mask is None or (mask.shape == shape[:2] and mask.dtype is torch.bool and mask.is_cpu)
     if not fits:
         wrong = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
@@ -135,11 +170,27 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y, mask=None):
     residual = None if y is None else o.new_empty(b, length)
     functions()["finish"][o.dtype](
         _pack_finish(
-            b * length, d, _KINDS[kind], torch.get_num_threads(), o_step, x_step, z_step, y_step,
-            o.data_ptr(), address(x), address(D), address(z), weight.data_ptr(), address(bias),
-            address(y), address(mask), g.data_ptr(), address(residual), eps,
+            b * length,
+            d,
+            _KINDS[kind],
+            torch.get_num_threads(),
+            o_step,
+            x_step,
+            z_step,
+            y_step,
+            o.data_ptr(),
+            address(x),
+            address(D),
+            address(z),
+            weight.data_ptr(),
+            address(bias),
+            address(y),
+            address(mask),
+            g.data_ptr(),
+            address(residual),
+            eps,
         )
-    )  # fmt: skip
+    )
     return g, residual
 
 
@@ -171,9 +222,10 @@ def _self_check() -> float:
         normed = F.layer_norm((x + D * y) * F.silu(z), D.shape, D, D, eps)
         change = (y - normed).abs().amax(-1) / normed.abs().amax(-1)
         ours = (
-            mix(gate, None, v, z, x, y, 1, 1.0, eps), normalise(v, z, 1, eps),
+            mix(gate, None, v, z, x, y, 1, 1.0, eps),
+            normalise(v, z, 1, eps),
             *finish_residual(x, y, D, z, D, D, eps, "layer", y),
-        )  # fmt: skip
+        )
         pairs = zip(ours, (mixed, unit, normed, change))
         errors += [(a - b).abs().max().double() for a, b in pairs]
     return torch.stack(errors).max().item()

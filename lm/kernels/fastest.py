@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lm.kernels.cpu_build import cache_folder
+from lm.kernels.cache import cache_folder
 
 WARM_UP, REPEATS = 3, 5
 

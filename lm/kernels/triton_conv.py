@@ -55,9 +55,21 @@ def _tap(weight, col, inside, lag, K: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+    x,
+    before,
+    segments,
+    weight,
+    bias,
+    batch,
+    at,
+    col,
+    inside,
+    length,
+    d,
+    x_batch,
+    x_time,
     K: tl.constexpr,
-):  # fmt: skip
+):
     """The convolution at times `at`, before silu."""
     total = tl.zeros([1, 1], tl.float32)
     if bias is not None:
@@ -72,9 +84,21 @@ def _convolved(
 
 @triton.jit
 def _conv_kernel(
-    x, weight, bias, segments, before, out, length, d, blocks, x_batch, x_time,
-    K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    segments,
+    before,
+    out,
+    length,
+    d,
+    blocks,
+    x_batch,
+    x_time,
+    K: tl.constexpr,
+    TIMES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * TIMES + tl.arange(0, TIMES)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -88,9 +112,22 @@ def _conv_kernel(
 
 @triton.jit
 def _grad_before_silu(
-    grad, x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+    grad,
+    x,
+    before,
+    segments,
+    weight,
+    bias,
+    batch,
+    at,
+    col,
+    inside,
+    length,
+    d,
+    x_batch,
+    x_time,
     K: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of `_convolved` at times `at`, zero where there is no such time."""
     value = _convolved(
         x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time, K
@@ -102,9 +139,24 @@ def _grad_before_silu(
 
 @triton.jit
 def _conv_grad_kernel(
-    x, weight, bias, segments, before, grad, dx, dbefore, partials,
-    length, d, blocks, x_batch, x_time, K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    segments,
+    before,
+    grad,
+    dx,
+    dbefore,
+    partials,
+    length,
+    d,
+    blocks,
+    x_batch,
+    x_time,
+    K: tl.constexpr,
+    TIMES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """partials: (programs over time,K+1,d), what each adds to dweight and, in the last row, dbias.
 
     The convolution is computed again at every lag, from inputs that are in the cache by then: that
@@ -117,9 +169,22 @@ def _conv_grad_kernel(
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = col < d
     g = _grad_before_silu(
-        grad, x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+        grad,
+        x,
+        before,
+        segments,
+        weight,
+        bias,
+        batch,
+        at,
+        col,
+        inside,
+        length,
+        d,
+        x_batch,
+        x_time,
         K,
-    )  # fmt: skip
+    )
     own = partials + tl.program_id(0).to(tl.int64) * (K + 1) * d + col
     tl.store(own + K * d, tl.sum(g, 0), mask=inside)
     for lag in tl.static_range(K):
@@ -130,9 +195,22 @@ def _conv_grad_kernel(
     total = g * _tap(weight, col, inside, 0, K)
     for lag in range(1, K):
         g = _grad_before_silu(
-            grad, x, before, segments, weight, bias, batch, at + lag, col, inside, length, d,
-            x_batch, x_time, K,
-        )  # fmt: skip
+            grad,
+            x,
+            before,
+            segments,
+            weight,
+            bias,
+            batch,
+            at + lag,
+            col,
+            inside,
+            length,
+            d,
+            x_batch,
+            x_time,
+            K,
+        )
         if segments is not None:
             g = tl.where(_same(segments, batch, at + lag, at, length), g, 0.0)
         total += g * _tap(weight, col, inside, lag, K)
@@ -160,10 +238,21 @@ class _ShortConv(torch.autograd.Function):
         blocks = triton.cdiv(length, block["TIMES"])
         x = dense(x)
         launch(
-            _conv_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
-            x, weight, bias, segments, before, out, length, d, blocks, *x.stride()[:2],
-            K=k, **block,
-        )  # fmt: skip
+            _conv_kernel,
+            (b * blocks, triton.cdiv(d, block["COLUMNS"])),
+            x,
+            weight,
+            bias,
+            segments,
+            before,
+            out,
+            length,
+            d,
+            blocks,
+            *x.stride()[:2],
+            K=k,
+            **block,
+        )
         return out
 
     @staticmethod
@@ -179,10 +268,24 @@ class _ShortConv(torch.autograd.Function):
         partials = x.new_empty(b * blocks, k + 1, d, dtype=torch.float32)
         x = dense(x)
         launch(
-            _conv_grad_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
-            x, weight, bias, segments, before, grad.contiguous(), dx, dbefore, partials,
-            length, d, blocks, *x.stride()[:2], K=k, **block,
-        )  # fmt: skip
+            _conv_grad_kernel,
+            (b * blocks, triton.cdiv(d, block["COLUMNS"])),
+            x,
+            weight,
+            bias,
+            segments,
+            before,
+            grad.contiguous(),
+            dx,
+            dbefore,
+            partials,
+            length,
+            d,
+            blocks,
+            *x.stride()[:2],
+            K=k,
+            **block,
+        )
         *dweight, dbias = partials.sum(0)
         dweight = torch.stack(dweight, -1).unsqueeze(1).to(weight.dtype)
         return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dbefore
@@ -201,9 +304,11 @@ def short_conv(x, weight, bias=None, segments=None, before=None):
     """
     (b, length, d), k = x.shape, weight.shape[-1]
     check(
-        x=(x, x.shape), weight=(weight, (d, 1, k)), bias=(bias, (d,)),
+        x=(x, x.shape),
+        weight=(weight, (d, 1, k)),
+        bias=(bias, (d,)),
         before=(before, (b, k - 1, d)),
-    )  # fmt: skip
+    )
     if segments is not None and (segments.dtype != torch.int64 or segments.shape != (b, length)):
         found = f"{segments.dtype} {tuple(segments.shape)}"
         raise ValueError(f"segments is {found} where torch.int64 {b, length} is expected")

@@ -38,14 +38,37 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["length", "chunk", "chunks", "zero"])
 def _scan_kernel(
-    value, dt, A, vector, C, keep,  # inputs; vector is B
-    entering, chunk_states, chunk_decays,  # (b,k,n,d)
-    y, tiles, leaving,  # outputs (b,l,d) (b,t,n,d) (b,n,d)
-    length, chunk, chunks, d, n, zero,
-    value_row, value_time, dt_row, dt_time,
-    vector_row, vector_time, C_row, C_time,
-    REVERSE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    value,
+    dt,
+    A,
+    vector,
+    C,
+    keep,  # inputs; vector is B
+    entering,
+    chunk_states,
+    chunk_decays,  # (b,k,n,d)
+    y,
+    tiles,
+    leaving,  # outputs (b,l,d) (b,t,n,d) (b,n,d)
+    length,
+    chunk,
+    chunks,
+    d,
+    n,
+    zero,
+    value_row,
+    value_time,
+    dt_row,
+    dt_time,
+    vector_row,
+    vector_time,
+    C_row,
+    C_time,
+    REVERSE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Walk through one chunk for BLOCK_D channels. What is None is not read or not written. With
     REVERSE from the right: the state is the cotangent p, value is grad_y and vector is C."""
     row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
@@ -132,9 +155,7 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _carry_kernel(
-    first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     """What each chunk adds → the state entering it, in place: states, decays (b,k,n·d), from first
     (b,n·d); with REVERSE, from the last chunk to the first."""
     row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -158,12 +179,32 @@ def _carry_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _grad_kernel(
-    x, dt, A, B, C, keep, grad_y,  # B and C as (b,n,l), l padded with zeros to whole tiles
-    h_tiles, p_tiles,  # (b,t,n,d): h entering a tile, replaced by its part of dA; p entering it
-    dx, ddt, dB, dC,  # outputs (b,l,d) (b,l,d) (d blocks,b,n,l) (d blocks,b,n,l), l padded
-    length, d, n, rows, x_row, x_time, dt_row, dt_time, grad_row, grad_time,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    dt,
+    A,
+    B,
+    C,
+    keep,
+    grad_y,  # B and C as (b,n,l), l padded with zeros to whole tiles
+    h_tiles,
+    p_tiles,  # (b,t,n,d): h entering a tile, replaced by its part of dA; p entering it
+    dx,
+    ddt,
+    dB,
+    dC,  # outputs (b,l,d) (b,l,d) (d blocks,b,n,l) (d blocks,b,n,l), l padded
+    length,
+    d,
+    n,
+    rows,
+    x_row,
+    x_time,
+    dt_row,
+    dt_time,
+    grad_row,
+    grad_time,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """All gradients of one tile of time and BLOCK_D channels, from the states at its borders. The
     loops over its steps are unrolled: entry j of a tuple belongs to step j, of dus and ddts to step
     TILE − 1 − j."""
@@ -288,9 +329,13 @@ def _prepare(x, dt, A, B, C, h0, keep):
     """
     (b, length, d), n = x.shape, A.shape[-1]
     check(
-        x=(x, x.shape), dt=(dt, x.shape), A=(A, (d, n)), B=(B, (b, length, n)),
-        C=(C, (b, length, n)), h0=(h0, (b, d, n)),
-    )  # fmt: skip
+        x=(x, x.shape),
+        dt=(dt, x.shape),
+        A=(A, (d, n)),
+        B=(B, (b, length, n)),
+        C=(C, (b, length, n)),
+        h0=(h0, (b, d, n)),
+    )
     check_keep(keep, x)
     if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
         raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
@@ -316,26 +361,70 @@ def _entering(value, dt, A, vector, keep, first, chunk, reverse=False):
     outputs = dict(chunk_states=states, chunk_decays=decays)
     _launch_scan(value, dt, A, vector, keep, chunk, reverse, **outputs)
     launch(
-        _carry_kernel, (triton.cdiv(size, block), b),
-        first, states, decays, chunks, size, REVERSE=reverse, BLOCK=block, num_warps=2,
-    )  # fmt: skip
+        _carry_kernel,
+        (triton.cdiv(size, block), b),
+        first,
+        states,
+        decays,
+        chunks,
+        size,
+        REVERSE=reverse,
+        BLOCK=block,
+        num_warps=2,
+    )
     return states
 
 
 def _launch_scan(
-    value, dt, A, vector, keep, chunk, reverse=False, C=None, entering=None, chunk_states=None,
-    chunk_decays=None, y=None, tiles=None, leaving=None,
-):  # fmt: skip
+    value,
+    dt,
+    A,
+    vector,
+    keep,
+    chunk,
+    reverse=False,
+    C=None,
+    entering=None,
+    chunk_states=None,
+    chunk_decays=None,
+    y=None,
+    tiles=None,
+    leaving=None,
+):
     (b, length, d), n, chunks = value.shape, A.shape[0], _chunks(value.shape[1], chunk)
     block_d, block_n, num_warps = _blocks(d, n)
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
     launch(
-        _scan_kernel, grid,
-        value, dt, A, vector, C, keep, entering, chunk_states, chunk_decays, y, tiles, leaving,
-        length, chunk, chunks, d, n, 0, *value.stride()[:2], *dt.stride()[:2],
-        *vector.stride()[:2], *((0, 0) if C is None else C.stride()[:2]),
-        REVERSE=reverse, TILE=TILE, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+        _scan_kernel,
+        grid,
+        value,
+        dt,
+        A,
+        vector,
+        C,
+        keep,
+        entering,
+        chunk_states,
+        chunk_decays,
+        y,
+        tiles,
+        leaving,
+        length,
+        chunk,
+        chunks,
+        d,
+        n,
+        0,
+        *value.stride()[:2],
+        *dt.stride()[:2],
+        *vector.stride()[:2],
+        *((0, 0) if C is None else C.stride()[:2]),
+        REVERSE=reverse,
+        TILE=TILE,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
 
 
 def _forward(x, dt, A, B, C, h0, keep):
@@ -368,11 +457,30 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
     dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
     dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
     launch(
-        _grad_kernel, (blocks, tiles, b),
-        x, dt, A, *BC_tiles, keep, grad_y, h_tiles, p_tiles, dx, ddt, *dBC, length, d, n, b,
-        *x.stride()[:2], *dt.stride()[:2], *grad_y.stride()[:2],
-        TILE=TILE, BLOCK_D=block_d, num_warps=1,
-    )  # fmt: skip
+        _grad_kernel,
+        (blocks, tiles, b),
+        x,
+        dt,
+        A,
+        *BC_tiles,
+        keep,
+        grad_y,
+        h_tiles,
+        p_tiles,
+        dx,
+        ddt,
+        *dBC,
+        length,
+        d,
+        n,
+        b,
+        *x.stride()[:2],
+        *dt.stride()[:2],
+        *grad_y.stride()[:2],
+        TILE=TILE,
+        BLOCK_D=block_d,
+        num_warps=1,
+    )
     dB, dC = dBC.sum(1)[..., :length].transpose(2, 3)
     return dx, ddt, h_tiles.sum((0, 1)), dB, dC, dh0
 

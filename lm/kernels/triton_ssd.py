@@ -84,11 +84,36 @@ def _between(log, resets, CHUNK: tl.constexpr):
 
 @triton.jit
 def _states(
-    v, w, dt, A, keep, states, over, length, heads, chunks, groups,
-    v_b, v_l, v_h, w_b, w_l, w_g, dt_b, dt_l, dt_h, keep_b, keep_l,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    v,
+    w,
+    dt,
+    A,
+    keep,
+    states,
+    over,
+    length,
+    heads,
+    chunks,
+    groups,
+    v_b,
+    v_l,
+    v_h,
+    w_b,
+    w_l,
+    w_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """What a chunk adds to the state that leaves it, from v = x and w = B; REVERSE: to the gradient
     of the state that enters it, from v = ∂y and w = C. states: (b,i,h,p,n), over: (b,i,h)."""
     row, chunk, head, group = _place(heads, chunks, groups)
@@ -108,9 +133,16 @@ def _states(
 
 @triton.jit
 def _carry(
-    states, over, first, last, heads, chunks,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    states,
+    over,
+    first,
+    last,
+    heads,
+    chunks,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Replace what every chunk adds by the state it starts from, chunk by chunk; REVERSE: the last
     chunk is the first. first, last: (b,h,p·n), the state before (None: zero) and after it all."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -133,11 +165,40 @@ def _carry(
 
 @triton.jit
 def _output(
-    x, B, C, dt, A, keep, states, y, final, length, heads, chunks, groups,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, dt_b, dt_l, dt_h, keep_b, keep_l,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    x,
+    B,
+    C,
+    dt,
+    A,
+    keep,
+    states,
+    y,
+    final,
+    length,
+    heads,
+    chunks,
+    groups,
+    x_b,
+    x_l,
+    x_h,
+    B_b,
+    B_l,
+    B_g,
+    C_b,
+    C_l,
+    C_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y of a chunk from its entering state (None: zero), and the final state unless None (then the
     chunk is the only one)."""
     row, chunk, head, group = _place(heads, chunks, groups)
@@ -166,12 +227,49 @@ def _output(
 
 @triton.jit
 def _backward(
-    x, B, C, dt, A, keep, grad_y, states, grad_states, dx, ddt, dA, dB, dC, dh0,
-    length, heads, chunks, groups,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, dt_b, dt_l, dt_h, keep_b, keep_l, y_b, y_l, y_h,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    x,
+    B,
+    C,
+    dt,
+    A,
+    keep,
+    grad_y,
+    states,
+    grad_states,
+    dx,
+    ddt,
+    dA,
+    dB,
+    dC,
+    dh0,
+    length,
+    heads,
+    chunks,
+    groups,
+    x_b,
+    x_l,
+    x_h,
+    B_b,
+    B_l,
+    B_g,
+    C_b,
+    C_l,
+    C_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    y_b,
+    y_l,
+    y_h,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of a chunk from its entering state and that of its leaving one (None: zero).
 
     dA is (b,i,h), dB and dC are (b,l,h,n): parts to be summed. dh0: None, or the chunk is the only
@@ -271,12 +369,30 @@ def _shared(x, dt, A, B, C, keep, backward=False):
     precision = "ieee" if torch.float32 in (x.dtype, B.dtype, C.dtype) else "tf32"
     chunk, block, warps = _blocks(length, p, n, precision, backward)
     return dict(
-        x=x, dt=dt, A=A, B=B, C=C, keep=keep, length=length, heads=heads, groups=groups,
-        chunks=max(1, triton.cdiv(length, chunk)), **_strides("x", x, "blh"),
-        **_strides("dt", dt, "blh"), **_strides("B", B, "blg"), **_strides("C", C, "blg"),
-        **_strides("keep", keep, "bl"), P=p, N=n, BP=block, CHUNK=chunk, PRECISION=precision,
-        BN=max(16, triton.next_power_of_2(n)), num_warps=warps, num_stages=1,
-    )  # fmt: skip
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        keep=keep,
+        length=length,
+        heads=heads,
+        groups=groups,
+        chunks=max(1, triton.cdiv(length, chunk)),
+        **_strides("x", x, "blh"),
+        **_strides("dt", dt, "blh"),
+        **_strides("B", B, "blg"),
+        **_strides("C", C, "blg"),
+        **_strides("keep", keep, "bl"),
+        P=p,
+        N=n,
+        BP=block,
+        CHUNK=chunk,
+        PRECISION=precision,
+        BN=max(16, triton.next_power_of_2(n)),
+        num_warps=warps,
+        num_stages=1,
+    )
 
 
 def _run(kernel, rows, columns, arguments):
@@ -369,9 +485,13 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
     if n > MAX_STATES:
         raise Unsupported(f"B has n = {n} states: at most {MAX_STATES} fit")
     check(
-        x=(x, x.shape), dt=(dt, (b, length, h)), A=(A, (h,)), B=(B, (b, length, g, n)),
-        C=(C, (b, length, g, n)), h0=(h0, (b, h, p, n)),
-    )  # fmt: skip
+        x=(x, x.shape),
+        dt=(dt, (b, length, h)),
+        A=(A, (h,)),
+        B=(B, (b, length, g, n)),
+        C=(C, (b, length, g, n)),
+        h0=(h0, (b, h, p, n)),
+    )
     check_keep(keep, x)
     h0 = None if h0 is None else h0.contiguous()
     return _SSDScan.apply(dense(x), dt, A.contiguous(), dense(B), dense(C), h0, keep)

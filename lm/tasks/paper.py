@@ -78,26 +78,40 @@ def _arc(name: str, metric: str) -> SuiteTask:
 
 TASKS = {
     "lambada_openai": SuiteTask(
-        "lambada", "acc", {"lambada_openai": "test"}, ("text",),
-        _has_last_word, "`text` of two words at least",
+        "lambada",
+        "acc",
+        {"lambada_openai": "test"},
+        ("text",),
+        _has_last_word,
+        "`text` of two words at least",
     ),
     "hellaswag": SuiteTask(
-        "hellaswag", "acc_norm", {"hellaswag_val": "validation"},
+        "hellaswag",
+        "acc_norm",
+        {"hellaswag_val": "validation"},
         ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-        _ending_is_known, "`label` the number of one of the `endings`, from 0",
+        _ending_is_known,
+        "`label` the number of one of the `endings`, from 0",
     ),
     "piqa": SuiteTask(
-        "piqa", "acc", {"piqa_val": "validation"}, ("goal", "sol1", "sol2", "label"),
-        _solution_is_known, "`label` 0 or 1",
+        "piqa",
+        "acc",
+        {"piqa_val": "validation"},
+        ("goal", "sol1", "sol2", "label"),
+        _solution_is_known,
+        "`label` 0 or 1",
     ),
     "arc_easy": _arc("arc_easy", "acc"),
     "arc_challenge": _arc("arc_challenge", "acc_norm"),
     "winogrande": SuiteTask(
-        "winogrande", "acc", {"winogrande_val": "validation"},
+        "winogrande",
+        "acc",
+        {"winogrande_val": "validation"},
         ("sentence", "option1", "option2", "answer"),
-        _option_is_known, "`answer` \"1\" or \"2\", and `sentence` with a _",
+        _option_is_known,
+        '`answer` "1" or "2", and `sentence` with a _',
     ),
-}  # fmt: skip
+}
 
 
 class Source(NamedTuple):

@@ -24,14 +24,15 @@ except ImportError:
     triton = None
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 
 # glibc gives large temporaries back to the system after every operation, and each new one costs
 # page faults. This keeps the memory, for all that is measured alike.
 MALLOC = {
-    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": str(2**26),
     "MALLOC_ARENA_MAX": "1",
-}  # fmt: skip
+}
 
 
 class Shape(NamedTuple):
@@ -75,9 +76,11 @@ def parser(doc, repeats=15, shape="small"):
     p.add_argument("--threads", type=numbers, default=[1], help="1,2: once with each (CPU)")
     p.add_argument("--repeats", type=int, default=repeats)
     p.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall",
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
         help="cpu: processor seconds, for one thread beside other jobs",
-    )  # fmt: skip
+    )
     p.add_argument("--rows", default="", help="only those with one of these in the name: A|B")
     p.add_argument("--json", help="also write the numbers here")
     return p

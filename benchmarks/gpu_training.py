@@ -1,7 +1,7 @@
 """The demo model trained in bf16 by a plain loop, with kernels, and for a few updates without; then
 saved, loaded and generating. A part of `make gpu-check`.
 
-python benchmarks/gpu_train.py [--device cuda --updates 200 --plain 20 --json FILE]
+python -m benchmarks.gpu_training [--device cuda --updates 200 --plain 20 --json FILE]
 
 It needs torch, transformers, tokenizers and PyYAML alone. Exits with 1 when a check fails.
 """
@@ -22,7 +22,6 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.kernels import available
 from lm.metrics import fixed_point_metrics, probe
 from lm.model.configuration_fprnn import FPRNNConfig
@@ -84,10 +83,14 @@ def build(cfg, bpe):
     longest = max(2048, cfg["data"]["seq_len"])
     return FPRNNForCausalLM(
         FPRNNConfig(
-            **cfg["model"], **cfg.get("solver", {}), vocab_size=vocab_size,
-            max_position_embeddings=longest, eos_token_id=eos, pad_token_id=eos,
+            **cfg["model"],
+            **cfg.get("solver", {}),
+            vocab_size=vocab_size,
+            max_position_embeddings=longest,
+            eos_token_id=eos,
+            pad_token_id=eos,
         )
-    )  # fmt: skip
+    )
 
 
 def optimiser(cfg, model, updates):
