@@ -179,7 +179,7 @@ def make(folder: Path, corpus: Corpus, data: Data, eos: int) -> Waste:
     Raises:
         DataError: its documents cannot be found. OutputError: it cannot be written.
     """
-    header = _settings(data) | {"sha256": corpus.meta.sha256["train.bin"]}
+    header = _settings(data) | {"sha256": corpus.meta.checksum("train.bin")}
     if (found := read(folder, data)) is not None and found[2] == header:
         return found[1]
     packing, cost = packed(corpus, data, eos)

@@ -42,6 +42,10 @@ class Meta:
     def tokens(self) -> int:
         return self.train_tokens + self.val_tokens
 
+    def checksum(self, name: str) -> str:
+        """The sha256 of a file, once `verify` or `prepare` has seen that there is one."""
+        return (self.sha256 or {})[name]
+
     @property
     def bytes(self) -> int:
         return self.tokens * np.dtype(self.dtype).itemsize

@@ -100,7 +100,8 @@ def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
     Raises:
         DataError: hopeless (not found, not allowed, no such configuration), or patience at an end.
     """
-    waited, failures = 0.0, 0
+    waited = 0.0
+    failures = 0
     while True:
         try:
             return attempt()
@@ -134,12 +135,17 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return found
 
 
+def _statuses(errors: list[BaseException]) -> list[int]:
+    """The HTTP statuses of those errors that are answers of a server."""
+    found = [getattr(getattr(e, "response", None), "status_code", None) for e in errors]
+    return [status for status in found if status]
+
+
 def _is_passing(error: Exception) -> bool:
     """Whether trying again may cure it. `datasets` says "not found" of a 503 as well, so what the
     server answered counts, where it did."""
     chain = _chain(error)
-    responses = [getattr(e, "response", None) for e in chain]
-    statuses = [r.status_code for r in responses if getattr(r, "status_code", None)]
+    statuses = _statuses(chain)
     if statuses:
         return any(status >= 500 or status in PASSING for status in statuses)
     if isinstance(error, FileNotFoundError | PermissionError):
@@ -154,7 +160,7 @@ def _advice(error: Exception) -> str | None:
     """A sentence for a hopeless fault that a key of the config mends."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
         return f"{str(error).strip().splitlines()[0]}; set data.name"
-    statuses = [getattr(getattr(e, "response", None), "status_code", None) for e in _chain(error)]
+    statuses = _statuses(_chain(error))
     if 401 in statuses or 403 in statuses:
         return f"{first_line(error)}; log in (`hf auth login`) or set HF_TOKEN"
     if isinstance(error, FileNotFoundError):

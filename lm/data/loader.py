@@ -36,7 +36,9 @@ def build(
     Raises:
         DataError: the corpus is not prepared.
     """
-    corpora, size = open_sources(cfg, run_dir), cfg.train.micro_batch_size
+    corpora = open_sources(cfg, run_dir)
+    size = cfg.train.micro_batch_size
+    train: MapLoader | StreamLoader | MixtureLoader
     place = (rank, world_size)
     eos = tokenizer.eos_token_id
     if cfg.data.mixture is not None:
@@ -71,7 +73,7 @@ def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Ro
         return PlainRows(corpus.train, cfg.data.seq_len)
     folder = place_in_run(run_dir, name)
     found = best_fit.read(folder, cfg.data)
-    if found is None or found[2]["sha256"] != corpus.meta.sha256["train.bin"]:
+    if found is None or found[2]["sha256"] != corpus.meta.checksum("train.bin"):
         raise DataError(
             f"{folder / best_fit.FILE} is not there, damaged or of another corpus: continue the"
             " run with resume=auto, and it is made again"

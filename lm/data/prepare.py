@@ -92,7 +92,7 @@ def prepare(
         meta = _in_run(cfg.data, tokenizer, folder, progress)
         entry = folder
     else:
-        meta = read_meta(entry)
+        meta = _meta_of(entry)
         verify(entry, meta, len(tokenizer))
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
@@ -104,6 +104,18 @@ def prepare(
     if entry != folder:
         _write_record(folder, entry, wanted, cfg.data, tokenizer, meta, record)
     return open_folder(entry)
+
+
+def _meta_of(entry: Path) -> Meta:
+    """What an entry of the cache says of itself, once it has been found or made.
+
+    Raises:
+        DataError: it is damaged, or has gone since.
+    """
+    meta = read_meta(entry)
+    if meta is None:
+        raise DataError(f"{entry}, the prepared corpus, is gone: start again, and it is made anew")
+    return meta
 
 
 def place_in_run(run_dir: Path, name: str = "") -> Path:
@@ -145,7 +157,7 @@ def ensure_here(
     if (folder / "meta.json").exists() or record is None or _find(folder, record):
         return
     entry = _entry(cfg, tokenizer, folder, record, None)
-    if entry is None or read_meta(entry).sha256 != record.sha256:
+    if entry is None or _meta_of(entry).sha256 != record.sha256:
         raise DataError(
             f"{_place(folder, record)}, the corpus of {run_dir}, is not on this node: set"
             " data.cache to a folder that all nodes share"
@@ -169,7 +181,7 @@ def prepare_ahead(
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     made = _make(entry, cfg.data, tokenizer, progress)
-    meta = read_meta(entry)
+    meta = _meta_of(entry)
     if not made:
         verify(entry, meta, len(tokenizer))
     check_enough(meta, cfg.data)
@@ -387,7 +399,7 @@ def _write_record(
         began_with = before.fingerprint
     else:
         began_with = fingerprint(data, tokenizer)
-    record = Record(place, settings, began_with, meta.sha256)
+    record = Record(place, settings, began_with, meta.sha256 or {})
     if record == before:
         return
     with writing(folder):

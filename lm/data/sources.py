@@ -83,7 +83,7 @@ def source_files(data: Data) -> list[Path]:
     Raises:
         DataError: there are none.
     """
-    path = Path(data.path).expanduser()
+    path = Path(data.path or "").expanduser()  # the schema asks local sources for a path
     if path.is_file():
         return [path]
     if path.is_dir():

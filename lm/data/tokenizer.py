@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -235,7 +236,7 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
-    merges = [tuple(line.split(" ")) for line in lines if line.strip()]
+    merges: Any = [tuple(line.split(" ")) for line in lines if line.strip()]
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -249,7 +250,7 @@ def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     require("sentencepiece", "a tokenizer.model")
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
     model.ParseFromString((folder / "tokenizer.model").read_bytes())
     trainer, rules = model.trainer_spec, model.normalizer_spec
     if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:

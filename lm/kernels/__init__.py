@@ -171,7 +171,9 @@ def available(device_type="cpu") -> str:
     Raises:
         BackendError: FPRNN_KERNELS names what can compute nothing here.
     """
-    name, parts, missing = asked(), [], {}
+    name = asked()
+    parts: list[str] = []
+    missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
     for operation in OPERATIONS:

@@ -89,9 +89,17 @@ def _self_check() -> float:
             return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
 
         columns = d + 1 + 2 * n
-        given = wave(b, length, columns), wave(columns, d) / 9, wave(b, length, d)
-        given += wave(b, length, d).abs() / 4, -1 - wave(n, d).abs().t()
-        given += wave(b, length, d) / 2 + 1, wave(d) / 4, wave(d) + 1, wave(d) / 4
+        given = (
+            wave(b, length, columns),
+            wave(columns, d) / 9,
+            wave(b, length, d),
+            wave(b, length, d).abs() / 4,
+            -1 - wave(n, d).abs().t(),
+            wave(b, length, d) / 2 + 1,
+            wave(d) / 4,
+            wave(d) + 1,
+            wave(d) / 4,
+        )
         inputs = [t.detach().requires_grad_() for t in given]
         others = layout, options, _MAMBA1, None, None, None, None
         ours = _Cell.apply(*inputs, others)[0]

@@ -24,7 +24,8 @@ def _self_check(device) -> float:
     before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
     theirs = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * before)
     results = [(y, *torch.autograd.grad(y.sum(), (x, taps))) for y in (short_conv(x, taps), theirs)]
-    return triton_build.deviation(*results, 1e-4)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4)
 
 
 @triton.jit
@@ -84,12 +85,12 @@ def _convolved(
 
 @triton.jit
 def _conv_kernel(
-    x,
-    weight,
-    bias,
-    segments,
-    before,
-    out,
+    x,  # in (b,l,d)
+    weight,  # in (d,K)
+    bias,  # in (d,)
+    segments,  # in (b,l)
+    before,  # in (b,K−1,d)
+    out,  # out (b,l,d)
     length,
     d,
     blocks,
@@ -139,15 +140,15 @@ def _grad_before_silu(
 
 @triton.jit
 def _conv_grad_kernel(
-    x,
-    weight,
-    bias,
-    segments,
-    before,
-    grad,
-    dx,
-    dbefore,
-    partials,
+    x,  # in (b,l,d)
+    weight,  # in (d,K)
+    bias,  # in (d,)
+    segments,  # in (b,l)
+    before,  # in (b,K−1,d)
+    grad,  # in (b,l,d)
+    dx,  # out (b,l,d)
+    dbefore,  # out (b,K−1,d)
+    partials,  # out, see below
     length,
     d,
     blocks,
@@ -162,6 +163,7 @@ def _conv_grad_kernel(
     The convolution is computed again at every lag, from inputs that are in the cache by then: that
     costs less than keeping it, or its gradient, in memory.
     """
+    # 1. Which times of which row, and COLUMNS of its channels.
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * TIMES + tl.arange(0, TIMES)
     if before is not None:
@@ -185,6 +187,7 @@ def _conv_grad_kernel(
         x_time,
         K,
     )
+    # 2. This program's parts of dbias and, lag by lag, of dweight.
     own = partials + tl.program_id(0).to(tl.int64) * (K + 1) * d + col
     tl.store(own + K * d, tl.sum(g, 0), mask=inside)
     for lag in tl.static_range(K):
@@ -192,6 +195,7 @@ def _conv_grad_kernel(
         if segments is not None:
             value = tl.where(_same(segments, batch, at, at - lag, length), value, 0.0)
         tl.store(own + (K - 1 - lag) * d, tl.sum(g * value, 0), mask=inside)
+    # 3. The gradient of an input: from all the times that read it.
     total = g * _tap(weight, col, inside, 0, K)
     for lag in range(1, K):
         g = _grad_before_silu(

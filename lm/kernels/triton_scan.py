@@ -38,18 +38,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["length", "chunk", "chunks", "zero"])
 def _scan_kernel(
-    value,
-    dt,
-    A,
-    vector,
-    C,
-    keep,  # inputs; vector is B
-    entering,
-    chunk_states,
-    chunk_decays,  # (b,k,n,d)
-    y,
-    tiles,
-    leaving,  # outputs (b,l,d) (b,t,n,d) (b,n,d)
+    value,  # in (b,l,d): x
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    vector,  # in (b,l,n): B
+    C,  # in (b,l,n)
+    keep,  # in (b,l)
+    entering,  # in (b,k,n,d): the state before each chunk
+    chunk_states,  # out (b,k,n,d): what a chunk adds
+    chunk_decays,  # out (b,k,n,d): what it leaves of the state before it
+    y,  # out (b,l,d)
+    tiles,  # out (b,t,n,d): the state at the border of every tile
+    leaving,  # out (b,n,d): the state after the last chunk
     length,
     chunk,
     chunks,
@@ -71,6 +71,7 @@ def _scan_kernel(
 ):
     """Walk through one chunk for BLOCK_D channels. What is None is not read or not written. With
     REVERSE from the right: the state is the cotangent p, value is grad_y and vector is C."""
+    # 1. Which chunk of which row, and BLOCK_D of its channels; their rates A (n,d) in base 2.
     row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if REVERSE and chunk_states is not None:
         c += 1  # nothing needs what leaves the first chunk to the left
@@ -82,6 +83,7 @@ def _scan_kernel(
     at_nd = at_n[:, None] * d + at_d[None, :] + zero
     rate = tl.load(A + at_nd, mask=nd_in, other=0.0).to(tl.float32) * LOG2E
 
+    # 2. Pointers to the chunk's first step, which in REVERSE is its last in time.
     begin = c * chunk
     steps = tl.minimum(chunk, length - begin)
     t = begin
@@ -96,6 +98,7 @@ def _scan_kernel(
     if REVERSE:
         value_time, dt_time, vector_time = -value_time, -dt_time, -vector_time
 
+    # 3. The state (n,d) before that step.
     h = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if entering is not None:
         h = tl.load(entering + (row * chunks + c) * n * d + at_nd, mask=nd_in, other=0.0)
@@ -104,6 +107,7 @@ def _scan_kernel(
     more = tl.where(steps > 0, d, 0)
     next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
     next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
+    # 4. Step by step: note the state at a tile's border, update it, read y from it.
     i = 0
     while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
         i += 1
@@ -142,6 +146,7 @@ def _scan_kernel(
             y += d
         total += r
 
+    # 5. What the next kernel needs of this chunk, and the state after all of them.
     if chunk_states is not None:
         at = (row * chunks + c) * n * d + at_nd
         tl.store(chunk_states + at, h, mask=nd_in)
@@ -179,19 +184,19 @@ def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["length"])
 def _grad_kernel(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    keep,
-    grad_y,  # B and C as (b,n,l), l padded with zeros to whole tiles
-    h_tiles,
-    p_tiles,  # (b,t,n,d): h entering a tile, replaced by its part of dA; p entering it
-    dx,
-    ddt,
-    dB,
-    dC,  # outputs (b,l,d) (b,l,d) (d blocks,b,n,l) (d blocks,b,n,l), l padded
+    x,  # in (b,l,d)
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    B,  # in (b,n,l), l padded with zeros to whole tiles
+    C,  # in (b,n,l), padded alike
+    keep,  # in (b,l)
+    grad_y,  # in (b,l,d)
+    h_tiles,  # in (b,t,n,d): h that enters each tile; out: the tile's part of dA
+    p_tiles,  # in (b,t,n,d): p that enters each tile, from the right
+    dx,  # out (b,l,d)
+    ddt,  # out (b,l,d)
+    dB,  # out (blocks of d,b,n,l), padded: parts to be summed
+    dC,  # out, as dB
     length,
     d,
     n,
@@ -217,6 +222,7 @@ def _grad_kernel(
     grad_y += row * grad_row + start * grad_time
     at_out = (row * length + start) * d + at_d
 
+    # 1. Read the tile's steps: u = Δ x, Δ and the gradient of y, each (d,).
     us, rs, gs, log_keeps, dus, ddts = (), (), (), (), (), ()
     for j in tl.static_range(TILE):
         # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
@@ -231,6 +237,8 @@ def _grad_kernel(
         dus += (tl.zeros([BLOCK_D], tl.float32),)
         ddts += (tl.zeros([BLOCK_D], tl.float32),)
 
+    # 2. State entry by state entry (n of them): forward through the tile for h, back for p and
+    #    all gradients.
     s = 0
     while s < n:
         at_state = ((row * tiles + tile) * n + s) * d + at_d
@@ -263,6 +271,7 @@ def _grad_kernel(
         tl.store(h_tiles + at_state, d_rate, mask=d_in)
         s += 1
 
+    # 3. From the gradient of u = Δ x to those of x and Δ.
     for j in tl.static_range(TILE):
         inside = at_d < tl.where(start + j < length, d, 0)
         v = tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32)
@@ -297,7 +306,8 @@ def self_check(scan, with_state=True) -> float:
     for y, state in (scan(*inputs), (torch.stack(ys, 1), h)):
         loss = y.sum() + state.sum() if with_state else y.sum()
         results.append((y, state, *torch.autograd.grad(loss, inputs)))
-    return triton_build.deviation(*results, 1e-4)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4)
 
 
 def _blocks(d, n):

@@ -84,13 +84,13 @@ def _between(log, resets, CHUNK: tl.constexpr):
 
 @triton.jit
 def _states(
-    v,
-    w,
-    dt,
-    A,
-    keep,
-    states,
-    over,
+    v,  # (b,l,h,p): x, or ∂y
+    w,  # (b,l,g,n): B, or C
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    states,  # out (b,i,h,p,n)
+    over,  # out (b,i,h)
     length,
     heads,
     chunks,
@@ -133,10 +133,10 @@ def _states(
 
 @triton.jit
 def _carry(
-    states,
-    over,
-    first,
-    last,
+    states,  # in and out (b,i,h,p·n)
+    over,  # in (b,i,h)
+    first,  # in (b,h,p·n)
+    last,  # out (b,h,p·n)
     heads,
     chunks,
     SIZE: tl.constexpr,
@@ -165,15 +165,15 @@ def _carry(
 
 @triton.jit
 def _output(
-    x,
-    B,
-    C,
-    dt,
-    A,
-    keep,
-    states,
-    y,
-    final,
+    x,  # (b,l,h,p)
+    B,  # (b,l,g,n)
+    C,  # (b,l,g,n)
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    states,  # in (b,i,h,p,n)
+    y,  # out (b,l,h,p)
+    final,  # out (b,h,p,n)
     length,
     heads,
     chunks,
@@ -227,21 +227,21 @@ def _output(
 
 @triton.jit
 def _backward(
-    x,
-    B,
-    C,
-    dt,
-    A,
-    keep,
-    grad_y,
-    states,
-    grad_states,
-    dx,
-    ddt,
-    dA,
-    dB,
-    dC,
-    dh0,
+    x,  # (b,l,h,p)
+    B,  # (b,l,g,n)
+    C,  # (b,l,g,n)
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    grad_y,  # (b,l,h,p)
+    states,  # in (b,i,h,p,n)
+    grad_states,  # in (b,i,h,p,n)
+    dx,  # out (b,l,h,p)
+    ddt,  # out (b,l,h)
+    dA,  # out (b,i,h)
+    dB,  # out (b,l,h,n)
+    dC,  # out (b,l,h,n)
+    dh0,  # out (b,h,p,n)
     length,
     heads,
     chunks,
@@ -277,6 +277,7 @@ def _backward(
     gradient of dt_t A is what passes step t: from j < t to k ≥ t, to the end, from the start, and
     from the start to the end.
     """
+    # 1. The chunk's decays (c,), B and C (c,n), and the forward's scores (c,c).
     row, chunk, head, group = _place(heads, chunks, groups)
     t, inside, dt_c, log, resets, to_end, from_start, over_c = _decays(
         dt, A, keep, row, chunk, head, length, dt_b, dt_l, dt_h, keep_b, keep_l, CHUNK
@@ -292,6 +293,7 @@ def _backward(
     through = 0.0
     at = tl.program_id(0).to(tl.int64)
     flat = row * length * heads + head  # of this row and head in (b,l,h)
+    # 2. BP rows of the head at a time: dx, and their shares of dscores, dB and dC.
     for first in range(0, P, BP):
         x_cp = _tile(x + row * x_b + head * x_h, x_l, t, inside, first, P, BP)
         g_cp = _tile(grad_y + row * y_b + head * y_h, y_l, t, inside, first, P, BP)
@@ -316,6 +318,7 @@ def _backward(
         x_du += tl.sum(x_cp * du, 1)
         _put(dx + flat * P, heads * P, t, inside, first, du * dt_c[:, None], P, BP)
 
+    # 3. The gradient of dt_t A: what passes step t.
     dC_cn *= from_start[:, None]
     dB_cn *= (dt_c * to_end)[:, None]
     started, ended = tl.sum(dC_cn * C_cn, 1), tl.sum(dB_cn * B_cn, 1)
@@ -527,4 +530,5 @@ def self_check(scan, dtype, allowed) -> float:
         (y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves))
         for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), rounded))
     ]
-    return triton_build.deviation(*results, allowed)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, allowed)

@@ -142,8 +142,8 @@ def choose(tasks: list[str], data: Path | str | None) -> dict[str, Source]:
     folder = Path(data).expanduser()
     if not folder.is_dir():
         raise SuiteError(f"no folder of evaluation data at {folder}")
-    found = {name: _find(folder, name) for name in chosen}
-    missing = [name for name, source in found.items() if source is None]
+    found = {name: source for name in chosen if (source := _find(folder, name)) is not None}
+    missing = [name for name in chosen if name not in found]
     if missing:
         wanted = "; ".join(f"{name}: {_names(name)}" for name in missing)
         there = [name for name in chosen if name not in missing]
@@ -246,6 +246,8 @@ def _from_file(name: str, source: Source) -> dict:
     """lm-eval's definition of a task, with its documents from a file: only what says where they
     are is replaced. As the one member of a group: there lm-eval puts what is given over the task's
     own definition, by itself in its place."""
+    if source.path is None:
+        raise ValueError(f"the source of {name} is no file")
     rows = list(_rows(name, source.path))
 
     def documents(**_):
