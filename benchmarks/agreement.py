@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from synthetic import tasks
 from synthetic.build import load_run
@@ -23,7 +26,9 @@ SCHEDULES = ("window:4", "window:16", "window:64", "parallel")
 
 
 @torch.no_grad()
-def answers(model, ids, schedule, tol):
+def answers(
+    model: torch.nn.Module, ids: Tensor, schedule: str, tol: float
+) -> tuple[Tensor, float, float]:
     """The most likely answers (b,l), evaluations a token, the share of tokens that failed."""
     with model.solving(token="exact", schedule=schedule, eval_tol=tol):
         output = model(input_ids=ids)
@@ -32,7 +37,9 @@ def answers(model, ids, schedule, tol):
     return output.logits.argmax(-1), report.evaluations.double().mean().item(), most
 
 
-def rows_of(run, lengths, sequences, tol):
+def rows_of(
+    run: str, lengths: Iterable[int], sequences: int, tol: float
+) -> Iterator[dict[str, Any]]:
     """One row a length and schedule."""
     _, task, model, _ = load_run(run)
     for length in lengths:

@@ -1,16 +1,22 @@
 """What is measured against each other: ours, the paper's procedure, Mamba, and peers if present."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.utils import logging
 
 from benchmarks import paper
+from benchmarks.harness import Shape
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import selective_scan, selective_scan_plain
@@ -19,7 +25,7 @@ logging.set_verbosity_error()  # transformers says that Mamba's kernels are miss
 
 
 @contextlib.contextmanager
-def kernels(name):
+def kernels(name: str) -> Iterator[None]:
     """Under FPRNN_KERNELS=name."""
     before = os.environ.get("FPRNN_KERNELS", "auto")
     os.environ["FPRNN_KERNELS"] = name
@@ -29,7 +35,7 @@ def kernels(name):
         os.environ["FPRNN_KERNELS"] = before
 
 
-def blocks(model):
+def blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
     return [layer.block for layer in model.backbone.layers]
 
 
@@ -44,33 +50,35 @@ EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 
 
 @contextlib.contextmanager
-def running(model, kernel="auto", **fields):
+def running(
+    model: FPRNNForCausalLM, kernel: str = "auto", **fields: Any
+) -> Iterator[FPRNNForCausalLM]:
     """Inside, the model solves with these solver fields and under FPRNN_KERNELS=kernel."""
     with model.solving(**fields), kernels(kernel):
         yield model
 
 
-def chunked_scan(*inputs):
+def chunked_scan(*inputs: Tensor) -> Tensor:
     """Our scan in plain PyTorch, as the paper's procedure calls one."""
     return selective_scan_plain(*inputs)[0]
 
 
-def fastest_scan(*inputs):
+def fastest_scan(*inputs: Tensor) -> Tensor:
     """The fastest scan that there is here, as the paper's procedure calls one."""
     return selective_scan(*inputs)[0]
 
 
-def paper_block(block, scan=chunked_scan):
+def paper_block(block: Any, scan: paper.Scan = chunked_scan) -> paper.Block:
     """A block's weights in the paper's procedure."""
     return paper.Block(dict(block.named_parameters()), block.config, scan)
 
 
-def paper_model(model, scan=chunked_scan):
+def paper_model(model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan) -> paper.LanguageModel:
     """The same weights, solved by the paper's procedure."""
     return paper.LanguageModel(model, scan).train(model.training)
 
 
-def ours(shape, **options):
+def ours(shape: Shape, **options: Any) -> FPRNNForCausalLM:
     """FP-Mamba-1 of this shape, seeded."""
     torch.manual_seed(0)
     config = FPRNNConfig(
@@ -86,12 +94,12 @@ def ours(shape, **options):
     return FPRNNForCausalLM(config)
 
 
-def our_mamba(shape):
+def our_mamba(shape: Shape) -> FPRNNForCausalLM:
     """Mamba of this shape on our scan, in our model."""
     return ours(shape, layers="mamba")
 
 
-def their_mamba(shape):
+def their_mamba(shape: Shape) -> MambaForCausalLM:
     """transformers' Mamba of this shape."""
     config = MambaConfig(
         vocab_size=shape.vocab,
@@ -105,11 +113,11 @@ def their_mamba(shape):
     return MambaForCausalLM(config)
 
 
-def present(package):
+def present(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def peers(shape, device):
+def peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
     """{name: model} of the packages that are installed; they run on a GPU alone."""
     found = {}
     if device.type != "cuda":
@@ -141,11 +149,11 @@ def peers(shape, device):
 class WithLoss(torch.nn.Module):
     """A model that returns logits, with the loss."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> _Output:
         logits = self.model(input_ids).logits[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         return _Output(loss)
@@ -162,7 +170,7 @@ class Trainer:
     The learning rate is 0: every repeat solves the same problem.
     """
 
-    def __init__(self, model, shape, device, **options):
+    def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
         self.model, self.device, self.options = model.to(device).train(), device, options
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
@@ -174,7 +182,7 @@ class Trainer:
         self.ids = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator)
         self.ids = self.ids.to(device)
 
-    def step(self):
+    def step(self) -> tuple:
         """Returns evaluations a token and the share of tokens that failed (None for a model without
         a solver), the loss, and the gradient norm."""
         with self.autocast():
@@ -189,7 +197,7 @@ class Trainer:
         evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
         return evaluations, failed, out.loss.detach(), norm
 
-    def resident(self):
+    def resident(self) -> int:
         """Bytes of weights and of the optimizer's state."""
         states = [t for s in self.optimizer.state.values() for t in s.values()]
         return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

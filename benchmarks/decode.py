@@ -171,7 +171,7 @@ def table(batch, rows):
 
 
 @torch.no_grad()
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=3)
     p.add_argument("--prompt", type=int, default=64)
     p.add_argument("--new", type=int, default=64)

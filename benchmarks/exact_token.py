@@ -105,7 +105,7 @@ def functions(shape, decoding):
     return found if decoding else {**found, "kept": kept, "both": both}
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=25)
     a = parse(p)
     rows = []

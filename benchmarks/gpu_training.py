@@ -220,7 +220,7 @@ def check(ours, plain, after, fall, new):
     return wrong, {"fell": fell, "apart_from_plain": apart}
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--updates", type=int, default=200)

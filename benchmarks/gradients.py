@@ -66,7 +66,7 @@ def kept_bytes(made, u):
     return sum(seen.values())
 
 
-def main():
+def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(1)

@@ -30,7 +30,7 @@ def trainer(pattern, a):
     return contenders.Trainer(model, shape, a.device, loss_only=True)
 
 
-def main():
+def main() -> None:
     p = parser(__doc__)
     p.add_argument("--patterns", default="|".join(PATTERNS), help="P|P|…: the layers")
     a = parse(p)

@@ -117,7 +117,7 @@ def measure(a, limits, inner):
     return rows
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=25)
     p.add_argument("--inner", type=int, default=5, help="calls in a row that one time is of")
     a = parse(p)

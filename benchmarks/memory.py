@@ -131,7 +131,7 @@ def in_a_process(path, overrides):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", help="this one alone")
     p.add_argument("--json", help="write the rows to this file")

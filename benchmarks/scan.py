@@ -119,7 +119,7 @@ def versions(a):
     return functions, errors
 
 
-def main():
+def main() -> None:
     a = parse(parser(__doc__))
     everything, measured = [], {}
     for count, threads in thread_counts(a):

@@ -104,7 +104,7 @@ def measure(a, limits):
     return rows
 
 
-def main():
+def main() -> None:
     a = parse(parser(__doc__, repeats=10))
     everything, measured = [], {}
     for count, threads in thread_counts(a):

@@ -204,7 +204,7 @@ def plot(series, a, path):
     figure.savefig(path, dpi=150)
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=8, shape="small,words")
     p.add_argument("--lengths", type=number_list, help="256,512,…: the scaling instead")
     p.add_argument("--plot", help="draw the scaling here")

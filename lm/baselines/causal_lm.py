@@ -4,9 +4,10 @@ Shapes: b batch, l length. This file travels with an exported checkpoint.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import GenerationMixin
@@ -16,6 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from .inputs import checked_mask, document_starts, embed, refuse_unknown
 from .loss import in_fp32, kept, nll_sum, number_of, shifted
 from .names import let_be_known
+
+States = tuple[tuple[Tensor, ...], ...]  # of every layer, the tensors that it carries on
 
 
 class BaselineConfig(PretrainedConfig):
@@ -36,16 +39,16 @@ class BaselineConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=50280,
-        d_model=768,
-        n_layer=12,
-        norm_epsilon=1e-5,
-        tie_embeddings=True,
-        max_position_embeddings=2048,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **kwargs,
+        vocab_size: int = 50280,
+        d_model: int = 768,
+        n_layer: int = 12,
+        norm_epsilon: float = 1e-05,
+        tie_embeddings: bool = True,
+        max_position_embeddings: int = 2048,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        **kwargs: Any,
     ):
         self.vocab_size = vocab_size
         self.d_model = d_model
@@ -169,32 +172,32 @@ class BaselineModel(BaselinePreTrainedModel):
     layer_class: type[nn.Module]
     carries_state = False  # whether its layers take and return a state
 
-    def __init__(self, config):
+    def __init__(self, config: BaselineConfig):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = value
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        position_ids=None,
-        seq_idx=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: States | None = None,
+        return_state: bool = False,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaselineOutput | tuple:
         """input_ids (b,l) or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding →
         BaselineOutput.
 
@@ -286,7 +289,7 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
     model_class: type[BaselineModel]
 
-    def __init__(self, config):
+    def __init__(self, config: BaselineConfig):
         super().__init__(config)
         self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -294,17 +297,19 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         let_be_known(self)
 
     @property
-    def carries_state(self):
+    def carries_state(self) -> bool:
         """Whether forward takes `state` and `return_state`."""
         return self.model.carries_state
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value):
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         # No cache: every new token is a forward pass over the whole prefix.
         return {
             "input_ids": input_ids,
@@ -315,19 +320,19 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        labels=None,
-        logits_to_keep=0,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        position_ids=None,
-        seq_idx=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: States | None = None,
+        return_state: bool = False,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> StatefulOutput | tuple:
         """Next-token logits (fp32) and, with labels, the mean cross-entropy.
 
         Args:

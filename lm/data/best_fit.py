@@ -137,7 +137,8 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            room, block = capacity, count
+            room = capacity
+            block = count
             count += 1
         placed[piece] = block
         if room > size:
@@ -229,7 +230,10 @@ class BestFitRows:
     kind = "best_fit"
 
     def __init__(self, tokens: np.ndarray, packing: Packing, seq_len: int, eos: int):
-        self._tokens, self._packing, self._seq_len, self._eos = tokens, packing, seq_len, eos
+        self._tokens = tokens
+        self._packing = packing
+        self._seq_len = seq_len
+        self._eos = eos
         sums = np.concatenate([[0], np.cumsum(packing.lengths, dtype=np.int64)])
         self._targets = np.diff(sums[packing.firsts])
 
@@ -248,12 +252,15 @@ class BestFitRows:
         return int(self._targets[indices].sum())
 
     def _fill(self, row: np.ndarray, pieces: slice) -> None:
-        packing, place = self._packing, 1
-        starts, lengths = packing.starts[pieces], packing.lengths[pieces]
-        fills_it = lengths[0] == self._seq_len and starts[0] > 0
-        row[0] = self._tokens[starts[0] - 1] if fills_it else self._eos
-        for start, length, goes_on in zip(starts, lengths, packing.goes_on[pieces]):
-            if goes_on:
+        """Writes the pieces of a block into its row (seq_len + 1,)."""
+        starts = self._packing.starts[pieces]
+        lengths = self._packing.lengths[pieces]
+        continues = self._packing.goes_on[pieces]
+        is_filled_by_one = lengths[0] == self._seq_len and starts[0] > 0
+        row[0] = self._tokens[starts[0] - 1] if is_filled_by_one else self._eos
+        place = 1
+        for start, length, needs_context in zip(starts, lengths, continues):
+            if needs_context:
                 row[place] = CONTEXT - int(self._tokens[start - 1])
                 place += 1
             row[place : place + length] = self._tokens[start : start + length]

@@ -38,13 +38,20 @@ class HubDocuments:
             )
         self._groups = open_groups(data, state["revision"] if state else None)
         self._position = dict(state) if state else self._start()
-        found = self._groups.count_up_to(shard[1])
-        index, self._count = shard
-        if found >= self._count:
-            self._index, self._part, self._parts = index, 0, 1
+        # This shard has the row groups u with u % count == index, and of their rows those r with
+        # r % parts == part.
+        index, shards = shard
+        row_groups = self._groups.count_up_to(shards)
+        if row_groups >= shards:
+            self._index = index
+            self._count = shards
+            self._part = 0
+            self._parts = 1
         else:
-            self._index, self._part, self._count = index % found, index // found, found
-            self._parts = -(-(shard[1] - self._index) // found)
+            self._index = index % row_groups
+            self._count = row_groups
+            self._part = index // row_groups
+            self._parts = -(-(shards - self._index) // row_groups)
         self._texts = self._iterate()
 
     def __iter__(self) -> Iterator[str]:

@@ -129,12 +129,15 @@ class MapLoader:
         world_size: int = 1,
         rows: Rows | None = None,
     ):
-        self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
+        self._size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
         rows = PlainRows(tokens, seq_len) if rows is None else rows
         self._seq_len = seq_len
         if not len(rows):
             raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
-        self._blocks, self._seed = ShuffledBlocks(rows, seed), seed
+        self._blocks = ShuffledBlocks(rows, seed)
+        self._seed = seed
         self._next = 0  # the first block, counted over epochs, that no rank has seen
 
     @property
@@ -186,10 +189,10 @@ class MapLoader:
                 " sources of data.mixture): the data must not change on resuming"
             )
         check_packing(state, self._blocks.packing)
-        for key, here in (("blocks", len(self._blocks)), ("seed", self._seed)):
-            if state[key] != here:
+        for key, ours in (("blocks", len(self._blocks)), ("seed", self._seed)):
+            if state[key] != ours:
                 raise DataError(
-                    f"the checkpoint's data position is of {key} {state[key]}, this run has {here}:"
+                    f"the checkpoint's data position is of {key} {state[key]}, this run has {ours}:"
                     " the corpus, data.seq_len and seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]

@@ -145,13 +145,14 @@ class MixtureLoader:
                 " data.mixture: the data must not change on resuming"
             )
         check_packing(state, self._packing)
-        here = self.state_dict()
-        if state["seed"] != here["seed"]:
+        ours = self.state_dict()
+        if state["seed"] != ours["seed"]:
             raise DataError(
                 f"the checkpoint's data position is of seed {state['seed']}, this run has"
-                f" {here['seed']}: it must not change on resuming"
+                f" {ours['seed']}: it must not change on resuming"
             )
-        then, now = state["mixture"], here["mixture"]
+        then = state["mixture"]  # when the checkpoint was written
+        now = ours["mixture"]
         if list(then) != list(now):
             raise DataError(
                 f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"

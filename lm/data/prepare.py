@@ -356,8 +356,8 @@ def _place(folder: Path, record: Record) -> Path:
 
 def _find(folder: Path, record: Record) -> Path | None:
     """The folder of a recorded corpus, where the record says or in this machine's cache."""
-    there = _place(folder, record)
-    for place in (there, cache.default_root() / there.name):
+    recorded = _place(folder, record)
+    for place in (recorded, cache.default_root() / recorded.name):
         if (place / "meta.json").is_file():
             return place
     return None

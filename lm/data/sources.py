@@ -21,8 +21,9 @@ from lm.data.errors import DataError
 from lm.data.parquet import read_parquet
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
-WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
-MIN_DOCUMENT, MAX_DOCUMENT = 4_096, 16_384  # so many characters
+WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
+MIN_DOCUMENT = 4_096  # characters of each of them but the last
+MAX_DOCUMENT = 16_384
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
 
@@ -101,18 +102,19 @@ def source_files(data: Data) -> list[Path]:
 
 def _local_documents(data: Data) -> Iterator[str]:
     if data.source == "builtin":
-        texts, where = iter(builtin_documents()), "the standard library (its .py files are absent)"
+        texts = iter(builtin_documents())
+        where = "the standard library (its .py files are absent)"
     else:
         files = source_files(data)
         read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
         texts = itertools.chain.from_iterable(read(path, data.text_field) for path in files)
         where = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
-    empty = True
+    is_empty = True
     for text in texts:
         if text.strip():
-            empty = False
+            is_empty = False
             yield text
-    if empty:
+    if is_empty:
         raise DataError(f"the corpus is empty: no text in {where}")
 
 

@@ -74,7 +74,8 @@ def train_tokenizer(
         OutputError: the folder holds something, or cannot be written.
         MissingPackageError: sentencepiece is not installed.
     """
-    began, out = time.monotonic(), Path(out)
+    began = time.monotonic()
+    out = Path(out)
     if kind == "sentencepiece":
         require("sentencepiece", "a tokenizer of --type sentencepiece")
     check_folder(out)
@@ -128,7 +129,8 @@ def sentencepiece_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokeniz
     """
     import sentencepiece
 
-    model, failure = io.BytesIO(), []
+    model = io.BytesIO()
+    failure: list[UserError] = []
 
     def lines() -> Iterator[str]:
         # An error would be lost in sentencepiece, which calls this.

@@ -9,6 +9,8 @@ import functools
 import importlib
 import os
 import warnings
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -123,7 +125,7 @@ def _find(operation, device_type, dtype, grad, name):
     return tuple(module for _, module in found)
 
 
-def find(operation, like):
+def find(operation: str, like: torch.Tensor) -> ModuleType | None:
     """The module to compute an operation with, None for plain PyTorch.
 
     Args:
@@ -135,7 +137,7 @@ def find(operation, like):
     return found[0] if found else None
 
 
-def compute(operation, function, like, *args):
+def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the first backend that can compute it returns, None where plain PyTorch
     must. Where that is because of the arguments, a warning says so once.
 
@@ -165,7 +167,7 @@ def _warn(function, reasons):
     )
 
 
-def available(device_type="cpu") -> str:
+def available(device_type: str = "cpu") -> str:
     """What computes what on such a device, and what cannot be used and why, in words.
 
     Raises:

@@ -12,6 +12,7 @@ import math
 import struct
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import cpu_build
@@ -123,7 +124,16 @@ class _SelectiveScan(torch.autograd.Function):
         return dx, ddt, dA.t(), dB, dC, dh0, None, dD
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None, D=None):
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+    D: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan, compiled.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t + D ⊙ x_t

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,7 +43,7 @@ FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_bac
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
-def usable(self_check) -> tuple[bool, str]:
+def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
     """Whether kernels run here, and if not, why not, in a sentence.
 
     Args:
@@ -149,7 +150,7 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def check(dtype, *arguments):
+def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequence[int]]) -> None:
     """Refuse what a kernel for this dtype cannot read.
 
     Args:
@@ -171,12 +172,12 @@ def check(dtype, *arguments):
             )
 
 
-def address(t) -> int:
+def address(t: torch.Tensor | None) -> int:
     """Where a tensor lies; 0, a null pointer, for None."""
     return 0 if t is None else t.data_ptr()
 
 
-def token_step(t):
+def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A tensor (b,l,k) and what lies between two of its tokens, in entries; a slice of a wider one
     is used as it is, a copy made only where tokens are not evenly spaced or not contiguous."""
     if not t.is_contiguous():

@@ -23,6 +23,7 @@ import struct
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, cpu_build
@@ -324,8 +325,22 @@ def _run(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, 
 
 
 def cell(
-    layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint
-):
+    layout: Layout | tuple,
+    options: Options | tuple,
+    raw: Tensor,
+    weight_y: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    keep: Tensor | None,
+    gate: Tensor | None,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    y0: Tensor | None,
+    h0: Tensor | None,
+    adjoint: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The solve of an FP-Mamba-1 or 2 layer, token by token; differentiable once.
 
     Args:
@@ -352,7 +367,19 @@ def cell(
     return _run(layout, options, kind, *given)
 
 
-def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, adjoint):
+def cell_rnn(
+    layout: Layout | tuple,
+    options: Options | tuple,
+    raw: Tensor,
+    weight_y: Tensor,
+    x: Tensor,
+    decay: Tensor,
+    fresh: Tensor,
+    keep: Tensor | None,
+    y0: Tensor | None,
+    h0: Tensor | None,
+    adjoint: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The solve of an FP-RNN layer: y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t.
 
     Args:

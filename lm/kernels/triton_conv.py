@@ -6,6 +6,7 @@ Shape suffixes: b batch, l length, d channels, k taps.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import triton_build
@@ -295,7 +296,13 @@ class _ShortConv(torch.autograd.Function):
         return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dbefore
 
 
-def short_conv(x, weight, bias=None, segments=None, before=None):
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
     """silu(lm.model.scan.causal_conv(x, weight, bias, segments, before)), differentiable once.
 
     Args:

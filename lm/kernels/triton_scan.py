@@ -20,9 +20,13 @@ the borders of tiles; within a tile everything follows at once, one state n at a
 results are the same from run to run. Nothing of size (b,l,d,n) is stored.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, triton_build
@@ -289,7 +293,7 @@ def _self_check(device) -> float:
     return self_check(selective_scan)
 
 
-def self_check(scan, with_state=True) -> float:
+def self_check(scan: Callable[..., Any], with_state: bool = True) -> float:
     """How far a scan is from a loop over time, gradients included, on a small problem: the
     `deviation`. with_state: there is a state before it, and a gradient of the one after it."""
     x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
@@ -515,7 +519,15 @@ class _SelectiveScan(torch.autograd.Function):
         return dx, ddt, dA.t(), dB, dC, None if dh0 is None else dh0.transpose(1, 2), None
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None):
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan on a GPU.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t

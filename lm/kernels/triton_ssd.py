@@ -16,9 +16,13 @@ and `_backward` the rest. Where one chunk suffices, `_output` and `_backward` wo
 over heads or chunks is written in parts and added up by torch: no atomics, the same bits each time.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, triton_build
@@ -462,7 +466,15 @@ class _SSDScan(torch.autograd.Function):
         return own["dx"], own["ddt"], dA.sum((0, 1)).to(A.dtype), dB, dC.to(C.dtype), dh0, None
 
 
-def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan, differentiable once; lm.model.scan.ssd_scan on a GPU.
 
         S_t = keep_t exp(dt_t A_h) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head)        y_t = S_t C_t
@@ -510,7 +522,7 @@ def _self_check(device) -> float:
     return torch.tensor([self_check(ssd_scan, *own) for own in allowed.items()]).max().item()
 
 
-def self_check(scan, dtype, allowed) -> float:
+def self_check(scan: Callable[..., Any], dtype: torch.dtype, allowed: float) -> float:
     """How far a scan is from a loop over time, gradients included, on a small problem of several
     chunks: the `deviation`."""
     x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)

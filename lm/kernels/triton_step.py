@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import triton_build
@@ -269,7 +270,19 @@ class _Mix(torch.autograd.Function):
         return *_of_sum(dgates, *gates), *_of_sum(dvectors, *vectors), dx, dy, None
 
 
-def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+def mix(
+    gates_x: Tensor,
+    gates_y: Tensor | None,
+    vectors_x: Tensor,
+    vectors_y: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    rank: int,
+    scale: float,
+    eps: float,
+    act: str,
+    sequential: bool,
+) -> Tensor:
     """x̃ = M(x − y) + y, M a product or a sum of reflections (lm.model.mixers.Reflections), with
     a = scale σ(gates_x + gates_y) and u_i = nrm(act(vectors_x + vectors_y)). Differentiable once.
 
@@ -366,7 +379,7 @@ class _Normalise(torch.autograd.Function):
         return *_of_sum(_normalise(v_x, v_y, *ctx.options, dv, grad), v_x, v_y), None, None
 
 
-def normalise(v_x, v_y, groups, eps):
+def normalise(v_x: Tensor, v_y: Tensor | None, groups: int, eps: float) -> Tensor:
     """nrm(v_x + v_y) of each group of n entries (lm.model.mixers.nrm). Differentiable once.
 
     Args:
@@ -603,7 +616,16 @@ def _finish_inputs(o, x, D, z, weight, bias, eps, kind, y=None):
     return o, x, D, z, weight, bias, float(eps), kind
 
 
-def finish(o, x, D, z, weight, bias, eps, kind):
+def finish(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
     """The end of an iteration (lm.model.step.finish): w = (o + D ⊙ x) ⊙ silu(z), and its LayerNorm
     (kind "layer") or RMSNorm ("rms") over d. Differentiable once.
 
@@ -619,7 +641,17 @@ def finish(o, x, D, z, weight, bias, eps, kind):
 
 
 @torch.no_grad()
-def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
+def finish_residual(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    y: Tensor,
+) -> tuple[Tensor, Tensor]:
     """`finish` and, in the same pass, how far y was from it; no gradient.
 
     Args and errors: as in `finish`; y: (…,d) the iterate that the tokens came from.
@@ -627,4 +659,5 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
         g (…,d) fp32, and ‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token (…) fp32
         (lm.model.solver.token_residual), NaN where y or g has one.
     """
-    return _finish(*_finish_inputs(o, x, D, z, weight, bias, eps, kind, y), y)
+    inputs = _finish_inputs(o, x, D, z, weight, bias, eps, kind, y)
+    return _finish(*inputs, y=y)
