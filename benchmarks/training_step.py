@@ -211,47 +211,60 @@ def main() -> None:
     a = parse(p)
     if a.lengths and not a.rows:  # transformers' backward is quadratic on a CPU
         a.rows = f"{OURS}|{OUR_MAMBA}"
-    everything, measured = [], {}
+    everything: list[dict] = []
+    measured = {}
     for count, threads in thread_counts(a):
         limits = measure_ceilings(a)
         measured[count] = limits._asdict()
-        if not a.lengths:
-            for shape in a.shapes:
-                a.shape = shape
-                rows = measure(a, limits)
-                named = dict(shape=a.shape._asdict(), threads=count)
-                everything += [named | row for row in rows]
-                show(title(a, limits, threads), table(rows))
-            continue
-        rows = scaling(a, limits)
+        rows = shown_lengths(a, limits, threads) if a.lengths else shown_shapes(a, limits, threads)
         everything += [dict(row, threads=count) for row in rows]
-        series = {}
-        for name in dict.fromkeys(row["name"] for row in rows):
-            points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
-            points = [point for point in points if point[1] is not None]
-            if len(points) > 1:
-                series[name] = (*zip(*points), straight(*zip(*points)))
-        cells = [
+    write_json(a, everything, ceilings=measured)
+
+
+def shown_shapes(a, limits, threads):
+    """Measures every shape, prints a table of each, and returns the rows of all."""
+    found = []
+    for shape in a.shapes:
+        a.shape = shape
+        rows = measure(a, limits)
+        show(title(a, limits, threads), table(rows))
+        found += [dict(row, shape=shape._asdict()) for row in rows]
+    return found
+
+
+def shown_lengths(a, limits, threads):
+    """Measures every length, prints a table and the lines through them, and returns the rows."""
+    rows = scaling(a, limits)
+    series = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
+        points = [point for point in points if point[1] is not None]
+        if len(points) > 1:
+            series[name] = (*zip(*points), straight(*zip(*points)))
+    cells = []
+    for row in rows:
+        if not row["seconds"] or row["name"] not in series:
+            continue
+        saved = row.get("saved_bytes")
+        cells.append(
             {
                 "length": f"{row['length']:,}",
                 "": row["name"],
                 "ms": ms(row["seconds"]),
                 "µs a token": f"{1e6 / row['tokens_per_second']:.1f}",
-                "saved, MiB": f"{row['saved_bytes'] / 2**20:.1f}" if "saved_bytes" in row else "–",
-                "bytes a token": f"{row['saved_bytes'] / (row['length'] * a.shape.batch):,.0f}"
-                if "saved_bytes" in row
-                else "–",
+                "saved, MiB": "–" if saved is None else f"{saved / 2**20:.1f}",
+                "bytes a token": "–"
+                if saved is None
+                else f"{saved / (row['length'] * a.shape.batch):,.0f}",
             }
-            for row in rows
-            if row["seconds"] and row["name"] in series
-        ]
-        show(title(a, limits, threads), cells)
-        for name, (*_, (slope, intercept, worst)) in series.items():
-            line = f"{slope * 1e3:.4f} ms a token of length + {intercept * 1e3:.1f} ms"
-            print(f"{name}: {line}; no point is further than {worst:.1%} from it")
-        if a.plot:
-            plot(series, a, a.plot)
-    write_json(a, everything, ceilings=measured)
+        )
+    show(title(a, limits, threads), cells)
+    for name, (*_, (slope, intercept, worst)) in series.items():
+        line = f"{slope * 1e3:.4f} ms a token of length + {intercept * 1e3:.1f} ms"
+        print(f"{name}: {line}; no point is further than {worst:.1%} from it")
+    if a.plot:
+        plot(series, a, a.plot)
+    return rows
 
 
 if __name__ == "__main__":

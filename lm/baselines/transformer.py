@@ -105,8 +105,8 @@ class PositionModel(LlamaModel):
         where position_ids do not go up, or seq_idx changes.
 
         Raises:
-            ValueError: no input; documents that start within a row, and a cache: the tokens to come could not
-                tell them apart.
+            ValueError: no input; or documents that start within a row, and a cache: the tokens to
+                come could not tell them apart.
             TypeError: an unknown keyword argument.
         """
         others = {name: value for name, value in kwargs.items() if name not in OF_LLAMA}

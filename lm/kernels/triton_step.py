@@ -659,5 +659,6 @@ def finish_residual(
         g (…,d) fp32, and ‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token (…) fp32
         (lm.model.solver.token_residual), NaN where y or g has one.
     """
-    inputs = _finish_inputs(o, x, D, z, weight, bias, eps, kind, y)
-    return _finish(*inputs, y=y)
+    checked = _finish_inputs(o, x, D, z, weight, bias, eps, kind, y)
+    o, x, D, z, weight, bias, eps, kind = checked
+    return _finish(o, x, D, z, weight, bias, eps, kind, y)
