@@ -29,9 +29,9 @@ class Packing:
 
     Fields:
         starts, lengths: (p,) where each piece lies in the stream; in the order of the blocks.
-        goes_on: (p,) whether it is what was left of a document longer than a block: in its block
-            the token before it stands before it, as context, and is no target.
-        firsts: (k + 1,) the first piece of each block, and behind the last of them p.
+        goes_on: (p,) whether the piece is the end of a document that is longer than a block. Its
+            block then also holds the token before it, as context, which is no target there.
+        firsts: (k + 1,) the number of each block's first piece, then p.
     """
 
     starts: np.ndarray
@@ -49,9 +49,11 @@ class Waste:
     """What packing costs, of one epoch.
 
     Fields:
-        blocks: there are. padding: share of their positions that have no target.
-        documents: there are. split: of them, longer than a block; every other one is whole.
-        cut_by_plain: documents that would fit whole, and plain packing cuts.
+        blocks: how many blocks there are.
+        padding: the share of their positions that have no target.
+        documents: how many documents there are.
+        split: how many of them are longer than a block; every other one is in one block, whole.
+        cut_by_plain: how many documents would fit into a block, but plain packing cuts them.
     """
 
     blocks: int
@@ -219,9 +221,10 @@ def _settings(data: Data) -> dict:
 class BestFitRows:
     """A token stream as the blocks of a `Packing`; see `lm.data.shuffled.Rows`.
 
-    A block is EOS (where one piece of a longer document fills it: the token before that), then its
-    pieces one after the other, then IGNORE. So all that is in a block is a target, but for the
-    context of pieces that go on; the token before the first of a document is always EOS.
+    A block begins with EOS; where one piece of a longer document fills it, with the token before
+    that piece. Then come its pieces, one after the other, then IGNORE. So every token of a block
+    is a target, except the context of pieces that go on, and the token before the first one of a
+    document is always EOS.
 
     Args:
         tokens: (n,) ids, e.g. a memory map.

@@ -93,9 +93,9 @@ def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
 
 
 def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
-    """The attempt's answer. A fault of the network or of the server is waited out, for at most
-    PATIENCE_S in all, with pauses that double, less a random part of up to a half, so that many
-    readers do not come back at once.
+    """The attempt's answer. After a fault of the network or of the server it is tried again, until
+    the pauses between attempts are PATIENCE_S in all. Each pause is twice the one before, less a
+    random part of up to a half, so that many readers do not come back at once.
 
     Raises:
         DataError: hopeless (not found, not allowed, no such configuration), or patience at an end.

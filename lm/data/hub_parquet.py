@@ -24,9 +24,10 @@ class HubDocuments:
     """Iterator over the texts of one shard (index, count) of a hub dataset.
 
     The row groups of all files, in order, are dealt out like cards: number u goes to the shard
-    u % count. Of fewer row groups than shards, several shards share one, each with every k-th row.
-    Only the text column is fetched, and of a resumed position only from its row group on. The
-    commit is part of the position: a dataset that changes meanwhile is read as it was.
+    u % count. Where there are fewer row groups than shards, several shards share a row group: with
+    k of them each reads every k-th row. Only the text column is fetched, and after resuming only
+    from the position's row group on. The commit is part of the position: a dataset that has
+    changed in between is read as it was.
     """
 
     def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
@@ -214,10 +215,12 @@ class RowGroups:
                     ) from None
 
     def _column_as_file(self, file: int, row_group: int, metadata) -> pa.BufferReader:
-        """The text column's bytes at their place in a buffer as long as the file is up to there;
-        memory before them is never touched, so that it is none. A Python file, which would fetch
-        what pyarrow asks for, is not safe: let go of by one of Arrow's threads while the
-        interpreter exits, it aborts the process (one exit in 80).
+        """A buffer that holds the text column's bytes where the file has them, as pyarrow looks
+        for them there. The buffer before them is never touched, so it takes no memory.
+
+        A Python file object that fetches what pyarrow asks for would be simpler, but it aborts
+        the process in one exit of 80: one of Arrow's threads may release it while the interpreter
+        is being shut down.
         """
         import numpy as np
         import pyarrow as pa

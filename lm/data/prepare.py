@@ -66,8 +66,8 @@ def prepare(
     process calls this; the others then call `ensure_here`.
 
     A run goes on with the corpus that it began with, also when the source has changed since or is
-    gone. What is prepared already is verified: the files are read and their checksums compared,
-    those above integrity.ALWAYS_BYTES only if they changed since they were last found whole.
+    gone. What is prepared already is verified: its files are read and their checksums compared. A
+    file above integrity.ALWAYS_BYTES is read only if it has changed since it was last verified.
 
     Of a stream (`fineweb`) it reads only until `data.val_tokens` held-out tokens are there.
 

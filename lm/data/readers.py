@@ -31,10 +31,11 @@ class ReaderError(UserError, RuntimeError):
 class Readers:
     """Processes that each hold some keys; `take(key)` is the next answer for a key.
 
-    Answers of a key come in order, whatever the processes do meanwhile. Once a key was taken, up to
-    `ahead` more answers are made in advance. Nothing waits for a process at the end: it is killed.
-    Work that does not come of itself is dealt to processes without keys by `send`, `wait` and
-    `receive`.
+    The answers for a key come in order, however the processes overtake each other. After the first
+    `take` of a key up to `ahead` of its answers are made in advance. At the end the processes are
+    killed, not waited for.
+
+    Processes without keys only do what they are sent: `send`, `wait` and `receive` are for them.
 
     Args:
         entry: "module:function"; the function is called in each process with `payload`, and returns

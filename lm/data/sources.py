@@ -37,8 +37,8 @@ class Documents(Protocol):
 
 
 def is_validation(text: str, val_fraction: float) -> bool:
-    """Whether a document is held out: decided by a hash of its content alone, so that the splits
-    never overlap, whatever the order, sharding or duplication of documents."""
+    """Whether a document is held out. A hash of its content alone decides, so that the splits
+    never overlap, however documents are ordered, sharded or repeated."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 

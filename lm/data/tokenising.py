@@ -34,8 +34,8 @@ JOURNAL = "shards.jsonl"  # of what is tokenised and on the disk; gone when the 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A shard's tokens as bytes and the number of its documents, by split, and its largest id (-1:
-    none)."""
+    """A tokenised shard: its tokens as bytes and the number of its documents, each by split, and
+    the largest id in it, -1 where it has no token."""
 
     raw: dict[str, bytes]
     documents: dict[str, int]
@@ -60,12 +60,14 @@ def tokenise(
     check: Callable[[], None] = lambda: None,
 ) -> Meta:
     """Writes train.bin, val.bin and, last, meta.json. They do not depend on the number of
-    processes. What a process that was killed had finished of the same corpus is kept, to a shard;
-    of a stream nothing is, since it may be another one by now.
+    processes.
+
+    After a kill the next start with the same corpus goes on behind the last whole shard. A stream
+    is always read from its beginning, because its text may have changed in between.
 
     Args:
         progress: called with (documents, tokens) done so far.
-        check: called after each shard; what it raises ends the work, which can be gone on with.
+        check: called after each shard. What it raises ends the work; a later call goes on there.
 
     Raises:
         DataError: the source cannot be read or used, or a process died. OutputError: no space.
@@ -214,7 +216,7 @@ class _Files:
         return sums
 
     def stop(self) -> None:
-        """Keep what the journal has; where it has nothing, free the space."""
+        """Keep the files for the next start; delete them if no document is finished."""
         kept = documents_done(self._folder) if self._header is not None else 0
         if not kept:
             self.discard()
@@ -230,7 +232,8 @@ class _Files:
         for writer in self.writers.values():
             writer.discard()
         for split in SPLITS:
-            (self._folder / f"{split}.bin").unlink(missing_ok=True)  # one alone is no use
+            # One of the two may have its name already: alone it is of no use.
+            (self._folder / f"{split}.bin").unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:

@@ -20,7 +20,7 @@ from lm.errors import UserError, require
 from lm.outputs import OutputError, check_folder, writing
 
 HELD_OUT_BYTES = 1_000_000  # of held-out text that a tokenizer is measured on
-SENTENCE_BYTES = 2**30  # sentencepiece leaves out what is longer, by default 4,192
+SENTENCE_BYTES = 2**30  # sentencepiece leaves longer lines out; its default is 4,192
 
 
 @dataclass(frozen=True)
