@@ -121,17 +121,22 @@ def accumulation(cfg):
     return cfg["train"]["global_batch_size"] // cfg["train"]["micro_batch_size"]
 
 
-def train(cfg, bpe, ids, device, updates, of):
-    """So many updates of a run of `of`.
+def train(cfg, bpe, ids, device, updates, schedule_updates):
+    """The first `updates` updates of a run whose schedule is for `schedule_updates`.
 
     Returns:
         the model, and a record: losses, gradient norms, tokens/s, peak memory, the solver's needs.
     """
     model = build(cfg, bpe).to(device).train()
-    adamw, schedule = optimiser(cfg, model, of)
-    micro, length = cfg["train"]["micro_batch_size"], cfg["data"]["seq_len"]
-    accumulate, generator = accumulation(cfg), torch.Generator().manual_seed(0)
-    on_gpu, losses, norms, stats, began = device == "cuda", [], [], [], None
+    adamw, schedule = optimiser(cfg, model, schedule_updates)
+    micro = cfg["train"]["micro_batch_size"]
+    length = cfg["data"]["seq_len"]
+    accumulate = accumulation(cfg)
+    generator = torch.Generator().manual_seed(0)
+    on_gpu = device == "cuda"
+    losses = []
+    norms = []
+    stats = []  # of the last updates' micro-batches
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for update in range(1, updates + 1):
@@ -154,13 +159,14 @@ def train(cfg, bpe, ids, device, updates, of):
         if update == min(WARM, updates // 2):
             if on_gpu:
                 torch.cuda.synchronize()
-            began, before = time.perf_counter(), update
+            began = time.perf_counter()
+            warm_updates = update
         if update % max(1, updates // 10) == 0:
             print(f"update {update}: loss {losses[-1].item():.3f}", flush=True)
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    tokens = (updates - before) * micro * length * accumulate
+    tokens = (updates - warm_updates) * micro * length * accumulate
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     with torch.autocast(device, torch.bfloat16):
         probed = probe(model, block[:, :-1])
@@ -239,7 +245,7 @@ def main() -> None:
     for name, updates in (("plain", a.plain), (a.kernels, a.updates)):
         os.environ["FPRNN_KERNELS"] = name
         print(f"{updates} updates; kernels: {available(a.device)}", flush=True)
-        model, records[name] = train(cfg, bpe, ids, a.device, updates, of=a.updates)
+        model, records[name] = train(cfg, bpe, ids, a.device, updates, a.updates)
     ours, plain = records[a.kernels], records["plain"]
     after = saved_and_generating(model, bpe, ids, a.device, a.new)
     wrong, figures = check(ours, plain, after, a.fall, a.new)

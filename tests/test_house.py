@@ -267,6 +267,44 @@ def test_model_imports_its_own_files_only_and_flat():
     assert relatives > 5
 
 
+# Folders whose public functions all say their types; the others follow.
+TYPED = ("lm/data", "lm/kernels", "lm/baselines", "lm/tasks")
+
+
+def untyped(tree: ast.Module) -> list[str]:
+    """The public functions and methods of a module that leave a type out. Those that Triton
+    compiles have none; what a class with an underscore has is not public."""
+    found = []
+
+    def visit(body: list[ast.stmt], owner: str = "") -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                visit(node.body, f"{node.name}.")
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            is_init = node.name == "__init__"
+            is_compiled = any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+            if (node.name.startswith("_") and not is_init) or is_compiled:
+                continue
+            every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            own = [argument for argument in every if argument.arg not in ("self", "cls")]
+            lacks_return = node.returns is None and not is_init
+            if lacks_return or any(argument.annotation is None for argument in own):
+                found.append(owner + node.name)
+
+    visit(tree.body)
+    return found
+
+
+def test_public_functions_say_their_types():
+    source = "def f(x): pass\nclass A:\n    def g(self, y: int) -> int: pass\n    def h(self): pass"
+    assert untyped(ast.parse(source)) == ["f", "A.h"]
+    files = [p for p in SOURCES if relative(p).startswith(TYPED) and not p.is_symlink()]
+    assert len(files) > 40
+    found = {relative(p): untyped(ast.parse(p.read_text(encoding="utf-8"))) for p in files}
+    assert {name: functions for name, functions in found.items() if functions} == {}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_a_file_says_in_one_line_what_lives_in_it(path):
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))

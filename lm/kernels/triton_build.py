@@ -6,7 +6,7 @@ was imported. All is computed in fp32 whatever is read.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 from lm.kernels import Unsupported
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
 MOST_COLUMNS = 65536  # of a token that one program holds: 128 a thread
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
@@ -116,21 +117,21 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def dense(t: torch.Tensor | None) -> torch.Tensor | None:
+def dense(t: MaybeTensor) -> MaybeTensor:
     """t, its last dimension contiguous; a copy only where it is not. None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
 
 
-def as_rows(t):
+def as_rows(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
     reach them all. None stays None."""
     if t is None:
         return None, 0
-    t = dense(t).flatten(0, -2)
-    return t, t.stride(0)
+    rows = dense(t).flatten(0, -2)
+    return rows, rows.stride(0)
 
 
-def block_for(width, per_warp=512):
+def block_for(width: int, per_warp: int = 512) -> dict[str, int]:
     """The block of a program for tokens of `width` entries, and its warps.
 
     A block has 1024 entries or more, so that narrow tokens share one. A warp has per_warp of them
