@@ -82,9 +82,11 @@ def source_files(data: Data) -> list[Path]:
     """The files behind `data.path` (a file, folder or glob), sorted.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or data.path is not set.
     """
-    path = Path(data.path or "").expanduser()  # the schema asks local sources for a path
+    if data.path is None:
+        raise DataError(f"data.source {data.source} needs data.path, a file, folder or glob")
+    path = Path(data.path).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
