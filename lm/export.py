@@ -4,13 +4,13 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from lm.errors import UserError
+from lm import travelling
 from lm.outputs import check_folder, read_json, writing
+from lm.travelling import ExportError
 
-
-class ExportError(UserError, RuntimeError):
-    """An export that cannot be made; the message says why."""
+__all__ = ["ExportError", "export", "write_export"]
 
 
 CARD = """---
@@ -45,6 +45,27 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
             average of the weights.
         OutputError: `out` cannot be written.
     """
+    from lm.run_dir import RunDir
+
+    run, out = RunDir(run_dir), Path(out)
+    _refuse_without_run(run)
+    _refuse_if_other(out)
+    trained = load_trained(run_dir, checkpoint, ema)
+    return write_export(trained.model, out, run.tokenizer, trained.name, trained.origin)
+
+
+class Trained(NamedTuple):
+    """What a run has trained."""
+
+    model: object  # a PreTrainedModel, fp32, on the CPU, in training mode
+    tokenizer: object
+    name: str  # of the run
+    origin: str  # sentences on where its weights come from
+
+
+def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
+    """The model of a run directory with the weights of a checkpoint; arguments and errors as those
+    of `export`."""
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
@@ -52,10 +73,8 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
     from lm.reshard import consolidated
     from lm.run_dir import RunDir
 
-    run, out = RunDir(run_dir), Path(out)
-    if not run.holds_run:
-        raise ExportError(f"{run} holds no run (it has no config.yaml)")
-    _refuse_if_other(out)
+    run = RunDir(run_dir)
+    _refuse_without_run(run)
     path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
@@ -79,7 +98,12 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
-    return write_export(model, out, run.tokenizer, cfg.name, origin)
+    return Trained(model, tokenizer, cfg.name, origin)
+
+
+def _refuse_without_run(run) -> None:
+    if not run.holds_run:
+        raise ExportError(f"{run} holds no run (it has no config.yaml)")
 
 
 def _put_average(model, path: Path) -> float:
@@ -105,7 +129,8 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
 
     Raises:
-        ExportError: `out` holds something that is no export. An earlier export is replaced.
+        ExportError: `out` holds something that is no export (an earlier export is replaced), or the
+            model has a mixer of its author's own that cannot travel.
         OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
@@ -115,15 +140,21 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     logging.disable_progress_bar()
     out = Path(out)
     _refuse_if_other(out)
+    own_files = {}
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
+        own_files = travelling.flat_files(model)
         _map_auto_classes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
+        travelling.write(own_files, new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name != RECORD:
                 shutil.copy(file, new)
+        if own_files:
+            files = ", ".join(name for name in own_files if name != travelling.REGISTER)
+            origin += f" Its mixer is its author's own and travels along: {files}."
         card = CARD.format(model_type=model.config.model_type, name=name, origin=origin)
         (new / "README.md").write_text(card, encoding="utf-8")
         if out.exists():

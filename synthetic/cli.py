@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm.arguments import SEED, Whole, run
+from lm.arguments import SEED, Whole, run, words_after_options
 from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
   python -m synthetic train --config configs/synthetic/small/s3.yaml
   python -m synthetic eval runs/synthetic/s3 --lengths 2:512
+  python -m synthetic inspect runs/synthetic/s3 213 231 321
   python -m synthetic report fig3c --run
   python -m synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
@@ -44,6 +45,18 @@ def _eval(args: argparse.Namespace) -> int:
     say(summary(result, args.run))
     if text := verdict(result):
         say(text)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from lm.inspection.show import check_page, default_page, show
+    from synthetic.inspection import inspect_run
+
+    out = Path(args.out) if args.out else default_page(args.run)
+    check_page(out)
+    show(inspect_run(args.run, args.word, args.length, args.seed), out)
     return 0
 
 
@@ -97,6 +110,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_eval(commands)
+    _add_inspect(commands)
     _add_validate(commands)
     _add_report(commands)
     return whole
@@ -142,6 +156,32 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     command.add_argument("override", nargs="*", metavar="key=value")
     command.set_defaults(run_command=_eval)
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "inspect",
+        help="look inside: the decoded state and ℓ* at every token of one sequence",
+        description="Show, in the terminal and on one HTML page, what a trained run makes of one"
+        " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
+        " decays. WORD: the input's tokens by name (213 231 for S3, '(2+(1-3))' for arithmetic, the"
+        " string for copying); without, --length draws a test sequence. docs/inspect.md.",
+    )
+    command.add_argument("run", metavar="RUN")
+    command.add_argument("word", nargs="*", metavar="WORD")
+    command.add_argument(
+        "--length", type=Whole(), metavar="N", help="draw a test sequence of this length instead"
+    )
+    command.add_argument(
+        "--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)"
+    )
+    command.add_argument(
+        "--out",
+        metavar="HTML",
+        help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
+        " any other file is not",
+    )
+    command.set_defaults(run_command=_inspect)
 
 
 def _add_validate(commands: argparse._SubParsersAction) -> None:
@@ -201,11 +241,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
     whole = parser()
     args, rest = whole.parse_known_args(argv)
+    if args.command == "inspect":
+        words, rest = words_after_options(rest)
+        args.word = [*args.word, *words]
     if any("=" not in text or text.startswith("-") for text in rest):
         whole.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "validate":  # which takes them among its configs
         args.config = [*args.config, *rest]
-    else:
+    elif rest:
         args.override = [*args.override, *rest]
     return args
 

@@ -17,11 +17,12 @@ from lm.console import Progress, say
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
 from lm.lease import LeaseError
-from lm.log import Writer, describe
+from lm.log import Writer, describe, probed
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
 from lm.optim import described, lr_factor, optimizer
 from lm.outputs import write_json
+from lm.profiling import Profile
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
@@ -81,6 +82,7 @@ class Training:
 
     # Opened by `start`, in a directory that is ours.
     checkpoints: Checkpoints
+    profile: Profile
     writer: Writer
 
     def __init__(self, cfg: Config):
@@ -107,6 +109,7 @@ class Training:
         self.shortest, self.full_length = cfg.train.lengths
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
+        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -136,6 +139,7 @@ class Training:
             CheckpointError: the checkpoint cannot be used.
         """
         self.run = run
+        self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint)
         self._introduce()
         saved = newest_state(run, self.device, say)
@@ -211,6 +215,7 @@ class Training:
         self.solver = solver_of(self.model.train())
         self.failure_watch = FailureWatch(say, self.solver)
         self.fit_began = time.perf_counter()
+        self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
         bar = Progress("training", total=steps, start=self.step, unit="updates")
@@ -218,7 +223,8 @@ class Training:
             while self.step < steps and self.solved_at is None:
                 self.run.check_ours()
                 try:
-                    record = self._update()
+                    with self.profile.update(self.step + 1):
+                        record = self._update()
                 except Diverged as e:
                     self._roll_back(e)
                     continue
@@ -376,7 +382,7 @@ class Training:
         self.writer.write(record)
         self._log_saves()
         self.failure_watch.look(record.get("failed", []), f"update {self.step}")
-        bar.update(self.step, steps, describe(record))
+        bar.update(self.step, steps, describe(record, self.num_iters))
         self._begin_window()
 
     @contextlib.contextmanager
@@ -399,7 +405,9 @@ class Training:
             return
         with self._paused(), self._autocast():
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
-        self.writer.write({"step": self.step, "probe": measured})
+        record = {"step": self.step, "probe": measured}
+        self.num_iters = probed(record)
+        self.writer.write(record)
 
     def _validate_if_due(self) -> None:
         """Measure on held-out sequences as long as training's: where they are solved the curriculum
@@ -476,6 +484,8 @@ class Training:
 
     def close(self) -> None:
         """End the save under way and the log, whatever happened and however far `start` came."""
+        if hasattr(self, "profile"):
+            self.profile.close()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
         if hasattr(self, "writer"):
@@ -495,6 +505,7 @@ def _check_lengths_and_bars(cfg: Config, task: tasks.Task, lengths: Sequence[int
             task.check_length(length)
     task.check_length(longest)
     batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (shortest, longest))
+    tasks.check_batch(cfg.task.name, task, batch)
 
     # 2. Every bar is on a metric of the task, at a length that is evaluated.
     metrics = list(task.score(batch.labels, batch))
