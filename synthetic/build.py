@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lm.build import build_section
 from lm.checkpoint import CheckpointError, newest
@@ -30,21 +33,35 @@ def device_of(cfg: Config) -> tuple[torch.device, str]:
     return device, precision
 
 
-def build(cfg: Config, task, seq_len: int):
-    """The model of a run, freshly initialised, and the device and precision it runs in."""
+class Built(NamedTuple):
+    """A model, and where and in what it runs."""
+
+    model: Any  # nn.Module with the interface of lm/model or lm/baselines
+    device: torch.device
+    precision: str  # "fp32" or "bf16"
+
+
+def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
+    """The model of a run, freshly initialised.
+
+    Args: seq_len: the longest sequence that it will read.
+    Raises:
+        ConfigError: a model that cannot be. TaskError: its vocabulary is smaller than the task's.
+    """
     device, precision = device_of(cfg)
     torch.manual_seed(cfg.seed)
-    size = cfg.model.vocab_size
-    if size != "auto" and size < task.vocab_size:
+    vocab_size = cfg.model.vocab_size
+    if vocab_size == "auto":
+        vocab_size = task.vocab_size
+    elif vocab_size < task.vocab_size:
         raise tasks.TaskError(
-            f"model.vocab_size is {size}, task `{cfg.task.name}` has {task.vocab_size} ids"
+            f"model.vocab_size is {vocab_size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
-    size = task.vocab_size if size == "auto" else size
-    model = build_section(cfg.model, cfg.solver, size, seq_len, precision)
-    return model.to(device), device, precision
+    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len, precision)
+    return Built(model.to(device), device, precision)
 
 
-def read_checkpoint(path: Path, device="cpu") -> dict:
+def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
     """A file that `synthetic.train` has saved.
 
     Raises:
@@ -60,7 +77,9 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         ) from e
 
 
-def newest_state(run: RunDir, device="cpu", say=print) -> dict | None:
+def newest_state(
+    run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
+) -> dict | None:
     """The training state of a run's newest complete checkpoint; None where there is none. Runs of
     0.1 kept one file, `last.pt`.
 
@@ -82,16 +101,29 @@ def _trained_state(run: RunDir) -> dict:
 
 
 def trained_on(run_dir: Path) -> tuple[config.Task, set[int] | None]:
-    """The task that a run was trained on, and what it has kept of its training batches
-    (`Batch.shared`; None: it has not)."""
+    """The task that a run was trained on, and the `Batch.shared` of all its training batches (None
+    of a run that did not keep them).
+
+    Raises:
+        CheckpointError: nothing was trained there.
+    """
     run = RunDir(run_dir)
     kept = _trained_state(run).get("seen")
     task = load(run.config).task
     return task, None if kept is None else set(kept.tolist())
 
 
-def load_run(run_dir: Path, overrides=()):
-    """A trained run → (cfg, task, model, precision), the model in evaluation mode.
+class Loaded(NamedTuple):
+    """A trained run: its config, its task and its model, in evaluation mode."""
+
+    cfg: Config
+    task: tasks.Task
+    model: nn.Module
+    precision: str  # "fp32" or "bf16"
+
+
+def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a trained run, with overrides of its config.
 
     Raises:
         CheckpointError: nothing was trained there, or another model.
@@ -113,9 +145,10 @@ def load_run(run_dir: Path, overrides=()):
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:
+        # torch's message: a heading, then a line for each thing that does not fit.
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
             f"{run} is of another model than its config and the overrides describe ({first}):"
             " leave the `model` section as it was trained"
         ) from None
-    return cfg, task, model.eval(), precision
+    return Loaded(cfg, task, model.eval(), precision)

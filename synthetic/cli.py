@@ -17,7 +17,7 @@ EPILOG = """examples:
 """
 
 
-def _train(args) -> int:
+def _train(args: argparse.Namespace) -> int:
     from lm.config import refuse_sweep
     from lm.console import say
     from lm.run_dir import RunDir
@@ -28,27 +28,27 @@ def _train(args) -> int:
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
     result = train(cfg, args.overwrite)
-    say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in"
-                        f" {result['training_seconds']:.0f} s"))  # fmt: skip
+    seconds = result["training_seconds"]
+    say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
     if text := verdict(result):
         say(text)
     say(f"result   {RunDir(cfg.run_dir).result}")
     return 0 if all(bar["passed"] for bar in result["bars"]) else 2
 
 
-def _eval(args) -> int:
+def _eval(args: argparse.Namespace) -> int:
     from lm.console import say
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
 
     result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out)
-    say(summary(result, f"{args.run}"))
+    say(summary(result, args.run))
     if text := verdict(result):
         say(text)
     return 0
 
 
-def _inspect(args) -> int:
+def _inspect(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from lm.inspection.show import check_page, default_page, show
@@ -60,7 +60,7 @@ def _inspect(args) -> int:
     return 0
 
 
-def _validate(args) -> int:
+def _validate(args: argparse.Namespace) -> int:
     from lm.console import say
     from synthetic.validate import table, validate
 
@@ -71,7 +71,7 @@ def _validate(args) -> int:
     return 0 if all(row["passed"] for row in rows) else 2
 
 
-def _report(args) -> int:
+def _report(args: argparse.Namespace) -> int:
     from lm.console import say
     from synthetic.report import overview, report
 
@@ -91,6 +91,7 @@ def _report(args) -> int:
 
 
 def _lengths(text: str) -> str:
+    """An argparse type: lengths as they were typed, if they are any."""
     try:
         parse_ranges(text)
     except ValueError as e:
@@ -100,46 +101,65 @@ def _lengths(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
-    p = argparse.ArgumentParser(
+    whole = argparse.ArgumentParser(
         prog="python -m synthetic",
         description="Does a sequence mixer track state, copy, compute and remember?",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_eval(commands)
+    _add_inspect(commands)
+    _add_validate(commands)
+    _add_report(commands)
+    return whole
 
-    c = commands.add_parser(
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
         "train",
         help="train a model on a task and evaluate it over lengths",
         description="Train the run a YAML describes, or continue it after a kill. OVERRIDES are"
         " dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/synthetic.md lists all keys."
         " Exit status 2: trained, but below one of the config's bars.",
     )
-    c.add_argument("--config", required=True, metavar="YAML")
-    c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
-    c.add_argument(
-        "--job-index", type=Whole(0), metavar="I",
+    command.add_argument("--config", required=True, metavar="YAML")
+    command.add_argument(
+        "--overwrite", action="store_true", help="delete the run of this name first"
+    )
+    command.add_argument(
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
         help="train point I of the YAML's sweep, from 0 on",
-    )  # fmt: skip
-    c.add_argument("override", nargs="*", metavar="key=value")
-    c.set_defaults(run_command=_train)
+    )
+    command.add_argument("override", nargs="*", metavar="key=value")
+    command.set_defaults(run_command=_train)
 
-    c = commands.add_parser(
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
         "eval",
         help="evaluate a trained run over other lengths and seeds",
         description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
     )
-    c.add_argument("run", metavar="RUN")
-    c.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
-    c.add_argument(
-        "--seeds", type=SEED, nargs="+", metavar="SEED",
+    command.add_argument("run", metavar="RUN")
+    command.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
+    command.add_argument(
+        "--seeds",
+        type=SEED,
+        nargs="+",
+        metavar="SEED",
         help="of the test data, each at least 0 (default: the config's eval.seeds)",
-    )  # fmt: skip
-    c.add_argument("--out", help="results JSON (default: RUN/eval.json)")
-    c.add_argument("override", nargs="*", metavar="key=value")
-    c.set_defaults(run_command=_eval)
+    )
+    command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
+    command.add_argument("override", nargs="*", metavar="key=value")
+    command.set_defaults(run_command=_eval)
 
-    c = commands.add_parser(
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
         "inspect",
         help="look inside: the decoded state and ℓ* at every token of one sequence",
         description="Show, in the terminal and on one HTML page, what a trained run makes of one"
@@ -147,67 +167,85 @@ def parser() -> argparse.ArgumentParser:
         " decays. WORD: the input's tokens by name (213 231 for S3, '(2+(1-3))' for arithmetic, the"
         " string for copying); without, --length draws a test sequence. docs/inspect.md.",
     )
-    c.add_argument("run", metavar="RUN")
-    c.add_argument("word", nargs="*", metavar="WORD")
-    c.add_argument(
+    command.add_argument("run", metavar="RUN")
+    command.add_argument("word", nargs="*", metavar="WORD")
+    command.add_argument(
         "--length", type=Whole(), metavar="N", help="draw a test sequence of this length instead"
     )
-    c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
-    c.add_argument(
+    command.add_argument(
+        "--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)"
+    )
+    command.add_argument(
         "--out",
         metavar="HTML",
         help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
     )
-    c.set_defaults(run_command=_inspect)
+    command.set_defaults(run_command=_inspect)
 
-    c = commands.add_parser(
+
+def _add_validate(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
         "validate",
         help="the quick set on model configs: one table",
         description="State tracking, copying, arithmetic, memory: trains the four small recipes on"
         " the `model:` section of any YAML (several: side by side) and prints one table. Finished"
         " runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
     )
-    c.add_argument(
+    command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
     )
-    c.add_argument("--out-dir", default="runs/validate", metavar="DIR")
-    c.add_argument(
+    command.add_argument("--out-dir", default="runs/validate", metavar="DIR")
+    command.add_argument(
         "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
     )
-    c.set_defaults(run_command=_validate)
+    command.set_defaults(run_command=_validate)
 
-    c = commands.add_parser(
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
         "report",
         help="the paper's figures and tables from the runs that are finished",
         description="Without NAME: all reports and how many of their runs are found. With NAME:"
         " draw it, write its numbers as CSV, and print the commands of the runs that are missing."
         " OVERRIDES go over every run, e.g. task.data=data/babi/en-valid. Exit status 1: no run.",
     )
-    c.add_argument("name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)")
-    c.add_argument("--scale", choices=("small", "paper"), default="small", help="default: small")
-    c.add_argument("--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml")
-    c.add_argument("--run", dest="run_missing", action="store_true", help="train what is missing")
-    c.add_argument(
-        "--jobs", type=Whole(), default=1, metavar="N",
+    command.add_argument(
+        "name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)"
+    )
+    command.add_argument(
+        "--scale", choices=("small", "paper"), default="small", help="default: small"
+    )
+    command.add_argument(
+        "--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml"
+    )
+    command.add_argument(
+        "--run", dest="run_missing", action="store_true", help="train what is missing"
+    )
+    command.add_argument(
+        "--jobs",
+        type=Whole(),
+        default=1,
+        metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",
-    )  # fmt: skip
-    c.add_argument("--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)")
-    c.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
-    c.add_argument("override", nargs="*", metavar="key=value")
-    c.set_defaults(run_command=_report)
-    return p
+    )
+    command.add_argument(
+        "--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)"
+    )
+    command.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
+    command.add_argument("override", nargs="*", metavar="key=value")
+    command.set_defaults(run_command=_report)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
-    p = parser()
-    args, rest = p.parse_known_args(argv)
+    whole = parser()
+    args, rest = whole.parse_known_args(argv)
     if args.command == "inspect":
         words, rest = words_after_options(rest)
         args.word = [*args.word, *words]
     if any("=" not in text or text.startswith("-") for text in rest):
-        p.error(f"unrecognized arguments: {' '.join(rest)}")
+        whole.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "validate":  # which takes them among its configs
         args.config = [*args.config, *rest]
     elif rest:

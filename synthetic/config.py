@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -115,10 +117,13 @@ class Train(Section):
 
     @property
     def lengths(self) -> tuple[int, int]:
+        """The shortest and the longest."""
         return (self.length, self.length) if isinstance(self.length, int) else self.length
 
 
 class Eval(Section):
+    """What a model is tried on, while it trains and at the end."""
+
     every: int = Field(200, gt=0)  # updates; the model is tried at the longest training length
     lengths: str = "2:48"  # at the end: see `synthetic.evaluate.parse_lengths`
     during: str | None = None  # lengths tried at every evaluation as well (Fig. 5 and 6)
@@ -206,6 +211,6 @@ class Config(base.Run):
         return self
 
 
-def load(path, overrides=(), job_index: int | None = None) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None) -> Config:
     """`lm.config.load` for the YAML of a synthetic run."""
-    return base.load(path, overrides, job_index, schema=Config)
+    return base.load(path, tuple(overrides), job_index, schema=Config)

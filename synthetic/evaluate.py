@@ -7,16 +7,20 @@ import itertools
 import math
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from lm.console import Progress, say
 from lm.metrics import fixed_point_metrics, probe
 from lm.outputs import check_file, write_json, writing
 from lm.run_dir import RunDir
 from synthetic.build import load_run, trained_on
+from synthetic.config import Config
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
@@ -24,7 +28,8 @@ from synthetic.tasks import Batch, Task, TaskError, splits
 LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
 # Sequences of a length, and tokens of them, that ℓ* is measured on at most: a probe costs as many
 # solves as ℓ*, and on state tracking that grows with the length.
-PROBED, PROBED_TOKENS = 32, 2048
+PROBED = 32
+PROBED_TOKENS = 2048
 
 
 def parse_lengths(text: str, task: Task) -> list[int]:
@@ -35,48 +40,71 @@ def parse_lengths(text: str, task: Task) -> list[int]:
     Raises:
         TaskError: not a list of lengths, or a length the task cannot have.
     """
-    lengths: list[int] = []
     try:
         ranges = parse_ranges(text)
     except ValueError as e:
         raise TaskError(f"lengths: {e}") from None
+    lengths: set[int] = set()
     for numbers in ranges:
-        first = numbers[0]
         if len(numbers) == 1:
-            task.check_length(first)
-            lengths.append(first)
-            continue
-        last = numbers[1]
-        if len(numbers) == 3:
-            wanted = range(first, last + 1, numbers[2])
+            task.check_length(numbers[0])
+            lengths.add(numbers[0])
         else:
-            count = math.floor(math.log(last / first, LADDER) + 1e-9)
-            wanted = [*dict.fromkeys(round(first * LADDER**i) for i in range(count + 1)), last]
-        possible = []
-        for n in wanted:  # the nearest length below that the task can have
-            for near in (n, n - 1):
-                try:
-                    task.check_length(near)
-                except TaskError:
-                    continue
-                possible.append(near)
-                break
-        if not possible:
-            task.check_length(last)
-        lengths += possible
-    return sorted(set(lengths))
+            lengths.update(_possible_lengths(numbers, task))
+    return sorted(lengths)
 
 
-def as_tensors(batch: Batch, device):
-    """(input_ids, labels, attention_mask or None) on the device."""
+def _possible_lengths(numbers: tuple[int, ...], task: Task) -> list[int]:
+    """The lengths of a range (start, stop) or (start, stop, step) that a task can have. For one
+    that it cannot have the length just below stands in.
 
-    def tensor(a):
-        return None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device)
+    Raises:
+        TaskError: the task can have none of them.
+    """
+    start, stop = numbers[:2]
+    if len(numbers) == 3:
+        wanted = list(range(start, stop + 1, numbers[2]))
+    else:
+        rungs = math.floor(math.log(stop / start, LADDER) + 1e-9)
+        wanted = [*dict.fromkeys(round(start * LADDER**i) for i in range(rungs + 1)), stop]
+    possible = []
+    for length in wanted:
+        if _can_have(task, length):
+            possible.append(length)
+        elif _can_have(task, length - 1):
+            possible.append(length - 1)
+    if not possible:
+        task.check_length(stop)  # says which lengths there are
+    return possible
 
-    return tensor(batch.input_ids), tensor(batch.labels), tensor(batch.mask)
+
+def _can_have(task: Task, length: int) -> bool:
+    try:
+        task.check_length(length)
+    except TaskError:
+        return False
+    return True
 
 
-def _free_bytes(device) -> int:
+class Tensors(NamedTuple):
+    """A batch on the device of its model; all (b,l)."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor | None  # None: there is no padding
+
+
+def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
+    """A batch of a task on a device."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    mask = None if batch.mask is None else tensor(batch.mask)
+    return Tensors(tensor(batch.input_ids), tensor(batch.labels), mask)
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:  # with what the kernel would give up of its file cache, which is most of the memory
@@ -88,71 +116,99 @@ def _free_bytes(device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def sequences_that_fit(model, length: int, wanted: int, device) -> int:
-    """How many sequences of this length an evaluation pass can hold (a rough lower bound of what
-    it needs: a dozen activations of the inner width, and the logits twice).
+def sequences_that_fit(model: nn.Module, length: int, wanted: int, device: torch.device) -> int:
+    """How many sequences of this length, `wanted` at most, an evaluation pass can hold.
+
+    What one needs is a rough lower bound: a dozen activations of the inner width, and the logits
+    twice.
 
     Raises:
         TaskError: not even one.
     """
-    c = model.config
-    width = 12 * 2 * getattr(c, "hidden_size", 64) + 2 * c.vocab_size
-    heads = getattr(c, "num_attention_heads", 0)  # a Transformer's scores
-    each = 4 * length * (width + heads * length)
+    config: Any = model.config
+    numbers_per_token = 12 * 2 * getattr(config, "hidden_size", 64) + 2 * config.vocab_size
+    heads = getattr(config, "num_attention_heads", 0)  # a Transformer's scores: heads · l² numbers
+    bytes_per_sequence = 4 * length * (numbers_per_token + heads * length)
     free = int(0.8 * _free_bytes(device))
-    if each > free:
+    if bytes_per_sequence > free:
         raise TaskError(
-            f"length {length} does not fit: one sequence needs about {each / 2**30:.1f} GiB,"
-            f" {free / 2**30:.1f} GiB are free; evaluate shorter lengths"
+            f"length {length} does not fit: one sequence needs about"
+            f" {bytes_per_sequence / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; evaluate"
+            " shorter lengths"
         )
-    return max(1, min(wanted, free // each))
+    return max(1, min(wanted, free // bytes_per_sequence))
 
 
-def answer(model, ids, mask, state, carries: bool, sequential: bool):
-    """Logits (b,l,vocab), solver statistics (a list) and the state after these tokens.
+class Answers(NamedTuple):
+    """What a model makes of some tokens."""
 
-    `sequential` solves token by token, each from the state that the one before has left.
+    logits: torch.Tensor  # (b,l,vocab)
+    statistics: list  # of the solver, one each call of the model; None of a model without one
+    state: Any  # after these tokens; None of a model that carries none
+
+
+def answer(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: Any,
+    carries_state: bool,
+    token_by_token: bool,
+) -> Answers:
+    """Read tokens (b,l), and answer at each.
+
+    Args:
+        state: to start from; None: an empty one.
+        carries_state: give `state` to the model, and take the one after it.
+        token_by_token: one token a call, each from the state that the one before has left.
     """
-    if not carries:
-        output = model(input_ids=ids, attention_mask=mask)
-        return output.logits, [getattr(output, "fixed_point", None)], None
-    width = 1 if sequential else ids.shape[1]
-    logits, stats = [], []
-    for t in range(0, ids.shape[1], width):
-        part = None if mask is None else mask[:, t : t + width]
+    if not carries_state:
+        output = model(input_ids=input_ids, attention_mask=mask)
+        return Answers(output.logits, [getattr(output, "fixed_point", None)], None)
+    length = input_ids.shape[1]
+    tokens_a_call = 1 if token_by_token else length
+    logits = []
+    statistics = []
+    for first in range(0, length, tokens_a_call):
+        columns = slice(first, first + tokens_a_call)
         output = model(
-            input_ids=ids[:, t : t + width], attention_mask=part, state=state, return_state=True
+            input_ids=input_ids[:, columns],
+            attention_mask=None if mask is None else mask[:, columns],
+            state=state,
+            return_state=True,
         )
-        logits.append(output.logits)
-        stats.append(getattr(output, "fixed_point", None))
         state = output.state
-    return torch.cat(logits, 1), stats, state
+        logits.append(output.logits)
+        statistics.append(getattr(output, "fixed_point", None))
+    return Answers(torch.cat(logits, 1), statistics, state)
 
 
-def solver_of(model, length: int | None = None) -> dict | str:
+def solver_of(model: nn.Module, length: int | None = None) -> dict | str:
     """How the model, in the mode it is in, solves sequences of this length: {"token", "schedule",
     "stopping", "tol", "max_iters", "gradient"}, tol and max_iters None where they mean nothing;
     "none" for a model without a solver."""
-    return model.solver(length) if hasattr(model, "solver") else "none"
+    solver: Any = getattr(model, "solver", None)
+    return "none" if solver is None else solver(length)
 
 
-def solving(model, **fields):
+def solving(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManager:
     """The context in which the model is solved with these solver fields, None being those of its
     config; nothing changes for a model without a solver."""
     fields = {name: value for name, value in fields.items() if value is not None}
-    if fields and hasattr(model, "solving"):
-        return model.solving(**fields)
+    context: Any = getattr(model, "solving", None)
+    if fields and context is not None:
+        return context(**fields)
     return contextlib.nullcontext()
 
 
-def probe_first(model, ids, mask):
+def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
     """ℓ* of the first sequences of a batch (see `lm.metrics.probe`): of one at least, else within
-    PROBED and PROBED_TOKENS. ids, mask: (b,l)."""
-    ids = ids[: min(PROBED, max(1, PROBED_TOKENS // ids.shape[1]))]
-    return probe(model, ids, None if mask is None else mask[: len(ids)])
+    PROBED and PROBED_TOKENS. input_ids, mask: (b,l)."""
+    count = min(PROBED, max(1, PROBED_TOKENS // input_ids.shape[1]), len(input_ids))
+    return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def check_seeds(seeds, task: Task) -> None:
+def check_seeds(seeds: Sequence[int], task: Task) -> None:
     """Test data are counted once: no seed twice, and of a file, which has one test set, only one.
 
     Raises:
@@ -161,65 +217,66 @@ def check_seeds(seeds, task: Task) -> None:
     seeds = list(seeds)
     if any(seed < 0 for seed in seeds):
         raise TaskError(f"seeds {seeds}: a seed is 0 or more")
-    if twice := [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]:
+    repeated = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
+    if repeated:
         raise TaskError(
-            f"seeds {seeds}: seed {twice[0]} is there twice; its test samples are the same ones, so"
-            " name the seeds once each"
+            f"seeds {seeds}: seed {repeated[0]} is there twice; its test samples are the same ones,"
+            " so name the seeds once each"
         )
-    if len(seeds) > 1 and (path := getattr(task, "csv", None)):
+    path = getattr(task, "csv", None)
+    if len(seeds) > 1 and path:
         raise TaskError(
             f"seeds {seeds}: {path} has one set of test rows, whatever the seed; give one seed"
         )
 
 
 def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
-    """Of the mean of values (n,) that are independent between groups (n,) but not within them, as
-    the tokens of a sequence, or a sequence that was drawn several times."""
+    """The standard error of a mean whose items are not all independent.
+
+    Args:
+        values: (n,), of which the mean is taken.
+        groups: (n,), equal for items that depend on each other, as the tokens of a sequence do, or
+            a sequence that was drawn several times.
+    """
     _, group = np.unique(groups, return_inverse=True)
     sums = np.bincount(group, values - values.mean())
     return float(np.sqrt(np.square(sums).sum()) / len(values))
 
 
-def _in_training(task: Task, length: int, split: str, shared, samples: int, seen) -> dict:
-    if getattr(task, "streams", False):
-        count, of = task.seen[split]
-        return {"count": count, "of": of}
-    if seen is None:  # a run of before the splits were held apart, at whatever length
-        return {"count": None, "of": samples}
-    if task.held_apart(length):
-        return {"count": 0, "of": samples}
-    return {"count": sum(key in seen for key in shared), "of": samples}
-
-
 class _Scores:
-    """The items of each metric, and which of them are not independent, over the batches of a
-    length."""
+    """The items of each metric over the batches of a length, and which of them depend on each
+    other."""
 
-    def __init__(self, task: Task, streams: bool):
-        self.task, self.streams = task, streams
-        self.values: dict[str, list] = {}
-        self.groups: dict[str, list] = {}
+    def __init__(self, task: Task):
+        self.task = task
+        self.values: dict[str, list[np.ndarray]] = {}
+        self.groups: dict[str, list[np.ndarray]] = {}
         self.samples: list[np.ndarray] = []  # of each batch, its sequences' hashes; not of a stream
-        self.shared: list[int] = []
+        self.shared: list[int] = []  # hashes of samples that training may have had
 
     def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
         """Args: number: of the batch. predicted: (b,l)."""
-        self.shared += [] if batch.shared is None else batch.shared.tolist()
-        if not self.streams:
-            valid = None if batch.mask is None else batch.mask.sum(1)
-            self.samples.append(splits.keys(batch.input_ids, valid))
-        sequences = self.task.sequences(batch)
+        if batch.shared is not None:
+            self.shared += batch.shared.tolist()
+        if not self.task.streams:
+            lengths = None if batch.mask is None else batch.mask.sum(1)
+            self.samples.append(splits.keys(batch.input_ids, lengths))
+        rows_of = self.task.sequences(batch)
         for name, items in self.task.score(predicted, batch).items():
-            row = sequences.get(name, np.arange(len(items)))
-            group = row + number * batch.labels.size if self.streams else self.samples[-1][row]
+            row = rows_of.get(name, np.arange(len(items)))
+            if self.task.streams:
+                group = row + number * batch.labels.size  # no two batches have one in common
+            else:
+                group = self.samples[-1][row]
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
 
     @property
     def distinct(self) -> int | None:
-        return None if self.streams else len(np.unique(np.concatenate(self.samples)))
+        """How many of the sequences are different ones; None of a stream."""
+        return None if self.task.streams else len(np.unique(np.concatenate(self.samples)))
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, dict[str, float]]:
         """{"metrics", "stderr"}: of each metric the mean over all items, and that mean's error."""
         pooled = {name: np.concatenate(items) for name, items in self.values.items()}
         pooled = {name: items for name, items in pooled.items() if len(items)}
@@ -227,11 +284,26 @@ class _Scores:
             name: standard_error(items, np.concatenate(self.groups[name]))
             for name, items in pooled.items()
         }
-        return {"metrics": {k: float(v.mean()) for k, v in pooled.items()}, "stderr": errors}
+        means = {name: float(items.mean()) for name, items in pooled.items()}
+        return {"metrics": means, "stderr": errors}
+
+    def in_training(self, length: int, split: str, sequences: int, seen: set[int] | None) -> dict:
+        """{"count", "of"}: how many of the samples training has too; a count of None: not known.
+
+        Args: seen: as of `measure`.
+        """
+        if self.task.streams:
+            count, questions = self.task.seen[split]
+            return {"count": count, "of": questions}
+        if seen is None:  # a run of before the splits were held apart, at whatever length
+            return {"count": None, "of": sequences}
+        if self.task.held_apart(length):
+            return {"count": 0, "of": sequences}
+        return {"count": sum(key in seen for key in self.shared), "of": sequences}
 
 
 @contextlib.contextmanager
-def _enough_memory(length: int, at_once: int):
+def _enough_memory(length: int, at_once: int) -> Iterator[None]:
     """Raises TaskError where what is within runs out of memory."""
     try:
         yield
@@ -246,7 +318,7 @@ def _enough_memory(length: int, at_once: int):
 
 
 @contextlib.contextmanager
-def _evaluating(model):
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, and then in the one that it was in."""
     was_training = model.training
     model.eval()
@@ -256,11 +328,92 @@ def _evaluating(model):
         model.train(was_training)
 
 
+class _Reading(NamedTuple):
+    """How the samples of one length are given to a model."""
+
+    batches: int
+    batch_size: int  # sequences a batch, on which the data depend
+    at_once: int  # of these so many in one call, as memory allows
+    carries_state: bool  # from call to call
+    token_by_token: bool
+
+    @property
+    def sequences(self) -> int:
+        return self.batches * self.batch_size
+
+
+def _reading(
+    model: nn.Module, task: Task, cfg: Config, length: int, split: str, token_by_token: bool
+) -> _Reading:
+    """Raises TaskError: the length does not fit, or the model cannot go token by token."""
+    batch_size = at_once = cfg.eval.batch_size
+    if task.streams:
+        batches = task.segments(split, batch_size, length)
+    else:
+        batch_size = min(batch_size, cfg.eval.examples)
+        at_once = sequences_that_fit(model, length, batch_size, next(model.parameters()).device)
+        batches = math.ceil(cfg.eval.examples / batch_size)
+    can_carry = bool(getattr(model, "carries_state", False))
+    if token_by_token and not can_carry:
+        raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
+    carries_state = can_carry and (task.streams or token_by_token)
+    return _Reading(batches, batch_size, at_once, carries_state, token_by_token)
+
+
+def _predict(
+    model: nn.Module, tensors: Tensors, reading: _Reading, before: Any
+) -> tuple[np.ndarray, list, Any]:
+    """What the model answers to a batch, (b,l); the solver's statistics; the state after it.
+
+    Args: before: the state to start from, or None.
+    """
+    predicted = []
+    statistics = []
+    state = None
+    for first in range(0, len(tensors.input_ids), reading.at_once):
+        rows = slice(first, first + reading.at_once)
+        answers = answer(
+            model,
+            tensors.input_ids[rows],
+            None if tensors.mask is None else tensors.mask[rows],
+            before,
+            reading.carries_state,
+            reading.token_by_token,
+        )
+        state = answers.state
+        statistics += [each for each in answers.statistics if each is not None]
+        predicted.append(answers.logits.argmax(-1).cpu().numpy())
+    return np.concatenate(predicted), statistics, state
+
+
+def _read_all(
+    model: nn.Module, scores: _Scores, reading: _Reading, length: int, split: str, seed: int
+) -> list:
+    """Score a model's answers to all batches of a length → the solver's statistics."""
+    device = next(model.parameters()).device
+    statistics = []
+    state = None
+    for number in range(reading.batches):
+        batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
+        before: Any = state if batch.carry else None
+        predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
+        statistics += solved
+        scores.add(number, batch, predicted)
+    return statistics
+
+
 @torch.no_grad()
 def measure(
-    model, task: Task, cfg, length: int, split: str, seed: int, precision: str,
-    sequential: bool = False, seen: set[int] | None = None,
-) -> dict:  # fmt: skip
+    model: nn.Module,
+    task: Task,
+    cfg: Config,
+    length: int,
+    split: str,
+    seed: int,
+    precision: str,
+    token_by_token: bool = False,
+    seen: set[int] | None = None,
+) -> dict:
     """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
     "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
     was solved, and "num_iters" (ℓ*) of the first "probed" sequences.
@@ -273,8 +426,8 @@ def measure(
     questions) training has too; a count of None: not known.
 
     Args:
-        sequential: solve token by token (a model that carries its state); ℓ* is that of the whole
-        sequence all the same.
+        token_by_token: solve token by token (a model that carries its state); ℓ* is that of the
+            whole sequence all the same.
         seen: `Batch.shared` of all training batches, None where that was not kept.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
@@ -282,120 +435,117 @@ def measure(
     # 1. How much there is to read, and how.
     task.check_length(length)
     device = next(model.parameters()).device
-    streams = getattr(task, "streams", False)
-    size = at_once = cfg.eval.batch_size
-    if streams:
-        numbers = range(task.segments(split, size, length))
-    else:  # the data do not depend on how many fit
-        size = min(size, cfg.eval.examples)
-        at_once = sequences_that_fit(model, length, size, device)
-        numbers = range(math.ceil(cfg.eval.examples / size))
-    carries = (streams or sequential) and getattr(model, "carries_state", False)
-    if sequential and not carries:
-        raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
+    reading = _reading(model, task, cfg, length, split, token_by_token)
 
-    # 2. Read it.
-    scores, stats, probed = _Scores(task, streams), [], None
+    # 2. Read all of it; then count ℓ* on the first sequences.
+    scores = _Scores(task)
+    probed = None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), _enough_memory(length, at_once), limited, autocast:
-        began, state = time.perf_counter(), None
-        solver = solver_of(model, 1 if sequential else length)
-        for i in numbers:
-            batch = task.batch(seed, split, i, size, (length, length))
-            before = state if batch.carry else None
-            predicted, solved, state = _answers(
-                model, batch, at_once, before, carries, sequential, device
-            )
-            stats += solved
-            scores.add(i, batch, predicted)
+    with _evaluating(model), _enough_memory(length, reading.at_once), limited, autocast:
+        began = time.perf_counter()
+        solver = solver_of(model, 1 if token_by_token else length)
+        statistics = _read_all(model, scores, reading, length, split, seed)
         seconds = time.perf_counter() - began
-        if stats:
-            ids, _, mask = as_tensors(task.batch(seed, split, 0, size, (length, length)), device)
-            probed = probe_first(model, ids[:at_once], mask)
+        if statistics:
+            first_batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
+            tensors = as_tensors(first_batch, device)
+            probed = probe_first(model, tensors.input_ids[: reading.at_once], tensors.mask)
 
     # 3. What it amounts to.
-    sequences = size * len(numbers)
+    way_of_reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
         **scores.record(),
-        "sequences": sequences,
+        "sequences": reading.sequences,
         "distinct": scores.distinct,
-        "read": TOKEN_BY_TOKEN if sequential else IN_SEGMENTS if streams else AT_ONCE,
+        "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": _in_training(task, length, split, scores.shared, sequences, seen),
+        "in_training": scores.in_training(length, split, reading.sequences, seen),
         "seconds": round(seconds, 3),
-        **fixed_point_metrics(stats),
+        **fixed_point_metrics(statistics),
     }
     if probed is not None:
-        iterations = probed.num_iters.double().mean(0).cpu().numpy()
-        count = len(iterations)
-        group = np.arange(count) if streams else scores.samples[0][:count]
-        record["stderr"]["num_iters"] = standard_error(iterations, group)
-        record["num_iters"] = fixed_point_metrics([probed])["num_iters"]
-        record["probed"] = count
+        _add_probe(record, probed, scores)
     return record
 
 
-def _answers(model, batch: Batch, at_once: int, before, carries: bool, sequential: bool, device):
-    """What the model predicts for a batch, (b,l); the solver's statistics; the state after it.
-
-    Args: at_once: sequences. before: the state to start from, or None.
-    """
-    ids, _, mask = as_tensors(batch, device)
-    predicted, stats, state = [], [], None
-    for rows in (slice(first, first + at_once) for first in range(0, len(ids), at_once)):
-        part = None if mask is None else mask[rows]
-        logits, solved, state = answer(model, ids[rows], part, before, carries, sequential)
-        stats += [s for s in solved if s is not None]
-        predicted.append(logits.argmax(-1).cpu().numpy())
-    return np.concatenate(predicted), stats, state
+def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:
+    """Put ℓ*, its standard error and the number of sequences that it is of into a record."""
+    iterations = probed.num_iters.double().mean(0).cpu().numpy()  # mean over layers, (sequences,)
+    count = len(iterations)
+    group = np.arange(count) if scores.task.streams else scores.samples[0][:count]
+    record["stderr"]["num_iters"] = standard_error(iterations, group)
+    record["num_iters"] = fixed_point_metrics([probed])["num_iters"]
+    record["probed"] = count
 
 
 def evaluate_all(
-    model, task: Task, cfg, lengths: list[int], seeds: list[int], precision, seen=None
-) -> list:
+    model: nn.Module,
+    task: Task,
+    cfg: Config,
+    lengths: Sequence[int],
+    seeds: Sequence[int],
+    precision: str,
+    seen: set[int] | None = None,
+) -> list[dict]:
     """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
 
     With eval.sequential also read token by token. seen: as of `measure`.
     """
-    if getattr(task, "streams", False):  # one test set, read in segments as in training
+    if task.streams:  # one test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], [0]
     ways = [False, True] if cfg.eval.sequential else [False]
-    results = []
+    results: list[dict] = []
     with Progress("evaluating", total=len(lengths) * len(seeds) * len(ways), unit="lengths") as bar:
-        for length, seed, sequential in itertools.product(lengths, seeds, ways):
-            found = measure(model, task, cfg, length, "test", seed, precision, sequential, seen)
-            results.append({"length": length, "seed": seed, **found})
+        for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
+            row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, seen)
+            results.append({"length": length, "seed": seed, **row})
             bar.update(len(results))
     return results
 
 
-def evaluate_run(run_dir, lengths=None, seeds=None, overrides=(), out=None) -> dict:
+def evaluate_run(
+    run_dir: str | Path,
+    lengths: str | None = None,
+    seeds: Sequence[int] | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> dict:
     """Evaluate a trained run again, over other lengths or seeds (or with other eval.* keys).
 
     Returns:
         what was written to `out` (default RUN/eval.json).
+    Raises:
+        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths or seeds that
+            the task cannot have. OutputError: `out` cannot be written.
     """
     run_dir = Path(run_dir)
     path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides)
-    check_seeds(seeds or cfg.eval.seeds, task)
-    if getattr(task, "streams", False) and (lengths or seeds):
-        say(f"note: {cfg.task.name} has one test set, read in segments of train.length="
-            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply")  # fmt: skip
-    wanted = parse_lengths(lengths or cfg.eval.lengths, task)
+    test_seeds = seeds or cfg.eval.seeds
+    check_seeds(test_seeds, task)
+    if task.streams and (lengths or seeds):
+        say(
+            f"note: {cfg.task.name} has one test set, read in segments of train.length="
+            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
+        )
+    test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
     trained_task, seen = trained_on(run_dir)
-    results = evaluate_all(model, task, cfg, wanted, seeds or cfg.eval.seeds, precision, seen)
+    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, seen)
     if cfg.task != trained_task:  # which samples the other one had is not known
         for row in results:
             row["in_training"]["count"] = None
-    tested = {None, *(r["length"] for r in results)}
+    tested = {None, *(row["length"] for row in results)}
     result = {
-        "run": str(run_dir), "task": cfg.task.name, "model": cfg.model.name,
-        "headline": task.headline, "chance": task.chance, "eval": results,
+        "run": str(run_dir),
+        "task": cfg.task.name,
+        "model": cfg.model.name,
+        "headline": task.headline,
+        "chance": task.chance,
+        "eval": results,
         "bars": passes([bar for bar in cfg.bars if bar.length in tested], results),
-    }  # fmt: skip
+    }
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)

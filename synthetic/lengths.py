@@ -13,20 +13,21 @@ def parse_ranges(text: str) -> list[tuple[int, ...]]:
 
 
 def _numbers(part: str, text: str) -> tuple[int, ...]:
-    of = "" if part == text else f" of `{text}`"
+    """The numbers of one part of the list `text`."""
+    of_list = "" if part == text else f" of `{text}`"
     try:
         numbers = tuple(int(number) for number in part.split(":"))
     except ValueError:
         numbers = ()
     if not 1 <= len(numbers) <= 3 or min(numbers) < 1:
         raise ValueError(
-            f"`{part}`{of} must be a length, START:STOP (×√2 from one to the next) or"
+            f"`{part}`{of_list} must be a length, START:STOP (×√2 from one to the next) or"
             " START:STOP:STEP, of whole numbers above 0"
         )
     if len(numbers) > 1 and numbers[0] > numbers[1]:
-        turned = ":".join(map(str, (numbers[1], numbers[0], *numbers[2:])))
+        upwards = ":".join(map(str, (numbers[1], numbers[0], *numbers[2:])))
         raise ValueError(
-            f"`{part}`{of} goes down from {numbers[0]} to {numbers[1]}: it must be START:STOP, as"
-            f" {turned}"
+            f"`{part}`{of_list} goes down from {numbers[0]} to {numbers[1]}: it must be"
+            f" START:STOP, as {upwards}"
         )
     return numbers

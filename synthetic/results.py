@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lm.metrics import failures
+from synthetic.config import Bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # How the tokens of a sequence are given to the model: `read` of a row.
 AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
@@ -15,8 +21,12 @@ UNKNOWN = "unknown"  # said of what was not recorded when a result was written
 
 def solver_text(solver: dict | str, limit: bool = True) -> str:
     """`solver` of a row in words: "token exact, sequential", or "token iterate, parallel, paper,
-    tol 0.1, at most 1000 iterations"; without the limit not the iterations. Results of before
-    tokens were solved exactly name no token: they are all of iterated ones."""
+    tol 0.1, at most 1000 iterations".
+
+    Results of before tokens were solved exactly name no token; theirs were all iterated.
+
+    Args: limit: say the largest number of iterations, too.
+    """
     if isinstance(solver, str):
         return solver
     parts = [f"token {solver['token']}"] if "token" in solver else []
@@ -28,46 +38,57 @@ def solver_text(solver: dict | str, limit: bool = True) -> str:
     return ", ".join(parts)
 
 
-def how(row: dict) -> tuple[str, str]:
-    """How a row of a result was made: `read`, and `solver` in words. Results of before these were
-    recorded called all that was not read token by token `parallel`, at once or in segments and
-    whatever solved it."""
-    old = {"sequential": TOKEN_BY_TOKEN}.get(row.get("schedule"), UNKNOWN)
-    return row.get("read", old), solver_text(row.get("solver", UNKNOWN))
+class Way(NamedTuple):
+    """How a row of a result was made."""
+
+    read: str  # AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS or UNKNOWN
+    solver: str  # in words
+
+
+def way_of(row: dict) -> Way:
+    """How a row of a result was made.
+
+    Old results recorded neither `read` nor `solver`, only a `schedule`: "sequential" where they
+    read token by token, else "parallel", which says nothing of either.
+    """
+    read_by_old_row = TOKEN_BY_TOKEN if row.get("schedule") == "sequential" else UNKNOWN
+    return Way(row.get("read", read_by_old_row), solver_text(row.get("solver", UNKNOWN)))
 
 
 def solved_by(rows: list[dict]) -> str:
     """What solved the rows, a line for each way of reading where there are several."""
-    ways = list(dict.fromkeys(how(row) for row in rows))
+    ways = list(dict.fromkeys(way_of(row) for row in rows))
     if len(ways) == 1:
-        return f"read {ways[0][0]}; solver: {ways[0][1]}"
-    return "\n".join(f"{read}: {solver}" for read, solver in ways)
+        return f"read {ways[0].read}; solver: {ways[0].solver}"
+    return "\n".join(f"{way.read}: {way.solver}" for way in ways)
 
 
 def in_training(rows: list[dict]) -> str:
     """How many of the rows' samples training has too: "0", "3 of 36" or "unknown"."""
-    found = [row.get("in_training") for row in rows]
-    if any(each is None or each["count"] is None for each in found):
+    shares = [row.get("in_training") for row in rows]
+    known = [share for share in shares if share is not None and share["count"] is not None]
+    if len(known) < len(shares):
         return UNKNOWN
-    count, of = (sum(each[k] for each in found) for k in ("count", "of"))
-    return f"{count} of {of}" if count else "0"
+    count = sum(share["count"] for share in known)
+    samples = sum(share["of"] for share in known)
+    return f"{count} of {samples}" if count else "0"
 
 
-def distinct(rows: list[dict]) -> int | None:
+def distinct_samples(rows: list[dict]) -> int | None:
     """How many of a seed's samples are different ones, of the rows of one length; the least of
     several seeds. None where it was not recorded."""
-    found = [row.get("distinct") for row in rows]
-    return None if None in found else min(found)
+    counts = [row["distinct"] for row in rows if row.get("distinct") is not None]
+    return min(counts) if len(counts) == len(rows) else None
 
 
-def iterations(row: dict) -> list[float] | None:
+def iterations_of_layers(row: dict) -> list[float] | None:
     """ℓ* of each layer, None where it was not measured: for a model without a solver, and in
-    results of before it was probed, whose `num_iters` were those of whatever schedule solved the
-    model."""
+    results of before there was a probe. What those call `num_iters` is how many iterations their
+    own schedule took."""
     return row["num_iters"]["mean"] if "probed" in row else None
 
 
-def failed(rows: list[dict]) -> float | None:
+def failed_share(rows: list[dict]) -> float | None:
     """The share of tokens that were not solved, mean over rows of the worst layer's; None without a
     solver, or of results of before it was recorded."""
     shares = [max(row["failed"]) for row in rows if "failed" in row]
@@ -77,14 +98,14 @@ def failed(rows: list[dict]) -> float | None:
 def failure_notes(rows: list[dict]) -> list[str]:
     """A warning for each layer that left too many tokens unsolved, and what to do; of the row where
     it left the most."""
-    worst: dict[int, dict] = {}
+    worst_row: dict[int, dict] = {}
     for row in rows:
         for layer in failures(row.get("failed", []), row.get("solver", UNKNOWN)):
-            if layer not in worst or row["failed"][layer] > worst[layer]["failed"][layer]:
-                worst[layer] = row
+            if layer not in worst_row or row["failed"][layer] > worst_row[layer]["failed"][layer]:
+                worst_row[layer] = row
     return [
         f"warning: at length {row['length']} {failures(row['failed'], row['solver'])[layer]}"
-        for layer, row in sorted(worst.items())
+        for layer, row in sorted(worst_row.items())
     ]
 
 
@@ -93,7 +114,7 @@ def mean_of(rows: list[dict], metric: str) -> float:
     return float(np.mean([row["metrics"][metric] for row in rows if metric in row["metrics"]]))
 
 
-def error(rows: list[dict], metric: str) -> float:
+def error_of_mean(rows: list[dict], metric: str) -> float:
     """The standard error of `mean_of`, of rows of different samples; NaN where it is not known."""
     errors = [row.get("stderr", {}).get(metric, np.nan) for row in rows]
     return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
@@ -105,38 +126,39 @@ def plus_minus(stderr: float, digits: int = 3) -> str:
 
 
 def at_length(
-    results: list, length: int | None, metric: str, sequential: bool = False
+    results: list[dict], length: int | None, metric: str, token_by_token: bool = False
 ) -> float | None:
-    """Mean over seeds of a metric at a length (None: the only one)."""
-    found = [
-        r["metrics"][metric]
-        for r in results
-        if metric in r["metrics"]
-        and length in (None, r["length"])
-        and (how(r)[0] == TOKEN_BY_TOKEN) == sequential
+    """Mean over seeds of a metric at a length (None: the only one), as the model reads token by
+    token or otherwise; None where it was not measured."""
+    values = [
+        row["metrics"][metric]
+        for row in results
+        if metric in row["metrics"]
+        and length in (None, row["length"])
+        and (way_of(row).read == TOKEN_BY_TOKEN) == token_by_token
     ]
-    return sum(found) / len(found) if found else None
+    return sum(values) / len(values) if values else None
 
 
-def solved_length(results: list, metric: str, least: float = 0.9) -> int:
+def solved_length(results: list[dict], metric: str, least: float = 0.9) -> int:
     """The longest evaluated length up to which the metric never falls below `least`; 0 if none."""
-    best = 0
-    for length in sorted({r["length"] for r in results}):
+    longest = 0
+    for length in sorted({row["length"] for row in results}):
         value = at_length(results, length, metric)
         if value is None or value < least:
             break
-        best = length
-    return best
+        longest = length
+    return longest
 
 
-def passes(bars: list, results: list) -> list[dict]:
+def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
     """Each bar of the config with the value reached and whether it passed."""
-    found = []
+    judged = []
     for bar in bars:
         value = at_length(results, bar.length, bar.metric)
-        ok = value is not None and value >= bar.least
-        found.append({**bar.model_dump(), "value": value, "passed": ok})
-    return found
+        passed = value is not None and value >= bar.least
+        judged.append({**bar.model_dump(), "value": value, "passed": passed})
+    return judged
 
 
 SOLVING = ("ℓ* per layer", "evaluations", "failed")  # columns of a model with a solver
@@ -146,58 +168,75 @@ def _solving_cells(rows: list[dict]) -> list[str]:
     """SOLVING of rows of one length: ℓ* and evaluations a token of each layer, and the share of
     tokens that were not solved in the worst of them."""
 
-    def layers(found):
-        known = [each for each in found if each is not None]
-        return " ".join(f"{v:.1f}" for v in np.mean(known, 0)) if known else UNKNOWN
+    def mean_of_layers(of_rows: list[list[float] | None]) -> str:
+        known = [layers for layers in of_rows if layers is not None]
+        return " ".join(f"{mean:.1f}" for mean in np.mean(known, 0)) if known else UNKNOWN
 
-    share = failed(rows)
+    share = failed_share(rows)
     return [
-        layers([iterations(row) for row in rows]),
-        layers([row.get("evaluations") for row in rows]),
+        mean_of_layers([iterations_of_layers(row) for row in rows]),
+        mean_of_layers([row.get("evaluations") for row in rows]),
         UNKNOWN if share is None else f"{share:.2%}",
     ]
 
 
-def summary(result: dict, title: str):
+def summary(result: dict, title: str) -> Table:
     """A run's result as a rich table: per length, metrics ± standard error, ℓ*, what solving cost
     and left, and how many of the samples training has too. What solved it stands below."""
     from rich.table import Table
 
     rows = result["eval"]
-    names = list(rows[0]["metrics"])
-    solves = any("failed" in row for row in rows)
-    stream = len(rows) == 1 and len(names) > 4  # CatbAbI: a row a task
+    metrics = list(rows[0]["metrics"])
     caption = "\n".join([solved_by(rows), *failure_notes(rows)])
     table = Table(title=title, caption=caption, caption_justify="left")
-    if stream:
-        for head in ("metric", "value", "standard error"):
-            table.add_column(head, justify="right")
-        for name in names:
-            stderr = plus_minus(error(rows, name), 4).strip() or UNKNOWN
-            table.add_row(name, f"{rows[0]['metrics'][name]:.4f}", stderr)
-        for name, cell in zip(SOLVING, _solving_cells(rows)):
-            if solves:
-                table.add_row(name, cell)
-        table.add_row("questions in training", in_training(rows))
-        return table
-    table.add_column("length", justify="right")
-    ways = list(dict.fromkeys(how(row) for row in rows))
-    if len(ways) > 1:
-        table.add_column("read")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    for name in SOLVING if solves else ():
-        table.add_column(name, justify="right")
-    table.add_column("distinct samples", justify="right")
-    table.add_column("in training", justify="right")
-    for length, way in itertools.product(sorted({r["length"] for r in rows}), ways):
-        same = [r for r in rows if (r["length"], how(r)) == (length, way)]
-        cells = [f"{mean_of(same, name):.4f}{plus_minus(error(same, name))}" for name in names]
-        cells += _solving_cells(same) if solves else []
-        count = distinct(same)
-        cells += [UNKNOWN if count is None else f"{count:,}", in_training(same)]
-        table.add_row(str(length), *way[: len(ways) > 1], *cells)
+    if len(rows) == 1 and len(metrics) > 4:  # CatbAbI: one row, with a metric for each bAbI task
+        _fill_with_metrics(table, rows, metrics)
+    else:
+        _fill_with_lengths(table, rows, metrics)
     return table
+
+
+def _fill_with_metrics(table: Table, rows: list[dict], metrics: Sequence[str]) -> None:
+    """One line a metric, of the only row of a result."""
+    for heading in ("metric", "value", "standard error"):
+        table.add_column(heading, justify="right")
+    for metric in metrics:
+        stderr = plus_minus(error_of_mean(rows, metric), 4).strip() or UNKNOWN
+        table.add_row(metric, f"{rows[0]['metrics'][metric]:.4f}", stderr)
+    if "failed" in rows[0]:
+        for heading, cell in zip(SOLVING, _solving_cells(rows)):
+            table.add_row(heading, cell)
+    table.add_row("questions in training", in_training(rows))
+
+
+def _fill_with_lengths(table: Table, rows: list[dict], metrics: Sequence[str]) -> None:
+    """One line a length, or a length and a way of reading where there are several."""
+    # 1. The columns.
+    ways = list(dict.fromkeys(way_of(row) for row in rows))
+    has_solver = any("failed" in row for row in rows)
+    headings = ["length", *(metric.replace("_", " ") for metric in metrics)]
+    headings += SOLVING if has_solver else ()
+    headings += ["distinct samples", "in training"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+        if heading == "length" and len(ways) > 1:
+            table.add_column("read")
+
+    # 2. The lines: the seeds of a length together.
+    lengths = sorted({row["length"] for row in rows})
+    for length, way in itertools.product(lengths, ways):
+        seeds = [row for row in rows if (row["length"], way_of(row)) == (length, way)]
+        cells = [str(length)]
+        if len(ways) > 1:
+            cells.append(way.read)
+        for metric in metrics:
+            cells.append(f"{mean_of(seeds, metric):.4f}{plus_minus(error_of_mean(seeds, metric))}")
+        if has_solver:
+            cells += _solving_cells(seeds)
+        count = distinct_samples(seeds)
+        cells.append(UNKNOWN if count is None else f"{count:,}")
+        cells.append(in_training(seeds))
+        table.add_row(*cells)
 
 
 def verdict(result: dict) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lm import baselines
 from lm import config as base
@@ -24,10 +27,21 @@ from synthetic.config import Config
 
 # What baselines read of the model section, besides the fields that are theirs alone.
 OF_BASELINES = {
-    "name", "d_model", "n_layer", "d_state", "expand", "dt_rank", "d_conv", "headdim", "ngroups",
-    "norm_epsilon", "residual_in_fp32", "tie_embeddings", *baselines.FIELDS,
+    "name",
+    "d_model",
+    "n_layer",
+    "d_state",
+    "expand",
+    "dt_rank",
+    "d_conv",
+    "headdim",
+    "ngroups",
+    "norm_epsilon",
+    "residual_in_fp32",
+    "tie_embeddings",
+    *baselines.FIELDS,
     *baselines.SHARED,
-}  # fmt: skip
+}
 
 
 def is_finished(cfg: Config) -> bool:
@@ -35,33 +49,45 @@ def is_finished(cfg: Config) -> bool:
     return RunDir(cfg.run_dir).is_finished
 
 
-def result(cfg: Config) -> dict | None:
-    """What a finished run has found, or None."""
-    run = RunDir(cfg.run_dir)
-    return run.read_result(("eval",)) if run.is_finished else None
+def result_of(cfg: Config) -> dict:
+    """What a finished run has found.
+
+    Raises:
+        RunDirError: it has not finished. DamagedError: its result cannot be read.
+    """
+    return RunDir(cfg.run_dir).read_result(("eval",))
 
 
 def differences(cfg: Config) -> list[str]:
     """Where the config a run was made with differs from this one, in what matters."""
-    saved = RunDir(cfg.run_dir).config
-    old = moved_tree(base.load_tree(saved), str(saved)) if saved.exists() else {}
-    new, found = cfg.model_dump(mode="json"), []
-    if "model" in old:
-        old, new = ({**tree, "model": settled(tree["model"])} for tree in (old, new))
-    if section := old.get("solver"):
-        settled_solver = base.build({"solver": section}, str(saved), Config).solver.settled()
-        old["solver"] = {key: settled_solver[key] for key in section}  # others are newer than it
-        new["solver"] = cfg.solver.settled()
+    saved, wanted = _comparable(cfg)
+    found = []
     for section in ("model", "solver", "task", "optim", "train", "eval"):
-        for key, value in (old.get(section) or {}).items():
+        for key, was in (saved.get(section) or {}).items():
             of_fprnn = section == "solver" or (section == "model" and key not in OF_BASELINES)
             if of_fprnn and cfg.model.name != "fprnn":
                 continue
-            wanted = new[section].get(key, value)
-            unsaid = key == "data" and wanted is None  # a folder, given when the run was started
-            if wanted != value and key not in ("threads", "workers") and not unsaid:
-                found.append(f"{section}.{key} was {value}, is {wanted}")
+            value = wanted[section].get(key, was)
+            folder_not_given = key == "data" and value is None  # it was, when the run was started
+            if value != was and key not in ("threads", "workers") and not folder_not_given:
+                found.append(f"{section}.{key} was {was}, is {value}")
     return found
+
+
+def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config that a run was made with, and the one of today, both with settled values: with
+    what the defaults of their version stand for."""
+    path = RunDir(cfg.run_dir).config
+    saved = moved_tree(base.load_tree(path), str(path)) if path.exists() else {}
+    wanted = cfg.model_dump(mode="json")
+    if "model" in saved:
+        saved = {**saved, "model": settled(saved["model"])}
+        wanted = {**wanted, "model": settled(wanted["model"])}
+    if section := saved.get("solver"):
+        settled_solver = base.build({"solver": section}, str(path), Config).solver.settled()
+        saved["solver"] = {key: settled_solver[key] for key in section}  # others are newer than it
+        wanted["solver"] = cfg.solver.settled()
+    return saved, wanted
 
 
 def seed_of(cfg: Config) -> int:
@@ -85,17 +111,18 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
     for cfg in waiting:
         check_section(cfg.model, cfg.solver, cfg.train.lengths[1], device_of(cfg)[1])
         check_folder(cfg.run_dir)
-    failed = _in_turn(waiting) if jobs <= 1 else _at_once(waiting, jobs)
+    failed = _one_by_one(waiting) if jobs <= 1 else _in_processes(waiting, jobs)
     if failed:
         raise TrainingError(f"{len(failed)} of {len(waiting)} runs failed; the first: {failed[0]}")
 
 
-def _in_turn(waiting: list[Config]) -> list[str]:
+def _one_by_one(waiting: list[Config]) -> list[str]:
+    """Train in this process, one after another → a line for each run that failed."""
     from synthetic.train import train
 
     failed = []
-    for i, cfg in enumerate(waiting, 1):
-        say(f"run {i} of {len(waiting)}")
+    for number, cfg in enumerate(waiting, 1):
+        say(f"run {number} of {len(waiting)}")
         try:
             train(cfg)
         except Stopped:
@@ -106,50 +133,74 @@ def _in_turn(waiting: list[Config]) -> list[str]:
     return failed
 
 
-def _at_once(waiting: list[Config], jobs: int) -> list[str]:
-    def stop(*_):
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Within, a signal that asks for a stop raises Stopped."""
+
+    def stop(*_: Any) -> None:
         raise Stopped("stopped by a signal: what was running is saved, the same command continues")
 
-    handlers = {n: signal.signal(n, stop) for n in STOP}
+    handlers_before = {number: signal.signal(number, stop) for number in STOP}
     try:
-        return _processes(waiting, jobs)
+        yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
-def _processes(waiting: list[Config], jobs: int) -> list[str]:
-    total, running, failed, numbers = len(waiting), {}, [], iter(range(1, len(waiting) + 1))
+class _Running(NamedTuple):
+    """A run in a process of its own."""
+
+    process: subprocess.Popen
+    cfg: Config
+    log: Path
+    began: float  # time.monotonic()
+
+
+def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
+    """Train `jobs` runs at once, each in a process → a line for each run that failed."""
+    numbered = list(enumerate(waiting, 1))
+    running: list[_Running] = []
+    failed: list[str] = []
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    waiting = list(waiting)
-    with tempfile.TemporaryDirectory() as folder:
+    with _stopped_by_signals(), tempfile.TemporaryDirectory() as folder:
         try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    cfg, number = waiting.pop(0), next(numbers)
-                    path = Path(folder) / f"{number}.yaml"
-                    point = cfg.model_copy(update={"sweep": {}})  # of which it is one already
-                    path.write_text(point.to_yaml(), encoding="utf-8")
-                    log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
-                    log.parent.mkdir(parents=True, exist_ok=True)
-                    command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
-                    say(f"start  {number} of {total}  {cfg.run_dir}")
-                    with log.open("w") as f:
-                        started = subprocess.Popen(command, stdout=f, stderr=f, env=env)
-                    running[started] = (cfg, log, time.monotonic())
+            while numbered or running:
+                while numbered and len(running) < jobs:
+                    number, cfg = numbered.pop(0)
+                    say(f"start  {number} of {len(waiting)}  {cfg.run_dir}")
+                    running.append(_start(cfg, Path(folder) / f"{number}.yaml", threads))
                 time.sleep(0.2)
-                for process in [p for p in running if p.poll() is not None]:
-                    cfg, log, began = running.pop(process)
-                    seconds = time.monotonic() - began
-                    if is_finished(cfg):  # exit status 2 is a missed bar, not a failure
-                        say(f"done   {cfg.run_dir} in {seconds:.0f} s")
-                    else:
-                        say(f"FAILED {cfg.run_dir} after {seconds:.0f} s: see {log}")
-                        failed.append(f"see {log}")
+                ended = [run for run in running if run.process.poll() is not None]
+                for run in ended:
+                    running.remove(run)
+                    failed += _failure_of(run)
         finally:  # of an interrupt: the runs save before they end
-            for process in running:
-                process.terminate()
-            for process in running:
-                process.wait()
+            for run in running:
+                run.process.terminate()
+            for run in running:
+                run.process.wait()
     return failed
+
+
+def _start(cfg: Config, path: Path, threads: int) -> _Running:
+    """Train a run in a process of its own, from a YAML that is written to `path`."""
+    point = cfg.model_copy(update={"sweep": {}})  # of which it is one already
+    path.write_text(point.to_yaml(), encoding="utf-8")
+    log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as f:
+        process = subprocess.Popen(command, stdout=f, stderr=f, env=environment)
+    return _Running(process, cfg, log, time.monotonic())
+
+
+def _failure_of(run: _Running) -> list[str]:
+    """Say how a run has ended → a line if it failed, else none."""
+    seconds = time.monotonic() - run.began
+    if is_finished(run.cfg):  # exit status 2 is a missed bar, not a failure
+        say(f"done   {run.cfg.run_dir} in {seconds:.0f} s")
+        return []
+    say(f"FAILED {run.cfg.run_dir} after {seconds:.0f} s: see {run.log}")
+    return [f"see {run.log}"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lm.build import missing_kernels
 from lm.checkpoint import CheckpointError, Checkpoints
@@ -27,6 +30,7 @@ from synthetic import tasks
 from synthetic.build import STATE, build, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
+    Tensors,
     as_tensors,
     check_seeds,
     evaluate_all,
@@ -38,7 +42,7 @@ from synthetic.evaluate import (
     solving,
 )
 from synthetic.results import passes, solver_text
-from synthetic.update import MaxIters, backward, batches_from, loss_of
+from synthetic.update import MaxIters, Pass, backward, batches_from, loss_of
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -69,12 +73,17 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
 
 
 class Training:
-    """A run under way: `start`, `fit`, `conclude`, `close`. To make one refuses what cannot be, and
-    writes nothing.
+    """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
+    cannot be, and writes nothing.
 
     Raises:
         ConfigError, TaskError: as `train`.
     """
+
+    # Opened by `start`, in a directory that is ours.
+    checkpoints: Checkpoints
+    profile: Profile
+    writer: Writer
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -82,8 +91,8 @@ class Training:
             torch.set_num_threads(cfg.train.threads)
         self.task = tasks.build(cfg.task)
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
-        self.during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
-        _check(cfg, self.task, self.lengths)
+        self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
+        _check_lengths_and_bars(cfg, self.task, self.lengths)
         check_seeds(cfg.eval.seeds, self.task)
         for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if wanted:
@@ -94,28 +103,24 @@ class Training:
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
         self.seconds = 0.0  # of training, of the processes before this one
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
-        self.state = None  # that a stream carries from segment to segment
+        self.state: Any = None  # that a stream carries from segment to segment
         self.seen: set[int] | None = set()  # of training's samples those that are not held apart
         self.rollbacks = 0
-        shortest, self.longest_of_all = cfg.train.lengths
-        start = cfg.train.curriculum.start if cfg.train.curriculum else self.longest_of_all
-        self.longest = min(self.longest_of_all, start)
-        self.shortest = shortest
+        self.shortest, self.full_length = cfg.train.lengths
+        start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
+        self.longest = min(self.full_length, start)  # of the batches now
         self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
-        self.writer: Writer | None = None
-        self.profile: Profile | None = None
-        self.checkpoints: Checkpoints | None = None
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
-        longest = max(cfg.train.lengths[1], *self.lengths)
-        self.model, self.device, self.precision = build(cfg, task, longest)
-        self.streams = getattr(task, "streams", False)
-        if not self.streams:  # whose segments are as long as in training
-            sequences_that_fit(self.model, max([*self.lengths, *self.during]), 1, self.device)
-        carries_state = getattr(self.model, "carries_state", False)
-        self.carries = self.streams and carries_state
-        if cfg.eval.sequential and not carries_state:
+        longest_read = max(cfg.train.lengths[1], *self.lengths)
+        self.model, self.device, self.precision = build(cfg, task, longest_read)
+        if not task.streams:  # whose segments are as long as in training
+            longest_evaluated = max([*self.lengths, *self.lengths_during])
+            sequences_that_fit(self.model, longest_evaluated, 1, self.device)
+        can_carry_state = bool(getattr(self.model, "carries_state", False))
+        self.carries_state = task.streams and can_carry_state
+        if cfg.eval.sequential and not can_carry_state:
             raise tasks.TaskError(
                 f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
             )
@@ -152,6 +157,7 @@ class Training:
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
 
     def _introduce(self) -> None:
+        """Say what trains, on what, and how it is solved."""
         cfg = self.cfg
         say(f"run      {self.run}")
         say(f"task     {_task_line(cfg, self.task)}")
@@ -162,7 +168,7 @@ class Training:
         say(f"solver   {_solver_line(self.model, cfg)}")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
-        if self.streams and not self.carries:
+        if self.task.streams and not self.carries_state:
             say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
         if warning := missing_kernels(cfg):
             say(warning)
@@ -175,7 +181,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "batch_number": self.batch_number,
-            "seconds": self.seconds + time.perf_counter() - self.began,
+            "seconds": self._seconds_so_far(),
             "longest": self.longest,
             "solved_at": self.solved_at,
             "state": self.state,
@@ -207,8 +213,8 @@ class Training:
         """
         steps = self.cfg.train.steps
         self.solver = solver_of(self.model.train())
-        self.watch = FailureWatch(say, self.solver)
-        self.began = time.perf_counter()
+        self.failure_watch = FailureWatch(say, self.solver)
+        self.fit_began = time.perf_counter()
         self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
@@ -224,21 +230,27 @@ class Training:
                     continue
                 self._log(record, bar)
                 self._probe_if_due()
-                self._try_out_if_due()
+                self._validate_if_due()
                 self._save_if_due(signals.asked)
-            self._finish_save()
-        self.seconds += time.perf_counter() - self.began
+            self._wait_for_save()
+        self.seconds = self._seconds_so_far()
 
-    def _batches(self):
+    def _seconds_so_far(self) -> float:
+        """Seconds of training, of this process and of those before it."""
+        return self.seconds + (time.perf_counter() - self.fit_began)
+
+    def _batches(self) -> Iterator[tasks.Batch]:
         """From the next one on, as long as they are now."""
         lengths = min(self.shortest, self.longest), self.longest
         return batches_from(self.task, self.cfg, lengths, self.batch_number)
 
     def _begin_window(self) -> None:
         """What the next record sums up begins here."""
-        self.since = time.perf_counter()
-        self.tokens = self.right = self.due = 0
-        self.stats: list = []
+        self.window_began = time.perf_counter()
+        self.tokens = 0
+        self.scored: int | torch.Tensor = 0  # labels that count
+        self.correct: int | torch.Tensor = 0  # of these, answered as they should be
+        self.statistics: list = []
 
     def _update(self) -> dict:
         """One update → what is logged of it alone.
@@ -246,52 +258,70 @@ class Training:
         Raises:
             Diverged: the loss or its gradient is NaN or infinite; no weight has moved.
         """
+        # 1. The learning rates and the batch of this update.
         number = self.step + 1
         factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
-        lr = self.cfg.optim.lr * factor
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
         batch = next(self.batches)
         self.batch_number += 1
         if self.seen is not None and batch.shared is not None:
             self.seen.update(np.unique(batch.shared).tolist())
-        ids, labels, mask = as_tensors(batch, self.device)
-        before = self.state if batch.carry else None
-        tensors = ids, mask, labels, before
-        limit = None if self.cfg.train.max_iters == "config" else self.max_iters.at(number)
+        tensors = as_tensors(batch, self.device)
 
-        def one_pass():
-            return loss_of(self.model, *tensors, self.carries, self._autocast)
-
+        # 2. Its gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        at_full_length = self.longest == self.longest_of_all
-        try:
-            with solving(self.model, max_iters=limit):
-                passed, worse = backward(one_pass, self.adversary if at_full_length else None)
-        except FloatingPointError as e:  # of a block, forward or back
-            raise Diverged(str(e)) from None
-        loss, logits, solved, state = passed
+        passed, adversarial_loss = self._gradient(number, tensors, batch.carry)
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        loss = passed.loss
         if not torch.isfinite(norm + loss.detach()):
             raise Diverged(f"the loss is {loss.item()}, the gradient norm {norm.item()}")
+
+        # 3. The weights move, and what is logged is counted.
         self.optimizer.step()
-        self.step, self.state = number, state
-        self._count(ids, labels, logits, solved)
-        self.last_input = ids, mask
+        self.step = number
+        self.state = passed.state
+        self._count(tensors, passed)
+        self.last_input = tensors.input_ids, tensors.mask
+        lr = self.cfg.optim.lr * factor
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
-        return record if worse is None else {**record, "adversarial_loss": worse}
+        if adversarial_loss is not None:
+            record["adversarial_loss"] = adversarial_loss
+        return record
 
-    def _count(self, ids, labels, logits, solved) -> None:
-        scored = labels != tasks.IGNORE
-        self.right += ((logits.argmax(-1) == labels) & scored).sum()
-        self.due += scored.sum()
-        self.tokens += ids.numel()
-        if solved[0] is not None:
-            self.stats += solved
+    def _gradient(
+        self, number: int, tensors: Tensors, continues: bool
+    ) -> tuple[Pass, torch.Tensor | None]:
+        """Forward and backward of the update of this number → as `synthetic.update.backward`.
 
-    def _autocast(self):
+        Args: continues: the batch goes on where the one before ended.
+        Raises:
+            Diverged: a block has made NaN or infinity, forward or back.
+        """
+        before = self.state if continues else None
+        limit = None if self.cfg.train.max_iters == "config" else self.max_iters.at(number)
+
+        def one_pass() -> Pass:
+            return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
+
+        at_full_length = self.longest == self.full_length
+        try:
+            with solving(self.model, max_iters=limit):
+                return backward(one_pass, self.adversary if at_full_length else None)
+        except FloatingPointError as e:
+            raise Diverged(str(e)) from None
+
+    def _count(self, tensors: Tensors, passed: Pass) -> None:
+        scored = tensors.labels != tasks.IGNORE
+        self.correct += ((passed.logits.argmax(-1) == tensors.labels) & scored).sum()
+        self.scored += scored.sum()
+        self.tokens += tensors.input_ids.numel()
+        if passed.statistics[0] is not None:
+            self.statistics += passed.statistics
+
+    def _autocast(self) -> torch.autocast:
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
@@ -301,33 +331,39 @@ class Training:
         Raises:
             Diverged: there is none, or `train.rollbacks` of them were made.
         """
-        failed, most, after = self.step + 1, self.cfg.train.rollbacks, self.batch_number
-        made, seen = self.rollbacks, self.seen
+        failed_update = self.step + 1
+        rollbacks_made = self.rollbacks
+        most = self.cfg.train.rollbacks
+        next_batch = self.batch_number
+        seen = self.seen
         self.checkpoints.finish()
         saved = None
-        if made < most:
+        if rollbacks_made < most:
             with contextlib.suppress(CheckpointError):  # none is whole
                 saved = newest_state(self.run, self.device, say)
         if saved is None:
             raise Diverged(
-                f"stopped at update {failed}: {error} ({made} of {most} rollbacks made:"
-                " train.rollbacks)"
+                f"stopped at update {failed_update}: {error} ({rollbacks_made} of {most} rollbacks"
+                " made: train.rollbacks)"
             ) from None
         self.load_state_dict(saved)
-        self.rollbacks, self.batch_number, self.seen = made + 1, after, seen
+        self.rollbacks = rollbacks_made + 1
+        self.batch_number = next_batch
+        self.seen = seen
         self.state = None  # what comes next does not continue what the checkpoint had read
         self.batches = self._batches()
         say(
-            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
-            f" the data that comes next (rollback {self.rollbacks} of {most})"
+            f"note: update {failed_update}: {error}: back to the checkpoint of update {self.step},"
+            f" on with the data that comes next (rollback {self.rollbacks} of {most})"
         )
-        rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
+        rollback = {"number": self.rollbacks, "from": failed_update, "why": str(error)}
         self.writer.keep_until(self.step)
         self.writer.write({"step": self.step, "rollback": rollback})
         self._begin_window()
 
     def _log(self, record: dict, bar: Progress) -> None:
-        """Every `log.every` updates a record."""
+        """Every `log.every` updates, and after the last, a record: `record` of this update and what
+        the window sums up."""
         steps = self.cfg.train.steps
         if self.step % self.cfg.log.every and self.step != steps:
             bar.update(self.step, steps)
@@ -337,34 +373,34 @@ class Training:
         record = {
             "step": self.step,
             **numbers,
-            "accuracy": float(self.right / max(1, self.due)),
-            "tokens_per_s": round(self.tokens / (now - self.since), 1),
-            "seconds": round(self.seconds + now - self.began, 1),
-            **fixed_point_metrics(self.stats),
+            "accuracy": float(self.correct / max(1, self.scored)),
+            "tokens_per_s": round(self.tokens / (now - self.window_began), 1),
+            "seconds": round(self.seconds + now - self.fit_began, 1),
+            **fixed_point_metrics(self.statistics),
             **adjoint_metrics(self.model),
         }
         self.writer.write(record)
         self._log_saves()
-        self.watch.look(record.get("failed", []), f"update {self.step}")
+        self.failure_watch.look(record.get("failed", []), f"update {self.step}")
         bar.update(self.step, steps, describe(record, self.num_iters))
         self._begin_window()
 
     @contextlib.contextmanager
-    def _paused(self):
+    def _paused(self) -> Iterator[None]:
         """What happens within does not count as training."""
-        paused = time.perf_counter()
+        pause_began = time.perf_counter()
         yield
-        gone = time.perf_counter() - paused
-        self.began += gone
-        self.since += gone
+        pause = time.perf_counter() - pause_began
+        self.fit_began += pause
+        self.window_began += pause
 
     @property
-    def _tries_out(self) -> bool:
+    def _validation_is_due(self) -> bool:
         return self.step % self.cfg.eval.every == 0 and self.step < self.cfg.train.steps
 
     def _probe_if_due(self) -> None:
-        """ℓ* of the last batch; a try-out probes as well."""
-        due = is_due(self.step, self.cfg.log.probe_every) and not self._tries_out
+        """ℓ* of the last batch; where a validation is due, that probes as well."""
+        due = is_due(self.step, self.cfg.log.probe_every) and not self._validation_is_due
         if self.solver == "none" or not due:
             return
         with self._paused(), self._autocast():
@@ -373,36 +409,40 @@ class Training:
         self.num_iters = probed(record)
         self.writer.write(record)
 
-    def _try_out_if_due(self) -> None:
-        """Measure on held-out sequences as long as training's; what is solved becomes longer, or
-        ends the training."""
-        if not self._tries_out:
+    def _validate_if_due(self) -> None:
+        """Measure on held-out sequences as long as training's: where they are solved the curriculum
+        goes on, or the training ends."""
+        if not self._validation_is_due:
             return
-        seconds = self.seconds + time.perf_counter() - self.began
+        seconds = self._seconds_so_far()
         with self._paused():
-            tried = self._try_out(self.longest)
-            record = {"step": self.step, "valid": tried, "seconds": round(seconds, 1)}
-            if self.during:
-                record["over_lengths"] = {n: self._try_out(n) for n in self.during}
+            measured = self._measure_validation(self.longest)
+            record = {"step": self.step, "valid": measured, "seconds": round(seconds, 1)}
+            if self.lengths_during:
+                record["over_lengths"] = {
+                    length: self._measure_validation(length) for length in self.lengths_during
+                }
             self.writer.write(record)
-            say(f"update {self.step:>6}  length {self.longest}: {_scores(tried)}")
-            self._after_score(tried["metrics"][self.task.headline])
+            say(f"update {self.step:>6}  length {self.longest}: {_scores(measured)}")
+            self._grow_or_stop(measured["metrics"][self.task.headline])
 
-    def _try_out(self, length: int) -> dict:
+    def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
         return measure(
             self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=self.seen
         )
 
-    def _after_score(self, score: float) -> None:
-        curriculum, full = self.cfg.train.curriculum, self.longest_of_all
-        if self.longest < full and score >= curriculum.at:
-            self.longest = min(full, self.longest + curriculum.grow)
-            self.batches, self.state = self._batches(), None
-        elif self.longest == full and score >= (self.cfg.train.stop_at or float("inf")):
+    def _grow_or_stop(self, score: float) -> None:
+        """What a score of the headline metric, at the longest length so far, brings about."""
+        curriculum = self.cfg.train.curriculum
+        if curriculum and self.longest < self.full_length and score >= curriculum.at:
+            self.longest = min(self.full_length, self.longest + curriculum.grow)
+            self.batches = self._batches()
+            self.state = None
+        elif self.longest == self.full_length and score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
-    def _finish_save(self) -> None:
+    def _wait_for_save(self) -> None:
         self.checkpoints.finish()
         self._log_saves()
 
@@ -415,7 +455,7 @@ class Training:
         if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
             self.checkpoints.save(self.step, lambda: {STATE: self.state_dict()})
         if stopping:
-            self._finish_save()
+            self._wait_for_save()
             raise Stopped(
                 f"stopped by a signal after update {self.step}, checkpoint saved: the same command"
                 " continues"
@@ -443,26 +483,33 @@ class Training:
         return result
 
     def close(self) -> None:
-        """The save under way and the log, whatever happened."""
-        if self.profile is not None:
+        """End the save under way and the log, whatever happened and however far `start` came."""
+        if hasattr(self, "profile"):
             self.profile.close()
-        if self.checkpoints is not None:
+        if hasattr(self, "checkpoints"):
             self.checkpoints.close()
-        if self.writer is not None:
+        if hasattr(self, "writer"):
             self.writer.close()
 
 
-def _check(cfg: Config, task, lengths: list[int]) -> None:
-    """Say now what would otherwise stop the run, or fail a bar, hours later."""
-    lo, hi = cfg.train.lengths
+def _check_lengths_and_bars(cfg: Config, task: tasks.Task, lengths: Sequence[int]) -> None:
+    """Say now what would otherwise stop the run, or fail a bar, hours later.
+
+    Args: lengths: that are evaluated at the end.
+    """
+    # 1. The task has sequences of all training lengths; a batch of them fits its context, its data.
+    shortest, longest = cfg.train.lengths
     curriculum = cfg.train.curriculum
-    for length in (*(range(curriculum.start, hi, curriculum.grow) if curriculum else ()), hi):
-        task.check_length(length)
-    # It fits its context, its data.
-    batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))
+    if curriculum:
+        for length in range(curriculum.start, longest, curriculum.grow):
+            task.check_length(length)
+    task.check_length(longest)
+    batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (shortest, longest))
     tasks.check_batch(cfg.task.name, task, batch)
+
+    # 2. Every bar is on a metric of the task, at a length that is evaluated.
     metrics = list(task.score(batch.labels, batch))
-    tested = [hi] if getattr(task, "streams", False) else lengths
+    tested = [longest] if task.streams else lengths
     for bar in cfg.bars:
         if bar.metric not in metrics:
             raise tasks.TaskError(
@@ -475,18 +522,18 @@ def _check(cfg: Config, task, lengths: list[int]) -> None:
             )
 
 
-def _task_line(cfg: Config, task) -> str:
-    what = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
-    lo, hi = cfg.train.lengths
-    at = f"{lo} to {hi}" if lo < hi else f"{hi}"
-    return f"{what}, {task.vocab_size} ids, training length {at} (chance {task.chance:.3g})"
+def _task_line(cfg: Config, task: tasks.Task) -> str:
+    name = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
+    shortest, longest = cfg.train.lengths
+    lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+    return f"{name}, {task.vocab_size} ids, training length {lengths} (chance {task.chance:.3g})"
 
 
-def _solver_line(model, cfg: Config) -> str:
+def _solver_line(model: nn.Module, cfg: Config) -> str:
     """How the model solves in training and in evaluation."""
     training, evaluation = (solver_of(model.train(mode)) for mode in (True, False))
-    if training == "none":
-        return training
+    if isinstance(training, str) or isinstance(evaluation, str):
+        return "none"
     if training["max_iters"] is not None:
         training["max_iters"] = MaxIters(cfg).at(0)
         if cfg.train.max_iters == "gamma":
@@ -499,7 +546,13 @@ def _solver_line(model, cfg: Config) -> str:
     )
 
 
-def _scores(tried: dict) -> str:
-    text = "  ".join(f"{k} {v:.3f}" for k, v in tried["metrics"].items() if not k.startswith("qa"))
-    iters = tried.get("num_iters")
-    return text + ("  ℓ* " + " ".join(f"{v:.1f}" for v in iters["mean"]) if iters else "")
+def _scores(measured: dict) -> str:
+    """The metrics of a measurement (without those of single bAbI tasks), and ℓ* if it has any."""
+    text = "  ".join(
+        f"{name} {value:.3f}"
+        for name, value in measured["metrics"].items()
+        if not name.startswith("qa")
+    )
+    if iterations := measured.get("num_iters"):
+        text += "  ℓ* " + " ".join(f"{value:.1f}" for value in iterations["mean"])
+    return text

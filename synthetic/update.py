@@ -3,49 +3,62 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lm.model.noise import Adversary
 from lm.signals import STOP
 from synthetic import tasks
 from synthetic.config import Config
-from synthetic.evaluate import answer
+from synthetic.evaluate import Tensors, answer
 
 
 class Batches(torch.utils.data.Dataset):
     """Training batches by number; each is made from (seed, number) alone."""
 
-    def __init__(self, task, cfg: Config, lengths: tuple[int, int], first: int):
-        self.task, self.cfg, self.lengths, self.first = task, cfg, lengths, first
+    def __init__(self, task: tasks.Task, cfg: Config, lengths: tuple[int, int], first: int):
+        self.task = task
+        self.cfg = cfg
+        self.lengths = lengths
+        self.first = first
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 2**31  # more than anybody asks for: a rollback leaves some out
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> tasks.Batch:
         cfg = self.cfg
         return self.task.batch(
             cfg.seed, "train", self.first + i, cfg.train.batch_size, self.lengths
         )
 
 
-def batches_from(task, cfg: Config, lengths: tuple[int, int], first: int):
+def batches_from(
+    task: tasks.Task, cfg: Config, lengths: tuple[int, int], first: int
+) -> Iterator[tasks.Batch]:
     """Training batches from number `first` on."""
     loader = torch.utils.data.DataLoader(
-        Batches(task, cfg, lengths, first), batch_size=None, collate_fn=lambda batch: batch,
-        num_workers=cfg.train.workers, generator=torch.Generator(),  # leaves the global one be
+        Batches(task, cfg, lengths, first),
+        batch_size=None,
+        collate_fn=lambda batch: batch,
+        num_workers=cfg.train.workers,
+        generator=torch.Generator(),  # of its own: the global one is left as it is
         worker_init_fn=_leave_signals_to_the_trainer,
-    )  # fmt: skip
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # workers are born with it
+    )
+    # A worker inherits the mask: no signal reaches it before it ignores them.
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         return iter(loader)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
 
 
-def _leave_signals_to_the_trainer(_worker) -> None:
+def _leave_signals_to_the_trainer(_worker: int) -> None:
     """A launcher and a terminal send theirs to every process of a group."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
@@ -53,51 +66,76 @@ def _leave_signals_to_the_trainer(_worker) -> None:
 
 
 class MaxIters:
-    """ℓmax of every training step: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
+    """ℓmax of every update: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
-    def at(self, step: int) -> int:
-        """ℓmax of an update."""
-        t = self.cfg.train
-        if t.max_iters == "config":
+    def at(self, update: int) -> int:
+        """ℓmax of the update of this number."""
+        settings = self.cfg.train
+        if settings.max_iters == "config":
             return self.cfg.solver.max_iters
-        if t.max_iters == "unlimited":
+        if settings.max_iters == "unlimited":
             return 10**9  # the solver's own damping gives up long before
-        if t.max_iters == "gamma":
-            rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), step])
-            return int(np.ceil(rng.gamma(t.gamma_shape)))
-        return t.max_iters
+        if settings.max_iters == "gamma":
+            rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), update])
+            return int(np.ceil(rng.gamma(settings.gamma_shape)))
+        return settings.max_iters
 
 
-def loss_of(model, ids, mask, labels, state, carries, autocast):
-    """The mean loss over the labels that count, and what `answer` returns."""
+class Pass(NamedTuple):
+    """One forward pass over a training batch."""
+
+    loss: torch.Tensor  # of what is minimised
+    logits: torch.Tensor  # (b,l,vocab)
+    statistics: list  # of the solver, as of `synthetic.evaluate.Answers`
+    state: Any  # after the batch
+
+
+def loss_of(
+    model: nn.Module,
+    tensors: Tensors,
+    state: Any,
+    carries_state: bool,
+    autocast: Callable[[], AbstractContextManager],
+) -> Pass:
+    """The mean loss over the labels that count, and what `answer` returns.
+
+    Args: state: that the batch continues, or None.
+    """
     with autocast():
-        logits, solved, state = answer(model, ids, mask, state, carries, False)
-    count = (labels != tasks.IGNORE).sum()
-    loss = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=tasks.IGNORE, reduction="sum"
-    ) / count.clamp_min(1)  # a segment of a stream may hold no answer
-    if solved[0] is not None:
-        loss = loss + solved[0].penalty.mean()
-    return loss, logits, solved, state
+        answers = answer(
+            model, tensors.input_ids, tensors.mask, state, carries_state, token_by_token=False
+        )
+    count = (tensors.labels != tasks.IGNORE).sum()
+    total = F.cross_entropy(
+        answers.logits.float().flatten(0, 1),
+        tensors.labels.flatten(),
+        ignore_index=tasks.IGNORE,
+        reduction="sum",
+    )
+    loss = total / count.clamp_min(1)  # a segment of a stream may hold no answer
+    if answers.statistics[0] is not None:
+        loss = loss + answers.statistics[0].penalty.mean()
+    return Pass(loss, answers.logits, answers.statistics, answers.state)
 
 
-def backward(one_pass, adversary: Adversary | None):
+def backward(
+    one_pass: Callable[[], Pass], adversary: Adversary | None
+) -> tuple[Pass, torch.Tensor | None]:
     """The gradient of one pass over a batch, or of the mean of it and one against an adversary.
 
-    Args: one_pass: () → what `loss_of` returns.
-    Returns: what the first pass returned, and the second's loss or None.
+    Returns: the first pass, and the loss of the second or None.
     """
     if adversary is None:
         passed = one_pass()
-        passed[0].backward()
+        passed.loss.backward()
         return passed, None
     with adversary.first_pass():
         passed = one_pass()
-    (passed[0] / 2).backward()
+    (passed.loss / 2).backward()
     with adversary.second_pass():
-        worse = one_pass()[0]
-    (worse / 2).backward()
-    return passed, worse
+        adversarial_loss = one_pass().loss
+    (adversarial_loss / 2).backward()
+    return passed, adversarial_loss

@@ -22,9 +22,13 @@ def falling(length: int, reach: float) -> float:
 
 
 SOLVER = {
-    "token": "iterate", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
-    "max_iters": 1000, "gradient": "one_step",
-}  # fmt: skip
+    "token": "iterate",
+    "schedule": "parallel",
+    "stopping": "causal",
+    "tol": 0.01,
+    "max_iters": 1000,
+    "gradient": "one_step",
+}
 
 
 def how_of(cfg: Config) -> dict:
@@ -66,14 +70,23 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
     """A finished run without its model."""
     cfg.run_dir.mkdir(parents=True)
     heads = {
-        "word_problem": "sequence_accuracy", "copy": "string_accuracy",
-        "mod_arithmetic_brackets": "scaled_accuracy", "catbabi": "accuracy",
-    }  # fmt: skip
+        "word_problem": "sequence_accuracy",
+        "copy": "string_accuracy",
+        "mod_arithmetic_brackets": "scaled_accuracy",
+        "catbabi": "accuracy",
+    }
     result = {
-        "task": cfg.task.name, "model": cfg.model.name, "parameters": 1, "updates": 1000,
-        "solved_at": None, "training_seconds": seconds, "headline": heads[cfg.task.name],
-        "chance": 1 / 6, "eval": rows(cfg, reach), "bars": [],
-    }  # fmt: skip
+        "task": cfg.task.name,
+        "model": cfg.model.name,
+        "parameters": 1,
+        "updates": 1000,
+        "solved_at": None,
+        "training_seconds": seconds,
+        "headline": heads[cfg.task.name],
+        "chance": 1 / 6,
+        "eval": rows(cfg, reach),
+        "bars": [],
+    }
     (cfg.run_dir / "result.json").write_text(json.dumps(result))
     (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
     lines = [{"step": 50, "loss": 1.0, "accuracy": 0.5}]
@@ -83,10 +96,13 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
         if cfg.eval.during:
             lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
             record["over_lengths"] = {
-                str(n): {"metrics": {"token_accuracy": 1, "sequence_accuracy": falling(n, at)},
-                         "stderr": {"sequence_accuracy": 0.01}, **how_of(cfg)}
+                str(n): {
+                    "metrics": {"token_accuracy": 1, "sequence_accuracy": falling(n, at)},
+                    "stderr": {"sequence_accuracy": 0.01},
+                    **how_of(cfg),
+                }
                 for n in lengths
-            }  # fmt: skip
+            }
         lines.append(record)
     (cfg.run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
 

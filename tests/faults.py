@@ -89,9 +89,9 @@ def synthetic_nan_at(count: int) -> None:
     real, passes = synthetic.train.loss_of, [0]
 
     def loss_of(*args):
-        loss, *rest = real(*args)
+        made = real(*args)
         passes[0] += 1
-        return (loss * float("nan") if passes[0] == count else loss, *rest)
+        return made._replace(loss=made.loss * float("nan")) if passes[0] == count else made
 
     synthetic.train.loss_of = loss_of
 

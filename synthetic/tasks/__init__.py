@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     input_ids: np.ndarray  # (b,l) int64
     labels: np.ndarray  # (b,l) int64: the answer at this very position, IGNORE where none is due
     mask: np.ndarray | None = None  # (b,l) bool, False at padding (always on the right)
-    kinds: np.ndarray | None = None  # (b,l) int64: which sub-task a label belongs to, if there are
+    kinds: np.ndarray | None = None  # (b,l) int64: the sub-task of a label, of a task that has them
     carry: bool = False  # the sequences go on where those of the batch before ended
     shared: np.ndarray | None = None  # (n,) uint64: hashes of its samples that are not held apart
 
@@ -37,27 +37,33 @@ class Task:
     define `sample` (whose labels are its oracle) and `held_apart`. docs/extending.md has one.
 
     Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py); samples of other lengths are in `Batch.shared`, by their hashes,
-    and in training also what such a sample would be the beginning of, where labels are due there.
+    (synthetic/tasks/splits.py). The hashes of all other samples are in `Batch.shared`. A training
+    batch also lists there the short samples that its own begin with, if labels are due inside it:
+    training has seen their answers, too.
 
     Attributes:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
         headline: the metric that says whether the task is solved (1.0 = perfect).
         source: where the task comes from, for tables.
+        streams: batches continue each other, and evaluation goes over one epoch of them in order;
+            such a task has `segments` and `seen`.
+        seen: of a stream, each split's questions that are in training, and all of them.
     """
 
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
     source: str = ""
+    streams: bool = False
+    seen: dict[str, tuple[int, int]]
 
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
 
     def held_apart(self, length: int) -> bool:
         """Whether no test or validation sample of this length is in training, whatever the seeds.
-        If not there are too few different ones."""
+        It is False where there are too few different ones."""
         raise NotImplementedError
 
     def sample(
@@ -73,6 +79,14 @@ class Task:
         order (so any number of loader processes gives the same data)."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         return self.sample(rng, batch_size, lengths, split)
+
+    def segments(self, split: str, batch_size: int, length: int) -> int:
+        """Of a stream: the number of batches in an epoch, with segments of `length`.
+
+        Raises:
+            TaskError: batch_size × length tokens are more than the split has.
+        """
+        raise NotImplementedError
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """predicted (b,l): the likeliest id at each position → per metric, one value an item
@@ -103,8 +117,8 @@ class Task:
         raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Of a metric with several items a sequence, the row of the batch that each is of: such
-        items are not independent. Other metrics are left out."""
+        """For each metric with several items a sequence: the row of the batch that each item is of,
+        since items of one row are not independent. Other metrics are left out."""
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
 
@@ -223,17 +237,17 @@ def check_batch(name: str, task: Task, batch: Batch) -> None:
 
 
 def draw_lengths(
-    rng: np.random.Generator, count: int, lengths: tuple[int, int], step: int = 1, first: int = 1
+    rng: np.random.Generator, count: int, lengths: tuple[int, int], apart: int = 1, first: int = 1
 ) -> np.ndarray:
-    """`count` lengths uniform over {first, first + step, …} ∩ [lo, hi] → (count,) int64.
+    """`count` lengths uniform over {first, first + apart, …} ∩ [lo, hi] → (count,) int64.
 
     Raises:
         TaskError: there is none.
     """
     lo, hi = lengths
-    lo = max(lo, first)
-    lo += (first - lo) % step
-    if lo > hi:
-        kind = f"{first}, {first + step}, {first + 2 * step}, …"
-        raise TaskError(f"no length between {lengths[0]} and {hi}: this task has lengths {kind}")
-    return lo + step * rng.integers(0, (hi - lo) // step + 1, count)
+    shortest = max(lo, first)
+    shortest += (first - shortest) % apart
+    if shortest > hi:
+        possible = f"{first}, {first + apart}, {first + 2 * apart}, …"
+        raise TaskError(f"no length between {lo} and {hi}: this task has lengths {possible}")
+    return shortest + apart * rng.integers(0, (hi - shortest) // apart + 1, count)

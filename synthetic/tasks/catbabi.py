@@ -8,12 +8,15 @@ answering (QM) mode, mode `lm` their language modelling mode.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lm.tasks import babi
 from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError, task
+
+if TYPE_CHECKING:
+    from synthetic import config
 
 
 class _Corpus(NamedTuple):
@@ -25,16 +28,16 @@ class _Corpus(NamedTuple):
 
 
 class _Epoch(NamedTuple):
-    """The same in the order of an epoch, in one row a parallel stream. n columns."""
+    """A corpus in the order of an epoch, cut into b parallel streams, a row each. n columns."""
 
     tokens: np.ndarray  # (b,n) int32
     labels: np.ndarray  # (b,n) int32
     kinds: np.ndarray  # (b,n) int8
-    lengths: np.ndarray  # (b,) int64: what lies beyond in a row is padding
+    lengths: np.ndarray  # (b,) int64: tokens of each row; behind them is padding
 
 
 def _questions(story: babi.Story) -> list[tuple[int, str]]:
-    """Each question with all of the story that is before it."""
+    """Each question of a story: its bAbI task, and the story up to its answer."""
     return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
 
 
@@ -50,8 +53,8 @@ class CatBabi(Task):
     every stream begins with a story (else its first questions would lack their facts) and is padded
     on the right to the longest one, and each question is due exactly once.
 
-    The splits are those of the files. bAbI's own have questions in common: `seen` counts, of each
-    split, those whose story up to there is in training word for word, and all of them.
+    The splits are those of the files. bAbI's own have questions in common. `seen` has two numbers
+    for each split: its questions whose story up to there is in training, word for word; and all.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """
@@ -60,13 +63,14 @@ class CatBabi(Task):
     source = "bAbI v1.2 (Weston et al. 2015), concatenated as in CatbAbI (Schlag et al. 2021)"
     streams = True  # batches continue each other; evaluation goes over a whole epoch in order
 
-    def __init__(self, task):
+    def __init__(self, task: config.Task):
         if task.data is None:
             raise TaskError(
                 "catbabi reads bAbI from a folder: set task.data to it, for example to "
                 "data/babi/en-valid after `python -m lm.tasks.babi download data/babi`"
             )
-        self.mode, self.stories = task.mode, sorted(set(task.stories))
+        self.mode = task.mode
+        self.stories = sorted(set(task.stories))
         if not self.stories or not set(self.stories) <= set(babi.TASKS):
             raise TaskError(f"task.stories is {task.stories}: a list of bAbI's tasks, 1 to 20")
         try:
@@ -78,16 +82,32 @@ class CatBabi(Task):
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)
         self.pad = self.vocabulary.index(babi.PAD)
-        used = {s: [x for x in stories[s] if x.task in self.stories] for s in SPLITS}
-        answers = {x.tokens[i] for split in SPLITS for x in used[split] for i in x.answers}
+        used = {
+            split: [story for story in stories[split] if story.task in self.stories]
+            for split in SPLITS
+        }
+        answers = {
+            story.tokens[answer]
+            for split in SPLITS
+            for story in used[split]
+            for answer in story.answers
+        }
         self.chance = 1 / len(answers)
-        asked = {split: [q for story in used[split] for q in _questions(story)] for split in SPLITS}
-        known = set(asked["train"])
-        self.seen = {s: (sum(q in known for q in asked[s]), len(asked[s])) for s in SPLITS}
+        questions = {
+            split: [question for story in used[split] for question in _questions(story)]
+            for split in SPLITS
+        }
+        of_training = set(questions["train"])
+        self.seen = {
+            split: (sum(question in of_training for question in asked), len(asked))
+            for split, asked in questions.items()
+        }
         self._corpora = {split: self._corpus(used[split]) for split in SPLITS}
-        self._epochs: dict[str, tuple[tuple, _Epoch]] = {}  # of each split the one last asked for
+        # Of each split the epoch last asked for, and what it was asked for with.
+        self._epochs: dict[str, tuple[tuple[int, ...], _Epoch]] = {}
 
     def _corpus(self, stories: list[babi.Story]) -> _Corpus:
+        """Stories as one sequence of ids, an `<eos>` in front of each."""
         index = {token: i for i, token in enumerate(self.vocabulary)}
         starts = np.cumsum([0, *(len(story.tokens) + 1 for story in stories)])
         tokens = np.full(starts[-1], self.eos, np.int32)
@@ -132,9 +152,9 @@ class CatBabi(Task):
     ) -> Batch:
         """Segment `index` modulo `segments` of epoch `index` div `segments`."""
         length = lengths[1]
-        epoch, i = divmod(index, self.segments(split, batch_size, length))
+        epoch, segment = divmod(index, self.segments(split, batch_size, length))
         streams = self._epoch(seed, split, epoch, batch_size)
-        columns = slice(i * length, (i + 1) * length)
+        columns = slice(segment * length, (segment + 1) * length)
         tokens = streams.tokens[:, columns].astype(np.int64)
         place = np.arange(streams.tokens.shape[1])[columns]
         mask = place < streams.lengths[:, None]
@@ -143,7 +163,7 @@ class CatBabi(Task):
             streams.labels[:, columns].astype(np.int64),
             None if mask.all() else mask,
             streams.kinds[:, columns].astype(np.int64),
-            carry=i > 0,
+            carry=segment > 0,
         )
 
     def _order(self, seed: int, split: str, epoch: int) -> np.ndarray:
@@ -154,13 +174,13 @@ class CatBabi(Task):
         return rng.permutation(len(self._corpora[split].starts) - 1)
 
     def _bounds(self, split: str, batch_size: int) -> tuple[np.ndarray, int]:
-        """Where in an epoch's stream the parallel streams begin (batch_size + 1 places, the last
-        one their end), and the length of the longest."""
+        """Where in an epoch's order the parallel streams begin, batch_size + 1 places of which the
+        last is the end; and the length of the longest stream."""
         starts = self._corpora[split].starts
         total = int(starts[-1])
         if split == "train":
-            n = total // batch_size
-            return np.arange(batch_size + 1) * n, n
+            length = total // batch_size
+            return np.arange(batch_size + 1) * length, length
         sizes = np.diff(starts)[self._order(0, split, 0)]
         ordered = np.cumsum([0, *sizes])
         # The story boundary at or after each even cut.
@@ -169,14 +189,19 @@ class CatBabi(Task):
         return bounds, int(np.diff(bounds).max())
 
     def _epoch(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
-        key = (seed, epoch, batch_size) if split == "train" else (batch_size,)
-        held = self._epochs.get(split)
-        if held is None or held[0] != key:
-            held = self._epochs[split] = (key, self._streams(seed, split, epoch, batch_size))
-        return held[1]
+        """`_streams`, of which those of a split that were made last are kept."""
+        # Valid and test have one order, whatever the seed and the epoch.
+        arguments = (seed, epoch, batch_size) if split == "train" else (batch_size,)
+        if split not in self._epochs or self._epochs[split][0] != arguments:
+            streams = self._streams(seed, split, epoch, batch_size)
+            self._epochs[split] = (arguments, streams)
+        return self._epochs[split][1]
 
     def _streams(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
-        corpus, order = self._corpora[split], self._order(seed, split, epoch)
+        """An epoch's stories, one after another, cut into parallel streams."""
+        # 1. All tokens in the order of the epoch, and the answers that are due at them.
+        corpus = self._corpora[split]
+        order = self._order(seed, split, epoch)
         sizes = np.diff(corpus.starts)[order]
         ends = np.cumsum(sizes)
         # Token t of the stream lies at t − (start of its story in the stream) + (… in the corpus).
@@ -185,29 +210,33 @@ class CatBabi(Task):
         tokens = np.append(corpus.tokens[source], np.int32(self.eos))
         kinds = np.append(corpus.kinds[source], np.int8(0))[1:]  # at the `?`, not at the answer
         labels = tokens[1:] if self.mode == "lm" else np.where(kinds > 0, tokens[1:], IGNORE)
-        bounds, n = self._bounds(split, batch_size)
-        out = _Epoch(
-            np.full((batch_size, n), self.pad, np.int32),
-            np.full((batch_size, n), IGNORE, np.int32),
-            np.zeros((batch_size, n), np.int8),
-            np.diff(bounds),
+
+        # 2. Cut into rows.
+        bounds, longest = self._bounds(split, batch_size)
+        streams = _Epoch(
+            tokens=np.full((batch_size, longest), self.pad, np.int32),
+            labels=np.full((batch_size, longest), IGNORE, np.int32),
+            kinds=np.zeros((batch_size, longest), np.int8),
+            lengths=np.diff(bounds),
         )
-        for r, size in enumerate(out.lengths):
-            row = slice(bounds[r], bounds[r] + size)
-            out.tokens[r, :size] = tokens[row]
-            out.labels[r, :size] = labels[row]
-            out.kinds[r, :size] = kinds[row]
-        return out
+        for row, size in enumerate(streams.lengths):
+            place = slice(bounds[row], bounds[row] + size)
+            streams.tokens[row, :size] = tokens[place]
+            streams.labels[row, :size] = labels[place]
+            streams.kinds[row, :size] = kinds[place]
+        return streams
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """`accuracy` of the answers, `qa1` … that of each bAbI task used (empty where a batch has
         none of it), and in mode `lm` the `token_accuracy` of all tokens."""
         right = (predicted == batch.labels).astype(float)
-        out = {"accuracy": right[batch.kinds > 0]}
-        out |= {f"qa{task}": right[batch.kinds == task] for task in self.stories}
+        assert batch.kinds is not None  # of a batch of this class
+        metrics = {"accuracy": right[batch.kinds > 0]}
+        for story in self.stories:
+            metrics[f"qa{story}"] = right[batch.kinds == story]
         if self.mode == "lm":
-            out["token_accuracy"] = right[batch.labels != IGNORE]
-        return out
+            metrics["token_accuracy"] = right[batch.labels != IGNORE]
+        return metrics
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
         return {}  # of stories one after another; each question counts as one of its own

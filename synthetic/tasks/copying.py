@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from string import ascii_letters, digits
+from typing import TypeVar
 
 import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits, task
+
+Lengths = TypeVar("Lengths", int, np.ndarray)
 
 CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
 
@@ -42,7 +45,9 @@ class Copying(Task):
     source = "Jelassi et al. 2024 (arXiv 2402.01032)"
 
     def __init__(self, task: config.Task):
-        self.name, self.letters, self.n = task.name, task.alphabet, task.ngram
+        self.name = task.name
+        self.letters = task.alphabet
+        self.n = task.ngram
         self.context = task.context
         self.start, self.bar, self.end, self.pad = range(self.letters, self.letters + 4)
         self.vocab_size = self.letters + 4
@@ -61,11 +66,11 @@ class Copying(Task):
         return bool(self._are_apart(np.array([length]))[0])
 
     def _are_apart(self, lengths: np.ndarray) -> np.ndarray:
-        """Whether there are enough different strings of these lengths (b,)."""
-        free = lengths - (self.n if self.name == "duplicate_ngram" else 0)
-        return free * np.log(self.letters) >= np.log(splits.LEAST)
+        """Whether there are enough different strings of these lengths (b,) → (b,) bool."""
+        free_letters = lengths - (self.n if self.name == "duplicate_ngram" else 0)
+        return free_letters * np.log(self.letters) >= np.log(splits.LEAST)
 
-    def tokens(self, length: int | np.ndarray) -> int | np.ndarray:
+    def tokens(self, length: Lengths) -> Lengths:
         """Tokens of an example with a string of this length."""
         extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
         return length + extra[self.name] if self.name in extra else 2 * length + 3
@@ -128,7 +133,7 @@ class Copying(Task):
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         self.check_length(lengths[1])
-        if split != "train":
+        if split != "train":  # one example a row
             drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
             tokens, due, shared = self._examples(rng, drawn, split)
             sizes = self.tokens(drawn)
@@ -139,6 +144,7 @@ class Copying(Task):
                 f"{self.tokens(lengths[1])} tokens, and task.context is {self.context}: raise it "
                 f"or train on shorter strings"
             )
+        # Rows of `slots` examples; a row keeps those before the first that no longer fits.
         slots = self.context // self.tokens(max(lengths[0], self.shortest))
         drawn = draw_lengths(rng, batch_size * slots, lengths, first=self.shortest)
         drawn = drawn.reshape(batch_size, slots)
@@ -172,35 +178,46 @@ class Copying(Task):
         batch = Batch(
             np.full(mask.shape, self.pad), np.full(mask.shape, IGNORE), None if mask.all() else mask
         )
-        batch.input_ids[mask], batch.labels[mask] = tokens, labels
+        batch.input_ids[mask] = tokens
+        batch.labels[mask] = labels
         return batch
 
     def _examples(
-        self, rng, lengths: np.ndarray, split: str
+        self, rng: np.random.Generator, lengths: np.ndarray, split: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """All examples one after another → tokens, whether each belongs to an answer, and
-        `Batch.shared`."""
-        width, apart = int(lengths.max()), self._are_apart(lengths)
+        """Examples with strings of these lengths (b,), all one after another → tokens, whether each
+        belongs to an answer, and `Batch.shared`."""
+        # 1. The strings, held apart by split.
+        width = int(lengths.max())
+        apart = self._are_apart(lengths)
         drawn = self._strings(rng, lengths, width)
         splits.hold_apart(
             split, drawn, apart, lambda rows: self._strings(rng, lengths[rows], width), lengths
         )
-        s = drawn[0]
-        start, bar, end = (np.full((len(s), 1), i) for i in (self.start, self.bar, self.end))
-        if self.name in ("prefix_ngram", "suffix_ngram"):
+        strings = drawn[0]
+
+        # 2. Prompt and answer of each, side by side: (b, all columns), padded within.
+        start, bar, end = (np.full((len(strings), 1), i) for i in (self.start, self.bar, self.end))
+        if self.name == "prefix_ngram":
             _, key, value = drawn
-            prefix, suffix = [start, key, bar, s, bar], [start, s, bar, key]
-            prompt, answer = prefix if self.name == "prefix_ngram" else suffix, [value, end]
+            prompt, answer = [start, key, bar, strings, bar], [value, end]
+        elif self.name == "suffix_ngram":
+            _, key, value = drawn
+            prompt, answer = [start, strings, bar, key], [value, end]
         else:
-            prompt, answer = [start, s, bar], [s, end]
+            prompt, answer = [start, strings, bar], [strings, end]
         wide = np.hstack(prompt + answer)
         due = np.zeros(wide.shape, bool)
         due[:, -sum(part.shape[1] for part in answer) :] = True
-        kept = wide != self.pad  # the strings' own padding, left out
-        shared = None if apart.all() else splits.keys(s[~apart], lengths[~apart])
+
+        # 3. One after another, without the strings' own padding.
+        kept = wide != self.pad
+        shared = None if apart.all() else splits.keys(strings[~apart], lengths[~apart])
         return wide[kept], due[kept], shared
 
-    def _strings(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+    def _strings(
+        self, rng: np.random.Generator, lengths: np.ndarray, width: int
+    ) -> tuple[np.ndarray, ...]:
         """Strings of these lengths (b,), padded to `width`, and for the look-ups keys and values
         (b,n)."""
         s = rng.integers(self.letters, size=(len(lengths), width))
@@ -211,26 +228,31 @@ class Copying(Task):
             self._duplicate(rng, s, lengths)
         return (s,)
 
-    def _duplicate(self, rng, s: np.ndarray, lengths: np.ndarray) -> None:
+    def _duplicate(self, rng: np.random.Generator, s: np.ndarray, lengths: np.ndarray) -> None:
         """Copy an n-gram to a later place of its string, in place."""
-        rooms = (lengths - 2 * self.n + 1)[:, None]  # places of a first n-gram before another
-        first, second = np.sort(rng.integers(0, rooms, (len(s), 2)), 1).T
+        places = (lengths - 2 * self.n + 1)[:, None]  # of a first n-gram that has another behind it
+        first, second = np.sort(rng.integers(0, places, (len(s), 2)), 1).T
         np.put_along_axis(s, self._places(second + self.n), self._ngram(s, first), 1)
 
-    def _look_up(self, rng, s: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _look_up(
+        self, rng: np.random.Generator, s: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Choose keys, and change s in place so that they are unique → keys and values (b,n)."""
-        at = rng.integers(0, lengths - 2 * self.n + 1)
-        key = self._ngram(s, at)
-        rows = np.arange(len(s) if max(self.letters, self.n) > 2 else 0)
-        while len(rows):
-            row, place = np.nonzero(self._equal(s[rows], key[rows]))
-            row = rows[row]
-            row, place = (x[place != at[row]] for x in (row, place))
+        key_at = rng.integers(0, lengths - 2 * self.n + 1)
+        key = self._ngram(s, key_at)
+        can_be_unique = max(self.letters, self.n) > 2  # see the class
+        unchecked = np.arange(len(s) if can_be_unique else 0)
+        while len(unchecked):
+            row, place = np.nonzero(self._equal(s[unchecked], key[unchecked]))
+            row = unchecked[row]
+            is_other = place != key_at[row]
+            row = row[is_other]
+            place = place[is_other]
             # Of every other occurrence redraw the letter farthest from the key, which lies outside
             # it. The occurrences nearest to the key move away from it, so this comes to an end.
-            farthest = np.where(place > at[row], place + self.n - 1, place)
+            farthest = np.where(place > key_at[row], place + self.n - 1, place)
             s[row, farthest] = rng.integers(self.letters, size=len(row))
-            rows = np.unique(row)
+            unchecked = np.unique(row)
         first = self._equal(s, key).argmax(1)
         return key, self._ngram(s, first + self.n)
 
@@ -240,9 +262,11 @@ class Copying(Task):
         return (windows == key[:, None]).all(-1)
 
     def _places(self, at: np.ndarray) -> np.ndarray:
+        """Where the letters of the n-grams that begin at (b,) lie, (b,n)."""
         return at[:, None] + np.arange(self.n)
 
     def _ngram(self, s: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """The n-grams of strings (b,l) that begin at (b,), (b,n)."""
         return np.take_along_axis(s, self._places(at), 1)
 
 

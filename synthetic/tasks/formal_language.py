@@ -29,6 +29,8 @@ class FormalLanguage(Task):
 
     @cached_property
     def opening(self) -> int | None:
+        """The first tokens that decide of which split a sample is; None: no length has enough
+        different samples to be held apart."""
         return splits.opening_length(self.count)
 
     def count(self, length: int) -> int:
@@ -40,6 +42,7 @@ class FormalLanguage(Task):
 
     @property
     def pad(self) -> int:
+        """The id of padding."""
         return self.vocab_size - 1
 
     def check_length(self, length: int) -> None:
@@ -63,20 +66,30 @@ class FormalLanguage(Task):
         """Random symbols (count,width)."""
         return rng.integers(self.symbols, size=(count, width))
 
-    def hold_apart(self, rng, ids: np.ndarray, sizes: np.ndarray, split: str) -> None:
-        """Draw the openings of ids (b,w) that are of another split anew, in place."""
+    def hold_apart(
+        self, rng: np.random.Generator, ids: np.ndarray, sizes: np.ndarray, split: str
+    ) -> None:
+        """Draw the openings of ids (b,w) that are of another split anew, in place.
+
+        Args: sizes: (b,) how many ids of a row are its own.
+        """
+        opening = self.opening
+        if opening is None:  # no length is held apart
+            return
         splits.hold_apart(
-            split, (ids[:, : self.opening],), self._are_apart(sizes),
-            lambda rows: (self.draw(rng, len(rows), self.opening),),
-        )  # fmt: skip
+            split,
+            (ids[:, :opening],),
+            self._are_apart(sizes),
+            lambda rows: (self.draw(rng, len(rows), opening),),
+        )
 
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
         """`held_apart` of each of these lengths (b,)."""
         return sizes >= (self.opening or np.inf)
 
     def shared(self, ids: np.ndarray, sizes: np.ndarray, split: str) -> np.ndarray | None:
-        """`Batch.shared` of ids (b,w), of which `sizes` a row count."""
-        if self.every and split == "train":  # what it begins with has its answer as well
+        """`Batch.shared` of ids (b,w), of which `sizes` (b,) are each row's own."""
+        if self.every and split == "train":  # of all beginnings: their answers are labels as well
             short = ids[:, : self.opening - 1] if self.opening else ids
             inside = np.arange(short.shape[1]) < sizes[:, None]
             return splits.prefix_keys(short)[inside]
@@ -84,8 +97,12 @@ class FormalLanguage(Task):
         return splits.keys(ids[rows], sizes[rows]) if rows.any() else None
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
-        """(b,l) of which `sizes` tokens a row are valid → the batch, with the labels due."""
-        place, last = np.arange(ids.shape[1]), sizes[:, None] - 1
+        """The batch of ids (b,l) and the answers (b,l) at all of them.
+
+        Args: sizes: (b,) how many ids of a row are its own; behind them is padding.
+        """
+        place = np.arange(ids.shape[1])
+        last = sizes[:, None] - 1
         mask = place <= last
         labels = np.where(mask if self.every else place == last, answers, IGNORE)
         return Batch(np.where(mask, ids, self.pad), labels, None if mask.all() else mask)
@@ -142,7 +159,10 @@ class Parity(FormalLanguage):
     Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
 
     source = "Delétang et al. 2023 (arXiv 2207.02098)"
-    vocab_size, symbols, characters, chance = 3, 2, "01", 1 / 2
+    vocab_size = 3
+    symbols = 2
+    characters = "01"
+    chance = 1 / 2
 
     def answers(self, ids: np.ndarray) -> np.ndarray:
         return ids.cumsum(1) % 2
@@ -155,7 +175,10 @@ class EvenPairs(FormalLanguage):
     are numbered the other way round."""
 
     source = "Delétang et al. 2023 (arXiv 2207.02098)"
-    vocab_size, symbols, characters, chance = 3, 2, "ab", 1 / 2
+    vocab_size = 3
+    symbols = 2
+    characters = "ab"
+    chance = 1 / 2
 
     def answers(self, ids: np.ndarray) -> np.ndarray:
         return (ids == ids[:, :1]).astype(int)
@@ -168,7 +191,8 @@ class CycleNavigation(FormalLanguage):
     2207.02098)."""
 
     source = "Delétang et al. 2023 (arXiv 2207.02098)"
-    symbols, characters = 3, "0+-"
+    symbols = 3
+    characters = "0+-"
 
     def __init__(self, task: config.Task):
         super().__init__(task)
@@ -236,14 +260,17 @@ class ModularArithmetic(FormalLanguage):
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths, step=1 if self.brackets else 2)
+        drawn = draw_lengths(rng, batch_size, lengths, apart=1 if self.brackets else 2)
         width = int(drawn.max()) + 1
         if self.brackets:
             ids, answers = self._bracketed(rng, drawn, width)
             splits.hold_apart(
-                split, (ids, answers), self._are_apart(drawn),
-                lambda rows: self._bracketed(rng, drawn[rows], width), drawn,
-            )  # fmt: skip
+                split,
+                (ids, answers),
+                self._are_apart(drawn),
+                lambda rows: self._bracketed(rng, drawn[rows], width),
+                drawn,
+            )
         else:
             ids = self.draw(rng, batch_size, width)
             self.hold_apart(rng, ids, drawn, split)
@@ -299,50 +326,75 @@ class ModularArithmetic(FormalLanguage):
 
     def _values(self, ids: np.ndarray) -> np.ndarray:
         """Without brackets: ids (b,w) → the value so far (b,w) at every digit."""
-        (count, width), m = ids.shape, self.modulus
+        count, width = ids.shape
         answers = np.full((count, width), IGNORE)
-        total, product = np.zeros(count, int), ids[:, 0]  # of the terms before, of the last so far
+        total = np.zeros(count, int)  # of the terms that are complete
+        product = ids[:, 0]  # of the last term so far, with its sign
         answers[:, 0] = product
         for place in range(2, width, 2):
-            op, digit = ids[:, place - 1], ids[:, place]
-            total = np.where(op == self.times, total, total + product) % m
+            op = ids[:, place - 1]
+            digit = ids[:, place]
+            total = np.where(op == self.times, total, total + product) % self.modulus
             signed = np.where(op == self.minus, -digit, digit)
-            product = np.where(op == self.times, product * digit, signed) % m
-            answers[:, place] = (total + product) % m
+            product = np.where(op == self.times, product * digit, signed) % self.modulus
+            answers[:, place] = (total + product) % self.modulus
         return answers
 
-    def _bracketed(self, rng, lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """With brackets → ids (b,width), the value (b,width) all along. All parts of one depth, of
-        all expressions, are written at once; then values go up from the deepest."""
-        m = self.modulus
+    def _bracketed(
+        self, rng: np.random.Generator, lengths: np.ndarray, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """With brackets: expressions of these lengths (b,) → ids (b,width), and the value of each
+        all along (b,width).
+
+        An expression is a leaf (d, -d, (d) or (-d), by its length) or `(left op right)`. All parts
+        of one depth, of all expressions, are written at once into one flat array, from the whole
+        expressions down; then their values are reckoned from the deepest parts up.
+        """
+        # 1. Write, depth by depth; the two parts of each expression are the next depth's.
         ids = np.full(len(lengths) * width, self.pad)
-        start, length = np.arange(len(lengths)) * width, lengths
+        start = np.arange(len(lengths)) * width  # of each part in `ids`
+        length = lengths  # of each part
         depths = []
         while len(start):
-            leaf = length <= 4
-            s, n = start[leaf], length[leaf]
-            negative, enclosed = n % 2 == 0, n >= 3
-            digit = rng.integers(m, size=len(s))
-            ids[s[enclosed]], ids[(s + n - 1)[enclosed]] = self.open, self.close
-            ids[(s + enclosed)[negative]] = self.minus
-            ids[s + enclosed + negative] = digit
-            value = np.empty(len(start), int)
-            value[leaf] = np.where(negative, -digit, digit)
+            is_leaf = length <= 4
+            leaf_values = self._write_leaves(rng, ids, start[is_leaf], length[is_leaf])
+            values = np.empty(len(start), int)
+            values[is_leaf] = leaf_values
 
-            s, n = start[~leaf], length[~leaf]
-            left = rng.integers(1, n - 3)
-            op = rng.choice(self.operators, len(s))
-            ids[s], ids[s + 1 + left], ids[s + n - 1] = self.open, op, self.close
-            depths.append((value, leaf, op))
-            start, length = np.append(s + 1, s + 2 + left), np.append(left, n - 3 - left)
+            first = start[~is_leaf]
+            size = length[~is_leaf]
+            left_size = rng.integers(1, size - 3)
+            op = rng.choice(self.operators, len(first))
+            ids[first] = self.open
+            ids[first + 1 + left_size] = op
+            ids[first + size - 1] = self.close
+            depths.append((values, is_leaf, op))
+            start = np.append(first + 1, first + 2 + left_size)
+            length = np.append(left_size, size - 3 - left_size)
 
-        parts = np.empty(0, int)
-        for value, leaf, op in reversed(depths):
-            a, b = np.split(parts, 2)
-            signed = np.where(op == self.minus, a - b, a + b)
-            value[~leaf] = np.where(op == self.times, a * b, signed)
-            parts = value % m
-        return ids.reshape(-1, width), np.repeat(parts[:, None], width, 1)
+        # 2. Reckon: the values of a depth's parts are those of the leaves, and of the depth below,
+        # whose first half are left parts and whose second half are right ones.
+        below = np.empty(0, int)
+        for values, is_leaf, op in reversed(depths):
+            left, right = np.split(below, 2)
+            sums = np.where(op == self.minus, left - right, left + right)
+            values[~is_leaf] = np.where(op == self.times, left * right, sums)
+            below = values % self.modulus
+        return ids.reshape(-1, width), np.repeat(below[:, None], width, 1)
+
+    def _write_leaves(
+        self, rng: np.random.Generator, ids: np.ndarray, start: np.ndarray, length: np.ndarray
+    ) -> np.ndarray:
+        """Write d, -d, (d) or (-d), as the lengths 1 to 4 (n,) say, from `start` (n,) on into ids,
+        in place → their values (n,)."""
+        negative = length % 2 == 0
+        enclosed = length >= 3
+        digit = rng.integers(self.modulus, size=len(start))
+        ids[start[enclosed]] = self.open
+        ids[(start + length - 1)[enclosed]] = self.close
+        ids[(start + enclosed)[negative]] = self.minus
+        ids[start + enclosed + negative] = digit
+        return np.where(negative, -digit, digit)
 
 
 def oracle_arithmetic(text: str, modulus: int) -> int:
@@ -350,24 +402,29 @@ def oracle_arithmetic(text: str, modulus: int) -> int:
     functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
     def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.UnaryOp):
             return -value(node.operand)
-        return functions[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.BinOp):
+            return functions[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"{text} has more than digits, + - * and brackets")
 
     return value(ast.parse(text.partition("=")[0], mode="eval").body) % modulus
 
 
 def oracle_parity(text: str) -> int:
+    """1 where the number of ones is odd."""
     return text.count("1") % 2
 
 
 def oracle_even_pairs(text: str) -> int:
+    """1 where the number of `ab` and `ba` together is even."""
     return 1 - (text.count("ab") + text.count("ba")) % 2
 
 
 def oracle_cycle(text: str, modulus: int) -> int:
+    """The place on a cycle that the moves lead to, from place 0."""
     place = 0
     for move in text:
         place = (place + {"0": 0, "+": 1, "-": -1}[move]) % modulus

@@ -17,7 +17,8 @@ PARTS = 16
 LEAST = 4096
 HELD_OUT = {"valid": 0, "test": 1}
 
-# Samples drawn for each that was of another split: few of training's are, most of the others' are.
+# Samples drawn at once for each that is of another split: one in 8 is, of those drawn for training,
+# and all but one in PARTS, of those drawn for validation or test.
 TRIES = {"train": 2, "valid": PARTS, "test": PARTS}
 
 
@@ -31,8 +32,9 @@ def keys(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:
     """A hash of the content of each sample → (b,) uint64.
 
     Args:
-        ids: (b,w), at least 0. sizes: (b,) how many of them count; None: all. The hash does not
-        depend on how many more there are.
+        ids: (b,w), at least 0.
+        sizes: (b,) how many ids of each sample are its own; None: all. The hash does not depend on
+            those behind them.
     """
     content = ids.astype(np.uint64) + np.uint64(1)  # not 0, which stands for no token
     if sizes is not None:
@@ -47,7 +49,7 @@ def prefix_keys(ids: np.ndarray) -> np.ndarray:
 
 
 def is_of(split: str, keys: np.ndarray) -> np.ndarray:
-    """Whether samples of these hashes are of the split, (b,) bool."""
+    """Whether samples of these hashes (b,) are of the split, (b,) bool."""
     part = keys >> np.uint64(60)  # the highest bits depend on all of a sample
     if split == "train":
         return part >= len(HELD_OUT)
@@ -66,30 +68,33 @@ def hold_apart(
     Args:
         arrays: (b,…) each, all that a sample is made of; the first one, (b,w) ids, is hashed.
         apart: (b,) bool, False where a sample is too short to be held apart.
-        draw: numbers of samples (n,) → `arrays` of n new ones in their place. sizes: as of `keys`.
+        draw: rows (n,) → `arrays` of n new samples, each for the row of that number.
+        sizes: as of `keys`.
     """
     rows = np.flatnonzero(apart & ~is_of(split, keys(arrays[0], sizes)))
     tries = TRIES[split]
     while len(rows):
-        again = np.repeat(rows, tries)
-        drawn = draw(again)
-        found = keys(drawn[0], None if sizes is None else sizes[again])
-        good = is_of(split, found).reshape(-1, tries)
-        hit, first = good.any(1), good.argmax(1)
-        chosen = (np.arange(len(rows)) * tries + first)[hit]
+        # Several new samples for each row; the first that is of the split is taken.
+        rows_of_drawn = np.repeat(rows, tries)
+        drawn = draw(rows_of_drawn)
+        hashes = keys(drawn[0], None if sizes is None else sizes[rows_of_drawn])
+        fits = is_of(split, hashes).reshape(-1, tries)
+        some_fit = fits.any(1)
+        first_fit = np.arange(len(rows)) * tries + fits.argmax(1)
         for array, new in zip(arrays, drawn):
-            array[rows[hit]] = new[chosen]
-        rows = rows[~hit]
+            array[rows[some_fit]] = new[first_fit[some_fit]]
+        rows = rows[~some_fit]
 
 
-def opening_length(spaces: Callable[[int], float], longest: int = 64) -> int | None:
+def opening_length(count: Callable[[int], float], longest: int = 64) -> int | None:
     """The shortest length, at least 2, of which there are LEAST different samples.
 
-    Two samples of different splits, of this length or longer, differ in so many first tokens: then
-    no test sample is the beginning of a training sample either, whose answers may be labels too.
+    A task that hashes so many first tokens of its samples holds the splits apart from this length
+    on: samples of different splits differ within them. So no test sample is the beginning of a
+    training sample either, where its answer might be a label, too.
 
-    Args: spaces: length → number of different samples of it (0 for none).
+    Args: count: length → number of different samples of it (0 for none).
     Returns: None if there is none up to `longest`.
     """
     lengths = range(2, longest + 1)
-    return next((length for length in lengths if spaces(length) >= LEAST), None)
+    return next((length for length in lengths if count(length) >= LEAST), None)

@@ -7,10 +7,14 @@ import itertools
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import Batch, Task, TaskError, splits, task
+
+if TYPE_CHECKING:
+    from synthetic import config
 
 MAX_ORDER = 5040  # S7; its table has 25 million entries
 
@@ -23,12 +27,14 @@ class Group:
     """
 
     def __init__(self, name: str, table: np.ndarray):
-        self.name, self.table = name, table
-        n = np.arange(len(table))
-        self.identity = int(np.flatnonzero((table == n).all(1))[0])
+        self.name = name
+        self.table = table
+        elements = np.arange(len(table))
+        self.identity = int(np.flatnonzero((table == elements).all(1))[0])  # its row changes none
 
     @property
     def order(self) -> int:
+        """The number of elements."""
         return len(self.table)
 
     def products(self, x: np.ndarray) -> np.ndarray:
@@ -36,7 +42,8 @@ class Group:
         y = np.empty_like(x)
         state = np.full(len(x), self.identity, dtype=x.dtype)
         for t in range(x.shape[1]):
-            state = y[:, t] = self.table[state, x[:, t]]
+            state = self.table[state, x[:, t]]
+            y[:, t] = state
         return y
 
 
@@ -63,12 +70,12 @@ def _of_permutations(name: str, p: np.ndarray) -> Group:
 def _product(a: Group, b: Group) -> Group:
     """The direct product; (i, j) is numbered i · |b| + j."""
     table = a.table[:, None, :, None] * b.order + b.table[None, :, None, :]
-    n = a.order * b.order
-    return Group(f"{a.name}_x_{b.name}", table.reshape(n, n).astype(np.int32))
+    order = a.order * b.order
+    return Group(f"{a.name}_x_{b.name}", table.reshape(order, order).astype(np.int32))
 
 
 def _order(name: str) -> int:
-    """The number of elements of S_n, A_n, Z_n or a product."""
+    """The number of elements of S_n, A_n, Z_n or a product; beyond MAX_ORDER at least that many."""
     order = 1
     for part in name.split("_x_"):
         found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})", part)
@@ -77,13 +84,15 @@ def _order(name: str) -> int:
                 f"unknown group `{name}`: groups are S<n> (all permutations of n), A<n> (the even"
                 " ones), Z<n> (addition modulo n) and their products, as in S5, A5, Z60, A4_x_Z5"
             )
-        kind, n = found[1], int(found[2])
-        factor = n
-        if kind != "Z":
+        kind = found[1]
+        n = int(found[2])
+        if kind == "Z":
+            factor = n
+        else:  # n!, of the even ones half
             factor = 1
             for k in range(2 if kind == "S" else 3, n + 1):
                 factor *= k
-                if factor > MAX_ORDER:
+                if factor > MAX_ORDER:  # n! of a large n has too many digits to count on
                     break
         order *= factor
     return order
@@ -103,13 +112,13 @@ def group(name: str) -> Group:
     for part in name.split("_x_"):
         n = int(part[1:])
         if part[0] == "Z":
-            i = np.arange(n, dtype=np.int32)
-            parts.append(Group(part, (i[:, None] + i) % n))
+            numbers = np.arange(n, dtype=np.int32)
+            parts.append(Group(part, (numbers[:, None] + numbers) % n))
         else:
             parts.append(_of_permutations(part, permutations(n, even=part[0] == "A")))
     whole = parts[0]
-    for part in parts[1:]:
-        whole = _product(whole, part)
+    for factor in parts[1:]:
+        whole = _product(whole, factor)
     return whole
 
 
@@ -135,14 +144,16 @@ class WordProblem(Task):
 
     source = "Merrill et al. 2024"
 
-    def __init__(self, task):
+    def __init__(self, task: config.Task):
         self.group = group(task.group)
-        self.vocab_size, self.chance = self.group.order, 1 / self.group.order
+        self.vocab_size = self.group.order
+        self.chance = 1 / self.group.order
         # Words of different splits differ within this many elements; shorter ones are shared.
         self.opening = splits.opening_length(lambda length: self.group.order**length)
         self.names = element_names(task.group)
         self.csv = task.csv
-        self.rows = None  # of the file: split → inputs and targets, (rows,length) each
+        # Of the file: split → inputs and targets, (rows,length) each.
+        self.rows: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
         if task.csv is not None:
             x, y = read_csv(task.csv, self.vocab_size)
             self.opening = min(self.opening or x.shape[1], x.shape[1])
@@ -151,8 +162,12 @@ class WordProblem(Task):
     def check_length(self, length: int) -> None:
         if length < 1:
             raise TaskError(f"word problem: a sequence has at least 1 element, not {length}")
-        if self.rows is not None and length > (longest := self.rows["train"][0].shape[1]):
-            raise TaskError(f"word problem: length {length} is longer than the file's {longest}")
+        if self.rows is not None:
+            longest = self.rows["train"][0].shape[1]
+            if length > longest:
+                raise TaskError(
+                    f"word problem: length {length} is longer than the file's {longest}"
+                )
 
     def held_apart(self, length: int) -> bool:
         return self.opening is not None and length >= self.opening
@@ -172,7 +187,9 @@ class WordProblem(Task):
         ids = np.array([[numbers[name] for name in elements]])
         return Batch(ids, self.group.products(ids))
 
-    def sample(self, rng, batch_size, lengths, split) -> Batch:
+    def sample(
+        self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
+    ) -> Batch:
         # Every prefix is a word too: one length serves a batch, drawn anew for each.
         length = int(rng.integers(lengths[0], lengths[1] + 1))
         self.check_length(length)
@@ -183,15 +200,19 @@ class WordProblem(Task):
             return Batch(x, y, shared=self._shared(x, split))
         order = self.group.order
         x = rng.integers(0, order, (batch_size, length))
-        if self.held_apart(length):
+        opening = self.opening
+        if opening is not None and length >= opening:
             splits.hold_apart(
-                split, (x[:, : self.opening],), np.ones(batch_size, bool),
-                lambda rows: (rng.integers(0, order, (len(rows), self.opening)),),
-            )  # fmt: skip
+                split,
+                (x[:, :opening],),
+                np.ones(batch_size, bool),
+                lambda rows: (rng.integers(0, order, (len(rows), opening)),),
+            )
         return Batch(x, self.group.products(x), shared=self._shared(x, split))
 
     def _shared(self, x: np.ndarray, split: str) -> np.ndarray | None:
-        """Of training words also their beginnings: the answers there are labels as well."""
+        """`Batch.shared` of words (b,l). Of a training word also its beginnings, whose answers are
+        labels as well."""
         if split == "train":
             short = x[:, : self.opening - 1] if self.opening else x
             return splits.prefix_keys(short).ravel()
@@ -231,26 +252,27 @@ def read_csv(path: str | Path, order: int) -> tuple[np.ndarray, np.ndarray]:
     path = Path(path)
     if not path.is_file():
         raise TaskError(f"no word-problem file at {path}")
-    columns: dict[str, list] = {"input": [], "target": []}
+    columns: dict[str, list[list[int]]] = {"input": [], "target": []}
     with path.open(newline="", encoding="utf-8", errors="replace") as f:
         reader = csv.DictReader(f)
-        if missing := columns.keys() - set(reader.fieldnames or ()):
+        missing = columns.keys() - set(reader.fieldnames or ())
+        if missing:
             raise TaskError(f"{path} has no column {', '.join(sorted(missing))} (input, target)")
-        for row in reader:
+        for line in reader:
             for name, rows in columns.items():
                 try:
-                    rows.append([int(v) for v in row[name].split()])
+                    rows.append([int(element) for element in line[name].split()])
                 except (ValueError, AttributeError):  # None where the line is too short
                     raise TaskError(
                         f"{path}:{reader.line_num}: {name} must be numbers separated by blanks"
                     ) from None
-    lengths = {len(r) for rows in columns.values() for r in rows}
+    lengths = {len(row) for rows in columns.values() for row in rows}
     if len(lengths) != 1 or 0 in lengths:
         raise TaskError(f"{path}: inputs and targets must all have one length, not {lengths or 0}")
     if len(columns["input"]) < 5:
         raise TaskError(f"{path} has {len(columns['input'])} rows; at least 5 are needed")
     x, y = (np.array(columns[name], dtype=np.int64) for name in ("input", "target"))
-    for found in (int(max(x.max(), y.max())), int(min(x.min(), y.min()))):
-        if not 0 <= found < order:
-            raise TaskError(f"{path} holds element {found}, the group has 0 to {order - 1}")
+    for extreme in (int(max(x.max(), y.max())), int(min(x.min(), y.min()))):
+        if not 0 <= extreme < order:
+            raise TaskError(f"{path} holds element {extreme}, the group has 0 to {order - 1}")
     return x, y

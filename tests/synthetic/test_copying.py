@@ -141,9 +141,13 @@ def test_batches_depend_on_their_arguments_alone(name):
     first, again, *others = (
         task(name).batch(seed, split, index, 4, (8, 12))
         for seed, split, index in [
-            (0, "train", 0), (0, "train", 0), (0, "train", 1), (1, "train", 0), (0, "valid", 0),
+            (0, "train", 0),
+            (0, "train", 0),
+            (0, "train", 1),
+            (1, "train", 0),
+            (0, "valid", 0),
         ]
-    )  # fmt: skip
+    )
     assert (first.input_ids == again.input_ids).all() and (first.labels == again.labels).all()
     assert all(not np.array_equal(first.input_ids, other.input_ids) for other in others)
 
@@ -183,12 +187,16 @@ def test_a_mistake_costs_one_example_of_its_context():
     "name, lengths, said",
     [
         ("copy", (0, 0), "copy has no strings of length 0: it has lengths 1, 2, …"),
-        ("suffix_ngram", (2, 5), "suffix_ngram has no strings of length 5: it has lengths 6, 7, "
-         "…, where two 3-grams fit"),
+        (
+            "suffix_ngram",
+            (2, 5),
+            "suffix_ngram has no strings of length 5: it has lengths 6, 7, "
+            "…, where two 3-grams fit",
+        ),
         ("prefix_ngram", (5, 5), "prefix_ngram has no strings of length 5"),
         ("duplicate_ngram", (5, 5), "duplicate_ngram has no strings of length 5"),
     ],
-)  # fmt: skip
+)
 def test_too_short_strings_are_refused(name, lengths, said):
     made = task(name, ngram=3)
     for refused in (

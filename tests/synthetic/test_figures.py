@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from synthetic import cli, figures, report
-from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN, how, summary
-from synthetic.trained import notes, over_lengths, spreads, tidy
+from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN, summary, way_of
+from synthetic.trained import csv_lines, notes, over_lengths, spreads_over_lengths
 from tests.fabricated import fabricate, fabricate_all, numbers
 
 SEEDS = """
@@ -53,9 +53,10 @@ def test_seeds_are_drawn_together_with_their_number(name, tmp_path, monkeypatch)
     entry = report.REPORTS[name]
     metric = {} if name != "tab1" else {"metric": "token_accuracy"}
     monkeypatch.setitem(
-        report.REPORTS, name,
+        report.REPORTS,
+        name,
         dataclasses.replace(entry, draw=lambda r, t: keep(partial(entry.draw, **metric), r, t)),
-    )  # fmt: skip
+    )
     monkeypatch.setattr("matplotlib.pyplot.close", lambda figure: None)
     args = seeds_of(tmp_path)
     assert cli.main(["report", name, *args]) == 0
@@ -78,12 +79,14 @@ def test_the_spread_of_seeds_and_the_error_of_one(tmp_path):
     seeds_of(tmp_path)
     files = sorted(tmp_path.glob("seeds/00[012]-*/result.json"))
     several = [json.loads(path.read_text())["eval"] for path in files]
-    found = spreads(several, "sequence_accuracy")[16]
+    found = spreads_over_lengths(several, "sequence_accuracy")[16]
     values = [over_lengths(each, "sequence_accuracy")[16] for each in several]
     assert found.values == tuple(values) and found.mean == pytest.approx(sum(values) / 3)
     assert found.error == pytest.approx(torch.tensor(values).double().std().item())
     twice = [{**row, "seed": seed} for row in several[0] for seed in (0, 1)]
-    one, two = (spreads([each], "sequence_accuracy")[16] for each in (several[0], twice))
+    one, two = (
+        spreads_over_lengths([each], "sequence_accuracy")[16] for each in (several[0], twice)
+    )
     assert (
         one.error == next(r for r in several[0] if r["length"] == 16)["stderr"]["sequence_accuracy"]
     )
@@ -141,7 +144,7 @@ def test_the_seed_in_the_numbers_is_the_one_the_run_was_made_with(tmp_path):
     fabricate_all("fig3c", tmp_path)
     today = report.expand(report.config_path("fig3c", "small"), (f"out_dir={tmp_path}", "seed=7"))
     runs = report.collect(today, [])
-    lines = [line for run in runs for line in tidy(run, run.result["eval"])]
+    lines = [line for run in runs for line in csv_lines(run, run.result["eval"])]
     assert {cfg.seed for cfg in today.configs} == {7}
     assert {line["seed"] for line in lines} == {0}
 
@@ -185,8 +188,10 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
     (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
     word = next(r for r in runs if r.seed == 2 and r.cfg.task.name == "word_problem")
     copy = next(r for r in runs if r.cfg.task.name == "copy")
-    at = {run.panel: over_lengths(run.result["eval"], metric)[32]
-          for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))}  # fmt: skip
+    at = {
+        run.panel: over_lengths(run.result["eval"], metric)[32]
+        for run, metric in ((word, "token_accuracy"), (copy, "character_accuracy"))
+    }
     assert list(dots.get_xydata()[0]) == [at[copy.panel], at[word.panel]]
     assert len(dots.get_xydata()) == 1
 
@@ -194,15 +199,15 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
 def test_how_an_old_result_was_read_is_unknown_where_it_was_not_recorded():
     """What was not read token by token was read at once, or, of CatbAbI, in segments."""
     solver, words = {"metrics": {"token_accuracy": 0.5}}, {"schedule": "parallel", "length": 16}
-    assert how({**solver, **words}) == ("unknown", "unknown")
-    assert how({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
-    assert how({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
+    assert way_of({**solver, **words}) == ("unknown", "unknown")
+    assert way_of({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
+    assert way_of({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
 
 
 def test_the_footer_of_the_heat_map_names_only_the_lengths_drawn(tmp_path):
     fabricate_all("ablation", tmp_path)  # where training has all test samples below length 4
     sweep = report.expand(report.config_path("ablation", "small"), (f"out_dir={tmp_path}",))
-    runs = report.collect(sweep, report.test_limits(sweep))
+    runs = report.collect(sweep, report.limits_in_training(sweep))
     assert 2 in {row["length"] for run in runs for row in run.result["eval"]}
     figure = figures.heatmap(runs, "ablation").figure
     assert "Test samples that training has too" not in figure._supxlabel.get_text()

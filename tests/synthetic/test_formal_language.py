@@ -157,9 +157,13 @@ def test_batches_depend_on_their_arguments_alone(name):
     first, again, *others = (
         task(name).batch(seed, split, index, 8, (31, 31))
         for seed, split, index in [
-            (0, "train", 0), (0, "train", 0), (0, "train", 1), (1, "train", 0), (0, "valid", 0),
+            (0, "train", 0),
+            (0, "train", 0),
+            (0, "train", 1),
+            (1, "train", 0),
+            (0, "valid", 0),
         ]
-    )  # fmt: skip
+    )
     assert (first.input_ids == again.input_ids).all() and (first.labels == again.labels).all()
     assert all(not np.array_equal(first.input_ids, other.input_ids) for other in others)
 

@@ -9,8 +9,9 @@ import torch
 from lm.build import build_section
 from lm.config import ConfigError
 from synthetic import cli, report, tasks
+from synthetic.drawing import ReportError
 from synthetic.evaluate import parse_lengths
-from synthetic.figures import ReportError
+from synthetic.labels import model_label, task_label
 from synthetic.trained import over_lengths
 from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
 from tests.running import REFUSED
@@ -21,31 +22,61 @@ BOTH = pytest.mark.parametrize("scale", report.SCALES)
 
 
 WORDS = {
-    "model.d_model": 512, "model.d_state": 16, "train.batch_size": 512, "train.steps": 125_000,
-    "optim.lr": 1e-4, "optim.weight_decay": 0.01, "optim.grad_clip": 1, "optim.schedule": "cosine",
-}  # fmt: skip
-BRACKETS = {
-    "model.d_model": 128, "model.n_layer": 2, "task.modulus": 5, "train.length": (3, 40),
-    "train.steps": 100_000, "train.batch_size": 256, "optim.lr": 1e-3, "optim.min_lr": 1e-6,
-    "optim.weight_decay": 0.1, "optim.grad_clip": 0, "optim.warmup": 10_000,
+    "model.d_model": 512,
+    "model.d_state": 16,
+    "train.batch_size": 512,
+    "train.steps": 125_000,
+    "optim.lr": 1e-4,
+    "optim.weight_decay": 0.01,
+    "optim.grad_clip": 1,
     "optim.schedule": "cosine",
-}  # fmt: skip
+}
+BRACKETS = {
+    "model.d_model": 128,
+    "model.n_layer": 2,
+    "task.modulus": 5,
+    "train.length": (3, 40),
+    "train.steps": 100_000,
+    "train.batch_size": 256,
+    "optim.lr": 1e-3,
+    "optim.min_lr": 1e-6,
+    "optim.weight_decay": 0.1,
+    "optim.grad_clip": 0,
+    "optim.warmup": 10_000,
+    "optim.schedule": "cosine",
+}
 PAPER = {
-    **{n: {**WORDS, "train.length": 16}
-       for n in ("fig1", "fig3b", "fig3c", "fig4", "fig5", "fig6", "fig10", "ablation")},
+    **{
+        n: {**WORDS, "train.length": 16}
+        for n in ("fig1", "fig3b", "fig3c", "fig4", "fig5", "fig6", "fig10", "ablation")
+    },
     "fig9": {**WORDS, "train.length": 128},
     "tab1": {
-        "model.d_model": 1024, "task.alphabet": 26, "task.context": 256, "train.length": (5, 50),
-        "train.steps": 10_000, "train.batch_size": 128, "optim.lr": 5e-5, "optim.warmup": 300,
-        "optim.weight_decay": 0.1, "optim.grad_clip": 1, "optim.schedule": "linear",
+        "model.d_model": 1024,
+        "task.alphabet": 26,
+        "task.context": 256,
+        "train.length": (5, 50),
+        "train.steps": 10_000,
+        "train.batch_size": 128,
+        "optim.lr": 5e-5,
+        "optim.warmup": 300,
+        "optim.weight_decay": 0.1,
+        "optim.grad_clip": 1,
+        "optim.schedule": "linear",
     },
-    "tab2": BRACKETS, "fig11": BRACKETS,
+    "tab2": BRACKETS,
+    "fig11": BRACKETS,
     "catbabi": {
-        "model.d_model": 512, "train.length": 200, "train.steps": 15_000, "train.batch_size": 32,
-        "optim.lr": 1e-3, "optim.weight_decay": 0, "task.mode": "answers",
+        "model.d_model": 512,
+        "train.length": 200,
+        "train.steps": 15_000,
+        "train.batch_size": 32,
+        "optim.lr": 1e-3,
+        "optim.weight_decay": 0,
+        "task.mode": "answers",
         "task.stories": tuple(range(1, 21)),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -126,8 +157,10 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
 def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
     configs = fabricate_all("fig10", tmp_path)
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
-    found = {(r["run"], r["read"], int(r["length"]), r["metric"]): float(r["value"])
-             for r in numbers(paths["numbers"])}  # fmt: skip
+    found = {
+        (r["run"], r["read"], int(r["length"]), r["metric"]): float(r["value"])
+        for r in numbers(paths["numbers"])
+    }
     for cfg in configs:
         for row in json.loads((cfg.run_dir / "result.json").read_text())["eval"]:
             where = (str(cfg.run_dir), row["read"], row["length"])
@@ -154,8 +187,9 @@ def test_training_time_against_the_longest_solved_length(tmp_path):
     fabricate_all("fig5", tmp_path)
     paths = report.report("fig5", overrides=(f"out_dir={tmp_path}",))
     found = [r for r in numbers(paths["numbers"]) if r["label"] == "ℓmax unlimited"]
-    solved = [(float(r["seconds"]), int(r["value"])) for r in found
-              if r["metric"] == "solved_length"]  # fmt: skip
+    solved = [
+        (float(r["seconds"]), int(r["value"])) for r in found if r["metric"] == "solved_length"
+    ]
     assert len(solved) == 10 and solved[-1][0] == 260.0  # nine evaluations, and the end
     for (seconds, value), step in zip(solved, range(100, 1001, 100)):
         at = [r for r in found if r["step"] == str(step) and r["metric"] == "sequence_accuracy"]
@@ -182,8 +216,7 @@ def test_the_tasks_of_catbabi_are_in_the_numbers(tmp_path):
 
 def labels(name, scale="small"):
     found = sweep(name, scale)
-    return [(report.task_label(c, p), report.model_label(c, p))
-            for c, p in zip(found.configs, found.points)]  # fmt: skip
+    return [(task_label(c, p), model_label(c, p)) for c, p in zip(found.configs, found.points)]
 
 
 def test_labels_are_short_and_tell_the_points_apart():
@@ -193,9 +226,11 @@ def test_labels_are_short_and_tell_the_points_apart():
     models = labels("fig4", "paper")
     assert {task for task, _ in models} == {"A5", "S5"}
     assert {
-        "FP-Mamba kronecker", "FP-Mamba-2 householder 4", "Mamba, 2 layers",
+        "FP-Mamba kronecker",
+        "FP-Mamba-2 householder 4",
+        "Mamba, 2 layers",
         "Gated DeltaProduct 4, 2 layers",
-    } <= {model for _, model in models}  # fmt: skip
+    } <= {model for _, model in models}
     assert labels("fig2", "paper")[0] == ("word problem A5", "Mamba, 1 layer")
     assert labels("fig2", "paper")[-1] == ("copy", "FP-Mamba householder 4")
     for scale in report.SCALES:
@@ -206,8 +241,12 @@ def test_labels_are_short_and_tell_the_points_apart():
 
 def test_labels_of_what_reads_y():
     assert [label for _, label in labels("tab1")] == [
-        "y in λ", "y in Q", "y in b, c", "y in b, c, Q", "y in λ, b, c, Q",
-    ]  # fmt: skip
+        "y in λ",
+        "y in Q",
+        "y in b, c",
+        "y in b, c, Q",
+        "y in λ, b, c, Q",
+    ]
 
 
 def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monkeypatch):
@@ -228,9 +267,12 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
     assert "--job-index $i" in loop
     submit = shlex.split(next(line for line in lines if "sbatch" in line))
     assert submit[5:] == [
-        "--array=0-7", "launch/synthetic_array.sbatch", commands[0].split()[5], "train.steps=7",
+        "--array=0-7",
+        "launch/synthetic_array.sbatch",
+        commands[0].split()[5],
+        "train.steps=7",
         "out_dir=my runs",
-    ]  # fmt: skip
+    ]
 
 
 def test_what_is_found_is_drawn_and_what_is_not_is_named(tmp_path, capsys):

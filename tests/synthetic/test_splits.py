@@ -15,18 +15,24 @@ HELD = {
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
     "recall": (
-        {"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8),
+        {"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40},
+        4,
+        2,
+        (2, 8),
     ),
     "prefix": ({"name": "prefix_ngram", "alphabet": 4, "ngram": 2, "context": 60}, 7, 4, (4, 9)),
     "duplicate": ({"name": "duplicate_ngram", "alphabet": 8, "context": 60}, 6, 4, (4, 8)),
     "arithmetic": (
-        {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"}, 11, 5, (3, 21),
+        {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
+        11,
+        5,
+        (3, 21),
     ),
     "brackets": ({"name": "mod_arithmetic_brackets", "modulus": 3}, 15, 7, (3, 20)),
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
     "even_pairs": ({"name": "even_pairs"}, 13, 8, (3, 16)),
     "cycle": ({"name": "cycle_navigation"}, 8, 5, (3, 16)),
-}  # fmt: skip
+}
 UPDATES = 300
 
 

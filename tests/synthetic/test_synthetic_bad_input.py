@@ -17,7 +17,7 @@ from lm.outputs import DamagedError, OutputError
 from synthetic import config
 from synthetic.cli import main, parser
 from synthetic.lengths import parse_ranges
-from synthetic.runs import result, run_all
+from synthetic.runs import result_of, run_all
 from synthetic.train import train
 from tests.refusals import refused as refused_by
 from tests.running import ENV
@@ -26,8 +26,12 @@ ROOT = Path(__file__).parents[2]
 S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
 FIG3C = str(ROOT / "configs/synthetic/small/fig3c.yaml")
 QUICK = (
-    "train.steps=2", "eval.lengths=4", "eval.examples=4", "bars=[]", "model.d_model=16",
-)  # fmt: skip
+    "train.steps=2",
+    "eval.lengths=4",
+    "eval.examples=4",
+    "bars=[]",
+    "model.d_model=16",
+)
 MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")
@@ -258,7 +262,7 @@ def test_a_damaged_result(tmp_path, text):
     cfg.run_dir.mkdir()
     (cfg.run_dir / "result.json").write_text(text)
     with pytest.raises(DamagedError, match=r"result\.json is damaged"):
-        result(cfg)
+        result_of(cfg)
 
 
 # Packages that are not installed.
@@ -293,9 +297,13 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
         "sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, package, *command], cwd=tmp_path, env=ENV,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", code, package, *command],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
     assert done.stderr == (
         f"error: this command needs the package {package}, which is not installed: pip install"

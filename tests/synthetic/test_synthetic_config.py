@@ -83,9 +83,11 @@ sweep:
     path = write(tmp_path, text)
     points = [config.load(path, job_index=i) for i in range(4)]
     assert [(p.model.name, p.model.n_layer, p.model.d_model, p.task.group) for p in points] == [
-        ("fprnn", 1, 32, "S3"), ("fprnn", 1, 32, "A4"), ("mamba", 2, 32, "S3"),
+        ("fprnn", 1, 32, "S3"),
+        ("fprnn", 1, 32, "A4"),
+        ("mamba", 2, 32, "S3"),
         ("mamba", 2, 32, "A4"),
-    ]  # fmt: skip
+    ]
     assert points[3].name == "a/003-model=mamba+2-group=A4"
     with pytest.raises(ConfigError, match=r"model\.n_layers"):
         config.load(write(tmp_path, "sweep: {model: [{n_layers: 2}]}"), job_index=0)
@@ -112,9 +114,14 @@ def test_every_key_says_what_a_resumed_run_may_do_with_it():
     tops = {key for key in fixed if "." not in key}
     assert tops == {"seed", "model", "task", "optim"}
     assert {key for key in fixed if key.startswith("train.")} == {
-        "train.batch_size", "train.length", "train.precision", "train.curriculum",
-        "train.curriculum.start", "train.curriculum.grow", "train.curriculum.at",
-    }  # fmt: skip
+        "train.batch_size",
+        "train.length",
+        "train.precision",
+        "train.curriculum",
+        "train.curriculum.start",
+        "train.curriculum.grow",
+        "train.curriculum.at",
+    }
     noted = {key for key in all_keys(Config) if resume_rule(Config, key) is NOTED}
     assert noted >= {"solver", "solver.gradient", "train.max_iters", "train.gamma_shape"}
 

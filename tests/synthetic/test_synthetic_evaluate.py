@@ -21,7 +21,7 @@ from synthetic.evaluate import (
     parse_lengths,
     standard_error,
 )
-from synthetic.results import at_length, error, in_training, passes, solved_length, summary
+from synthetic.results import at_length, error_of_mean, in_training, passes, solved_length, summary
 from synthetic.tasks import TaskError
 
 S3 = tasks.build(Task(name="word_problem", group="S3"))
@@ -97,8 +97,13 @@ def test_seeds_are_other_data_and_the_longest_solved_length_is_found():
     cfg = config(examples=50)
     results = evaluate_all(Oracle(8), S3, cfg, [4, 8, 16], [0, 1], "fp32")
     assert [(r["length"], r["seed"]) for r in results] == [
-        (4, 0), (4, 1), (8, 0), (8, 1), (16, 0), (16, 1)
-    ]  # fmt: skip
+        (4, 0),
+        (4, 1),
+        (8, 0),
+        (8, 1),
+        (16, 0),
+        (16, 1),
+    ]
     assert results[4]["metrics"] != results[5]["metrics"]
     assert solved_length(results, "sequence_accuracy") == 8
     assert solved_length(results, "sequence_accuracy", least=1.1) == 0
@@ -229,16 +234,17 @@ def test_few_in_many_are_not_rounded_to_none():
 def test_the_error_of_several_seeds_is_smaller():
     rows = evaluate_all(Oracle(4), S3, config(examples=50), [8], [0, 1, 2, 3], "fp32")
     each = [r["stderr"]["token_accuracy"] for r in rows]
-    assert error(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
+    assert error_of_mean(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
     del rows[0]["stderr"]
-    assert np.isnan(error(rows, "token_accuracy"))
+    assert np.isnan(error_of_mean(rows, "token_accuracy"))
 
 
 def file_of_words(folder, rows: int):
     """The word problem of S3 from a file of random words of 16 elements."""
     x = np.random.default_rng(0).integers(0, 6, (rows, 16))
-    lines = [" ".join(map(str, a)) + "," + " ".join(map(str, b))
-             for a, b in zip(x, S3.group.products(x))]  # fmt: skip
+    lines = [
+        " ".join(map(str, a)) + "," + " ".join(map(str, b)) for a, b in zip(x, S3.group.products(x))
+    ]
     (folder / "words.csv").write_text("\n".join(["input,target", *lines]) + "\n")
     return tasks.build(Task(name="word_problem", group="S3", csv=str(folder / "words.csv")))
 
@@ -285,9 +291,13 @@ class Solved(Oracle):
 
     def solver(self, length=None):
         return {
-            "token": "exact", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
-            "max_iters": self.limit, "gradient": "exact",
-        }  # fmt: skip
+            "token": "exact",
+            "schedule": "parallel",
+            "stopping": "causal",
+            "tol": 0.01,
+            "max_iters": self.limit,
+            "gradient": "exact",
+        }
 
     def forward(self, input_ids, attention_mask=None, count_iterations=False, **_):
         output = super().forward(input_ids)
@@ -298,9 +308,12 @@ class Solved(Oracle):
             self.probes.append(len(input_ids))
             iterations = torch.stack([input_ids[:, 0], input_ids[:, 0] + 2])
         output.fixed_point = SimpleNamespace(
-            evaluations=each, failed=each * input_ids.shape[1] / 1000, residual=0 * each,
-            num_iters=iterations, layers=None,
-        )  # fmt: skip
+            evaluations=each,
+            failed=each * input_ids.shape[1] / 1000,
+            residual=0 * each,
+            num_iters=iterations,
+            layers=None,
+        )
         return output
 
 

@@ -14,20 +14,31 @@ from lm.metrics import read_metrics
 from tests.running import ENV, ROOT
 
 SMALL = (
-    "model={d_model: 8, n_layer: 1, d_state: 2, expand: 1}", "task={name: word_problem, group: Z3}",
-    "train={steps: 40, batch_size: 4, length: 4, threads: 1}", "optim.warmup=0",
-    "eval={every: 100, lengths: 4, examples: 8}", "checkpoint.every=10",
-    "log={every: 1, probe_every: 0}", "bars=[]", "solver.state_noise=0", "train.adversary=0",
-)  # fmt: skip
+    "model={d_model: 8, n_layer: 1, d_state: 2, expand: 1}",
+    "task={name: word_problem, group: Z3}",
+    "train={steps: 40, batch_size: 4, length: 4, threads: 1}",
+    "optim.warmup=0",
+    "eval={every: 100, lengths: 4, examples: 8}",
+    "checkpoint.every=10",
+    "log={every: 1, probe_every: 0}",
+    "bars=[]",
+    "solver.state_noise=0",
+    "train.adversary=0",
+)
 
 
 def start(out, *overrides, fault=None, own_group=False):
     module = ["tests.faults", fault] if fault else ["synthetic"]
     args = ["train", "--config", "configs/synthetic/small/s3.yaml", f"out_dir={out}", "name=x"]
     return subprocess.Popen(
-        [sys.executable, "-m", *module, *args, *SMALL, *overrides], cwd=ROOT, env=ENV,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=own_group,
-    )  # fmt: skip
+        [sys.executable, "-m", *module, *args, *SMALL, *overrides],
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+    )
 
 
 def finished(out, *overrides, fault=None):

@@ -106,8 +106,14 @@ def babi(tmp_path):
                 lines.append(f"{2 * i + 2} Where is Mary? \t{where}\t{2 * i + 1}")
         for number in range(1, 21):
             (folder / f"qa{number}_{split}.txt").write_text("\n".join(lines) + "\n")
-    return ("task.name=catbabi", f"task.data={folder}", "task.stories=[1]", "train.length=10",
-            "train.batch_size=4", "eval.batch_size=4")  # fmt: skip
+    return (
+        "task.name=catbabi",
+        f"task.data={folder}",
+        "task.stories=[1]",
+        "train.length=10",
+        "train.batch_size=4",
+        "eval.batch_size=4",
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,8 +152,16 @@ def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, overrides)
 def test_the_state_crosses_the_segments_of_a_stream(cfg, babi):
     """What is learnt in segments of 24 tokens is answered as well in segments of 3, where the fact
     and the question never stand in one."""
-    c = cfg(*babi, "train.length=24", "train.steps=150", "eval.every=500", "model.name=lstm",
-            "model.d_model=32", "model.headdim=16", "checkpoint.every=200")  # fmt: skip
+    c = cfg(
+        *babi,
+        "train.length=24",
+        "train.steps=150",
+        "eval.every=500",
+        "model.name=lstm",
+        "model.d_model=32",
+        "model.headdim=16",
+        "checkpoint.every=200",
+    )
     whole = train(c)["eval"][0]["metrics"]["accuracy"]
     assert whole > 0.9
     short = evaluate_run(c.run_dir, overrides=["train.length=3"])["eval"][0]
@@ -220,8 +234,14 @@ def test_baselines_train(cfg, name):
     "task", ["copy", "suffix_ngram", "mod_arithmetic", "mod_arithmetic_brackets", "parity"]
 )
 def test_every_family_of_tasks_trains(cfg, task):
-    c = cfg(f"task.name={task}", "train.length=[5, 9]", "eval.lengths=9", "train.steps=2",
-            "task.context=32", f"name={task}")  # fmt: skip
+    c = cfg(
+        f"task.name={task}",
+        "train.length=[5, 9]",
+        "eval.lengths=9",
+        "train.steps=2",
+        "task.context=32",
+        f"name={task}",
+    )
     train(c)
     assert (c.run_dir / "result.json").exists()
 
@@ -380,15 +400,24 @@ def test_lengths_and_seeds_of_a_stream_are_said_not_to_apply(cfg, babi, capsys):
 
 
 def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
-    c = cfg("train.steps=6", "checkpoint.every=2", "eval.lengths=2,12", *ITERATED,
-            "solver.stopping=causal")  # fmt: skip
+    c = cfg(
+        "train.steps=6",
+        "checkpoint.every=2",
+        "eval.lengths=2,12",
+        *ITERATED,
+        "solver.stopping=causal",
+    )
     rows = {r["length"]: r for r in train(c)["eval"]}
     assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are nine of them
     assert rows[12]["in_training"] == {"count": 0, "of": 16}
     solver = {
-        "token": "iterate", "schedule": "parallel", "stopping": "causal", "tol": 0.01,
-        "max_iters": 10, "gradient": rows[2]["solver"]["gradient"],
-    }  # fmt: skip
+        "token": "iterate",
+        "schedule": "parallel",
+        "stopping": "causal",
+        "tol": 0.01,
+        "max_iters": 10,
+        "gradient": rows[2]["solver"]["gradient"],
+    }
     assert {json.dumps(r["solver"]) for r in rows.values()} == {json.dumps(solver)}
     again = evaluate_run(c.run_dir, overrides=["eval.max_iters=3", "solver.schedule=window:2"])
     assert again["eval"][0]["in_training"] == {"count": 16, "of": 16}

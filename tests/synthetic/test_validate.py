@@ -30,8 +30,12 @@ def recipes(tmp_path, monkeypatch):
     """The quick set as four runs of two updates."""
     folder = tmp_path / "recipes"
     folder.mkdir()
-    names = {"s3": {"group": "S3"}, "copy": {"group": "Z5"}, "mod_arithmetic": {"group": "Z2"},
-             "recall": {"group": "Z4"}}  # fmt: skip
+    names = {
+        "s3": {"group": "S3"},
+        "copy": {"group": "Z5"},
+        "mod_arithmetic": {"group": "Z2"},
+        "recall": {"group": "Z4"},
+    }
     for name, task in names.items():
         (folder / f"{name}.yaml").write_text(json.dumps({"name": name, "task": task, **TINY}))
     monkeypatch.setattr(validate, "RECIPES", folder)
@@ -60,8 +64,10 @@ def test_the_recipes_are_complete_and_their_bars_measured():
 
 
 def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
-    path = write(tmp_path, "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\n"
-                           "train: {steps: 9}\n")  # fmt: skip
+    path = write(
+        tmp_path,
+        "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\ntrain: {steps: 9}\n",
+    )
     runs = validate.plan([path], ["model.n_layer=2"], str(tmp_path))
     assert [ability for ability, _ in runs] == list(validate.QUICK)
     for cfg in runs.values():
@@ -148,11 +154,23 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
 
 def test_test_samples_that_training_has_too_are_named_below_the_table():
     row = {
-        "ability": "a", "task": "parity", "model": "m", "metric": "accuracy", "length": 4,
-        "trained_to": 9, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
-        "parameters": 1, "stderr": 0.01, "read": "at once", "solver": "none",
+        "ability": "a",
+        "task": "parity",
+        "model": "m",
+        "metric": "accuracy",
+        "length": 4,
+        "trained_to": 9,
+        "value": 0.5,
+        "least": 0.9,
+        "passed": False,
+        "updates": 1,
+        "seconds": 1,
+        "parameters": 1,
+        "stderr": 0.01,
+        "read": "at once",
+        "solver": "none",
         "in_training": "9 of 36",
-    }  # fmt: skip
+    }
     caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
     assert caption.splitlines() == [
         "m: read at once; solver: none",
@@ -162,11 +180,23 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
 
 def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
     row = {
-        "ability": "a", "task": "copy", "model": "m", "metric": "accuracy", "length": 8,
-        "trained_to": 8, "value": 0.5, "least": 0.9, "passed": False, "updates": 1, "seconds": 1,
-        "parameters": 1, "stderr": math.nan, "read": "unknown", "solver": "unknown",
+        "ability": "a",
+        "task": "copy",
+        "model": "m",
+        "metric": "accuracy",
+        "length": 8,
+        "trained_to": 8,
+        "value": 0.5,
+        "least": 0.9,
+        "passed": False,
+        "updates": 1,
+        "seconds": 1,
+        "parameters": 1,
+        "stderr": math.nan,
+        "read": "unknown",
+        "solver": "unknown",
         "in_training": "unknown",
-    }  # fmt: skip
+    }
     table = validate.table([row])
     assert table.caption.splitlines()[1:] == [
         "m, copy at 8: whether training has the test samples too is unknown",

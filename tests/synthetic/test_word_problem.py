@@ -38,9 +38,19 @@ def test_the_tables_are_groups(name):
 
 @pytest.mark.parametrize(
     "name, order",
-    [("S3", 6), ("A4", 12), ("S4", 24), ("A5", 60), ("S5", 120), ("Z60", 60), ("A4_x_Z5", 60),
-     ("S6", 720), ("A1", 1), ("A2", 1)],
-)  # fmt: skip
+    [
+        ("S3", 6),
+        ("A4", 12),
+        ("S4", 24),
+        ("A5", 60),
+        ("S5", 120),
+        ("Z60", 60),
+        ("A4_x_Z5", 60),
+        ("S6", 720),
+        ("A1", 1),
+        ("A2", 1),
+    ],
+)
 def test_orders(name, order):
     assert group(name).order == order
 
@@ -115,8 +125,9 @@ def test_the_files_of_the_original_data_are_read(tmp_path):
     g = group("S3")
     x = np.random.default_rng(0).integers(0, 6, (50, 9))
     y = g.products(x)
-    rows = [f"{i},{' '.join(map(str, a))},{' '.join(map(str, b))}" for i, (a, b) in
-            enumerate(zip(x, y))]  # fmt: skip
+    rows = [
+        f"{i},{' '.join(map(str, a))},{' '.join(map(str, b))}" for i, (a, b) in enumerate(zip(x, y))
+    ]
     task = tasks.build(write(tmp_path / "S3=9.csv", "\n".join(["seed,input,target", *rows]) + "\n"))
     for split in tasks.SPLITS:  # which rows are of which split: test_splits.py
         batch = task.batch(0, split, 0, 16, (6, 6))
