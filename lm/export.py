@@ -1,51 +1,48 @@
 """Run directory → HuggingFace directory."""
 
+from __future__ import annotations
+
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.errors import UserError
 from lm.outputs import check_folder, read_json, writing
+
+if TYPE_CHECKING:
+    from lm.model_card import Facts
 
 
 class ExportError(UserError, RuntimeError):
     """An export that cannot be made; the message says why."""
 
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [{model_type}]
----
-# {name}
-
-{origin}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
-```
-"""
-
-
-def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool = False) -> Path:
+def export(
+    run_dir: Path,
+    out: Path,
+    checkpoint: Path | None = None,
+    ema: bool = False,
+    licence: str | None = None,
+) -> Path:
     """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
     that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
 
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
-            (train.ema) in their place.
+            (train.ema) in their place. licence: of the weights, as the hub names it; None: not
+            said.
     Raises:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
             checkpoint is of another model than the run's config.yaml describes, or has no
-            average of the weights.
+            average of the weights; a licence that is no name of one.
         OutputError: `out` cannot be written.
     """
     from lm import checkpoint as checkpoints
+    from lm import model_card
     from lm.build import build_model, vocabulary
     from lm.config import load
     from lm.data.tokenizer import load_tokenizer
@@ -56,10 +53,11 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
     _refuse_if_other(out)
+    check_licence(licence)
     path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
-    step = checkpoints.verify(path)["step"]
+    manifest = checkpoints.verify(path)
     cfg = load(run.config)
     tokenizer = load_tokenizer(cfg, run.path)
     model = build_model(
@@ -73,13 +71,23 @@ def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool =
             f"{path} is of another model than {run.config} describes ({first}): a"
             " run's config.yaml must stay as it was trained"
         ) from None
-    origin = f"Trained with fprnn for {step} updates."
+    origin = f"Trained with fprnn for {manifest['step']} updates."
     if run.init_from.is_file():
         began = read_json(run.init_from, ("path", "what"))
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
-    return write_export(model, out, run.tokenizer, cfg.name, origin)
+    facts = model_card.of_run(run, cfg, manifest, ema)
+    return write_export(model, out, run.tokenizer, cfg.name, origin, facts, licence)
+
+
+def check_licence(name: str | None) -> None:
+    """Raises ExportError where it cannot be a licence's name on the hub."""
+    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ExportError(
+            f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
+            " mit, cc-by-4.0 or other"
+        )
 
 
 def _put_average(model, path: Path) -> float:
@@ -101,16 +109,29 @@ def _put_average(model, path: Path) -> float:
     return saved["decay"]
 
 
-def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: str) -> Path:
+def write_export(
+    model,
+    out: Path,
+    tokenizer: Path | None,
+    name: str,
+    origin: str,
+    facts: Facts | None = None,
+    licence: str | None = None,
+) -> Path:
     """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
 
+    Args:
+        origin: where the weights come from, in sentences. facts: of their training; None: they were
+            not trained here. licence: of the weights, as the hub names it; None: not said.
     Raises:
         ExportError: `out` holds something that is no export. An earlier export is replaced.
         OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
 
+    from lm import measured, model_card
     from lm.data.tokenizer import RECORD
+    from lm.foreign import TOKENIZER
 
     logging.disable_progress_bar()
     out = Path(out)
@@ -124,8 +145,9 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name != RECORD:
                 shutil.copy(file, new)
-        card = CARD.format(model_type=model.config.model_type, name=name, origin=origin)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
+        card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
+        (new / measured.CARD).write_text(card, encoding="utf-8")
         if out.exists():
             shutil.rmtree(out)
         os.replace(new, out)
