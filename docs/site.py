@@ -15,11 +15,12 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 # Page of the site → where it lies in the repository.
-PAGES = {
-    "benchmarks.md": "benchmarks/README.md",
-    "changelog.md": "CHANGELOG.md",
-    "contributing.md": "CONTRIBUTING.md",
+OUTSIDE = {
+    "benchmarks": "benchmarks/README.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
 }
+PAGES = {f"{name}.md": place for name, place in OUTSIDE.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)([^)]*)\)")  # label, target, anchor
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
 
