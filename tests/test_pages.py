@@ -36,7 +36,6 @@ TINY_SYNTHETIC = (
 TINY = {
     "fprnn train": TINY_RUN,
     "python -m synthetic train": TINY_SYNTHETIC,
-    "python -m synthetic eval": "--examples 4",
 }
 
 
@@ -235,14 +234,13 @@ def test_links_as_the_site_has_them():
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     from docs import site
 
-    text = "[a](../benchmarks/README.md#x) [b](data.md#y) [c](https://e.org/z)\n"
-    assert site.rewritten(text, "model.md") == (
-        "[a]({}#x) [b](data.md#y) [c](https://e.org/z)\n".format("benchmarks" + ".md")
-    )
-    assert site.rewritten("[r](results/)", "benchmarks" + ".md") == "`r`"
-    assert site.rewritten("[c](docs/cluster.md)", "changelog" + ".md") == "[c](cluster.md)"
-    assert site.rewritten("[c](../configs/lm/demo.yaml)", "data.md") == (
-        "[c](files/configs/lm/demo.yaml)"
-    )
+    benchmarks, changelog = f"{'benchmarks'}.md", f"{'changelog'}.md"  # pages of the site alone
+    text = "[a](../benchmarks/README.md#x) [b](data.md#y) [c](https://e.org/z)"
+    expected = f"[a]({benchmarks}#x) [b](data.md#y) [c](https://e.org/z)"
+    assert site.rewritten(text, "model.md") == expected
+    assert site.rewritten("[r](results/)", benchmarks) == "`r`"
+    assert site.rewritten("[c](docs/cluster.md)", changelog) == "[c](cluster.md)"
+    to_a_file = site.rewritten("[c](../configs/lm/demo.yaml)", "data.md")
+    assert to_a_file == "[c](files/configs/lm/demo.yaml)"
     code = "```\n[a](../benchmarks/README.md)\n```\n"
     assert site.rewritten(code, "model.md") == code
