@@ -10,6 +10,7 @@ from lm import __version__
 from lm.config import Config, Data, Optim
 from lm.data.mixture import parts
 from lm.data.prepare import place_in_run
+from lm.errors import ConfigError
 from lm.measured import BEGIN, END, NOTHING_MEASURED, known
 from lm.metrics import read_metrics
 from lm.outputs import read_mapping
@@ -47,22 +48,32 @@ def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
     Args:
         manifest: of the checkpoint. ema: the weights are their average.
     """
-    step, world_size = manifest["step"], manifest["world_size"]
-    tokens = Growth(cfg, world_size).tokens_until(step)
+    step, tokens = manifest["step"], _tokens(cfg, manifest)
     facts = Facts(data=_data(run, cfg), datasets=_datasets(cfg))
-    facts.training = _training(run, cfg, step, tokens, world_size)
+    facts.training = _training(run, cfg, manifest)
     measured = [r for r in read_metrics(run.path) if r["step"] == step]
-    scores = [r["ema" if ema else "validation"] for r in measured if "validation" in r]
+    scores = [r.get("ema" if ema else "validation") for r in measured if "validation" in r]
     facts.validation = known(_validation, scores[-1] if scores else {}) or [
         "Not validated at this update."
     ]
     probes = [] if ema else [r["probe"] for r in measured if "probe" in r]
     facts.iterations = known(_iterations, probes[-1] if probes else {})
     facts.limitations = [
-        f"It was trained on {tokens:,} tokens in sequences of {cfg.data.seq_len}: what it does with"
-        " longer ones was not measured in training."
+        f"It was trained on {tokens} in sequences of {cfg.data.seq_len}: what it does with longer"
+        " ones was not measured in training."
     ]
     return facts
+
+
+def _tokens(cfg: Config, manifest: dict) -> str:
+    """How many were trained on until a checkpoint, in words."""
+    step, sequences = manifest["step"], manifest.get("global_batch_size")
+    if cfg.train.batch_warmup is None and sequences is not None:
+        return f"{step * sequences * cfg.data.seq_len:,} tokens"
+    try:
+        return f"{Growth(cfg, manifest['world_size']).tokens_until(step):,} tokens"
+    except ConfigError:  # the config is of later ranks, or of later micro-batches
+        return "a number of tokens that is not known"
 
 
 def _data(run: RunDir, cfg: Config) -> list[str]:
@@ -120,13 +131,15 @@ def _public(name: str) -> str:
     return Path(name).name if is_folder else name
 
 
-def _training(run: RunDir, cfg: Config, step: int, tokens: int, world_size: int) -> list[str]:
+def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
+    step, world_size = manifest["step"], manifest["world_size"]
+    sequences = manifest.get("global_batch_size")
+    batch = "" if sequences is None else f"{sequences} sequences an update (at the end), "
     of, env = cfg.optim, read_mapping(run.environment) or {}
     result = read_mapping(run.result) or {}
     lines = [
-        f"- {step:,} of {cfg.train.steps:,} updates, {tokens:,} tokens: at the end"
-        f" {cfg.train.sequences(world_size)} sequences of {cfg.data.seq_len} tokens an update,"
-        f" seed {cfg.seed}, {cfg.train.precision}.",
+        f"- {step:,} of {cfg.train.steps:,} updates, {_tokens(cfg, manifest)}: {batch}seed"
+        f" {cfg.seed}, {cfg.train.precision}.",
         f"- {_optimizer(of)}: peak learning rate {of.lr:g}, schedule `{of.schedule}` with warm-up"
         f" {of.warmup:g} and floor {of.min_lr:g}, betas {of.betas[0]:g} and {of.betas[1]:g},"
         f" weight decay {of.weight_decay:g}, gradients clipped at {of.grad_clip:g}.",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm import measured
 from lm.model_card import PAPER
 from tests import config_page
 from tests.test_house import ROOT
@@ -106,7 +107,7 @@ def type_page(page: str, folder: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_the_first_page_and_the_look_inside_are_typed(checkout):
     type_page("start.md", checkout)
-    assert (checkout / "runs/first/hf/README.md").is_file()
+    assert (checkout / "runs/first/hf" / measured.CARD).is_file()
     type_page("look-inside.md", checkout)
     assert (checkout / "runs/first/hf/eval/agree.json").is_file()
 

@@ -19,6 +19,7 @@ from lm.export import ExportError, export, write_export
 from lm.measured import BEGIN, END, NOTHING_MEASURED, add_measured
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.run_dir import RunDir
 from tests.test_house import ROOT
 
 
@@ -74,6 +75,17 @@ def test_another_checkpoint_has_its_own_numbers_and_no_others(tiny_run, tmp_path
     assert section(text, "Validation") == "Not validated at this update."
     assert "## Iterations" not in text and "seconds" not in section(text, "Training")
     assert read(tmp_path / "hf").data.license == "unknown" and "has not said" in text
+
+
+def test_a_checkpoint_of_other_ranks_than_the_config_can_have_keeps_its_count(tmp_path, tiny):
+    """Such a run was continued on fewer ranks with larger micro-batches."""
+    cfg = tiny("train.global_batch_size=4", "train.grad_accum_steps=null")
+    manifest = {"step": 3, "world_size": 4, "global_batch_size": 4}
+    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest, False).training
+    assert "3 of 8 updates, 192 tokens: 4 sequences" in lines[0]
+    del manifest["global_batch_size"]  # as version 0.1 wrote it
+    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest, False).training
+    assert "a number of tokens that is not known" in lines[0]
 
 
 def test_a_run_whose_files_are_gone_or_spoilt_still_has_a_card(tiny_run, tmp_path):
