@@ -144,8 +144,10 @@ def _export(args) -> int:
             "--checkpoint, --ema and --licence are of an export: give RUN and OUT, or push the"
             " export as it is without them"
         )
-    place = push.find(args.push, args.public)
     folder = args.run
+    if args.out is None:
+        push.check_export(folder)
+    place = push.find(args.push, args.public)
     if args.out is not None:
         folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence)
         print(folder)

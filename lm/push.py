@@ -72,6 +72,16 @@ def find(repository: str, public: bool = False) -> Place:
     return Place(name, user, True, not there.private)
 
 
+def check_export(folder: Path) -> None:
+    """Raises PushError where a folder is no export with a model card."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or not (folder / CARD).is_file():
+        raise PushError(
+            f"{folder} is no export (it has no config.json, or no {CARD}): name an exported folder,"
+            " or give RUN and OUT"
+        )
+
+
 def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
     """Upload the files of an exported directory in one commit → its address. Folders inside, with
     results and figures, stay here: the model card holds the numbers.
@@ -81,9 +91,8 @@ def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
+    check_export(folder)
     folder = Path(folder)
-    if not (folder / "config.json").is_file() or not (folder / CARD).is_file():
-        raise PushError(f"{folder} is no export: make one with `fprnn export RUN {folder}`")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     size = sum(path.stat().st_size for path in files)
     where = "public" if place.public else "private"

@@ -100,7 +100,10 @@ def type_page(page: str, folder: Path) -> None:
                 command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
             )
             said = (result.stdout[-1500:], result.stderr[-2500:])
-            assert result.returncode == 0, (page, command, *said)
+            verdicts = (
+                (0, 1) if "doctor" in command else (0,)
+            )  # 1: of this machine, not of the page
+            assert result.returncode in verdicts, (page, command, *said)
 
 
 @pytest.mark.slow

@@ -232,7 +232,9 @@ def test_nothing_is_exported_where_it_cannot_be_pushed(tiny_run, tmp_path, capsy
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     assert main(["export", str(tiny_run), str(tmp_path / "hf"), "--push", "me/small"]) == 1
     assert "no token of the hub" in capsys.readouterr().err and not (tmp_path / "hf").exists()
-    assert main(["export", str(tiny_run), "--push", "a/b/c"]) == 1
+    assert main(["export", str(tiny_run), "--push", "me/small"]) == 1
+    assert "is no export (it has no config.json" in capsys.readouterr().err
+    assert main(["export", str(tiny_run), str(tmp_path / "hf"), "--push", "a/b/c"]) == 1
     assert "no name of a repository" in capsys.readouterr().err
     assert main(["export", str(tiny_run)]) == 1
     assert "OUT is missing" in capsys.readouterr().err
