@@ -21,7 +21,7 @@ lint: .venv/ready
 
 # The documentation as pages, into build/docs; a link that leads nowhere is an error.
 docs: .venv/ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 golden: .venv/ready
 	$(BIN)/python -m tests.golden $(or $(DIR),tests/golden)

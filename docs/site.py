@@ -19,6 +19,7 @@ OUTSIDE = {
     "benchmarks": "benchmarks/README.md",
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
+    "overview": "README.md",
 }
 PAGES = {f"{name}.md": place for name, place in OUTSIDE.items()}
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)([^)]*)\)")  # label, target, anchor
@@ -45,8 +46,6 @@ def target(link: str, page: str) -> str:
     of_pages = {place: name for name, place in PAGES.items()}
     if inside.startswith("docs/"):
         return inside.removeprefix("docs/")
-    if inside == "README.md":
-        return "index.md"
     return of_pages.get(inside, f"files/{inside}")
 
 
