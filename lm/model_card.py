@@ -151,7 +151,8 @@ def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
         lines.append("- On what hardware is not known.")
     if result.get("updates") == step and "training_seconds" in result:
         lines.append(f"- {result['training_seconds']:,} seconds.")
-    versions = [f"{name} {env[name]}" for name in ("python", "torch", "deepspeed") if name in env]
+    names = ("fprnn", "commit", "python", "torch", "deepspeed")
+    versions = [f"{name} {env[name]}" for name in names if env.get(name)]
     if versions:
         lines.append(f"- Trained with {', '.join(versions)}.")
     return lines
