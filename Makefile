@@ -18,6 +18,7 @@ test-slow: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The documentation as pages, into build/docs; a link that leads nowhere is an error.
 docs: .venv/ready
@@ -29,7 +30,7 @@ golden: .venv/ready
 # On a machine with a GPU: $(PYTHON) as it is, no network, under 10 minutes, results in OUT.
 OUT ?= build/gpu-check
 gpu-check:
-	@$(PYTHON) benchmarks/gpu_check.py --out $(OUT) $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu_check --out $(OUT) $(ARGS)
 
 # torch comes first and alone: whatever depends on it then finds the build that is there.
 .venv/ready: pyproject.toml constraints.txt

@@ -1,6 +1,6 @@
 """Do all schedules give a trained synthetic model the same answers, far beyond its training too?
 
-    python benchmarks/agreement.py RUN ... [--lengths 16,64,256,1024] [--sequences 100]
+    python -m benchmarks.agreement RUN ... [--lengths 16,64,256,1024] [--sequences 100]
 
 Each schedule with `token: exact` at --tol, beside `sequential`, which has no tolerance: the share
 of tokens whose most likely answer is the same, and evaluations a token. `right` is the share of
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from synthetic import tasks
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors
@@ -25,7 +26,9 @@ SCHEDULES = ("window:4", "window:16", "window:64", "parallel")
 
 
 @torch.no_grad()
-def answers(model, ids, schedule, tol):
+def answers(
+    model: torch.nn.Module, ids: Tensor, schedule: str, tol: float
+) -> tuple[Tensor, float, float]:
     """The most likely answers (b,l), evaluations a token, the share of tokens that failed."""
     with model.solving(token="exact", schedule=schedule, eval_tol=tol):
         output = model(input_ids=ids)
@@ -34,7 +37,9 @@ def answers(model, ids, schedule, tol):
     return output.logits.argmax(-1), report.evaluations.double().mean().item(), most
 
 
-def rows_of(run, lengths, sequences, tol):
+def rows_of(
+    run: str, lengths: Iterable[int], sequences: int, tol: float
+) -> Iterator[dict[str, Any]]:
     """One row a length and schedule."""
     _, task, model, _ = load_run(run)
     for length in lengths:

@@ -1,29 +1,31 @@
 """What is measured against each other: ours, the paper's procedure, Mamba, and peers if present."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib.util
 import os
-import sys
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from lm.model.blocks import FPMamba1
+from benchmarks import paper
+from benchmarks.harness import Shape
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import selective_scan
-from tests.oracles import sequential_scan
+from lm.model.scan import selective_scan, selective_scan_plain
 
 logging.set_verbosity_error()  # transformers says that Mamba's kernels are missing
 
 
 @contextlib.contextmanager
-def kernels(name):
+def kernels(name: str) -> Iterator[None]:
     """Under FPRNN_KERNELS=name."""
     before = os.environ.get("FPRNN_KERNELS", "auto")
     os.environ["FPRNN_KERNELS"] = name
@@ -33,98 +35,89 @@ def kernels(name):
         os.environ["FPRNN_KERNELS"] = before
 
 
-class PaperFPMamba1(FPMamba1):
-    """FP-Mamba-1 as the paper's code iterates it: what depends on x alone (normalised weights, x
-    parts of the mixer, B and C, step sizes, decays) is computed again in every iteration."""
-
-    scan = "plain"  # or "auto", the fastest there is, or "loop", over time
-
-    def _prepared(self, *inputs):
-        self.inputs = inputs
-        return super()._prepared(*inputs)
-
-    def _decays(self, dt, A, keep):
-        return None
-
-    def _again(self):
-        """Prepared, computed anew."""
-        x, z, _, _, seqs, tail = self.inputs
-        c = self.config
-        delta, bc_x = self.x_proj(x).split([c.dt_rank, 2 * c.d_state], dim=-1)
-        return super()._prepared(x, z, bc_x, delta, seqs, tail)
-
-    def step(self, s, y, with_state=False):
-        return super().step(self._again(), y, with_state)
-
-    def step_residual(self, s, y):  # the solve's iteration
-        return super().step_residual(self._again(), y)
-
-    def scan_time(self, s, parts, x):
-        inputs = x, parts.dt, s.time.A, parts.B, parts.C, s.seqs.before("h"), s.time.keep
-        if self.scan == "loop":
-            return sequential_scan(*inputs)
-        with kernels(self.scan):
-            return selective_scan(*inputs)
-
-    def forward(self, *given):
-        try:
-            return super().forward(*given)
-        finally:
-            self.inputs = None  # it holds the graph
-
-
-def blocks(model):
+def blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
     return [layer.block for layer in model.backbone.layers]
 
 
-# The paper's procedure, as solver fields, and ours.
-PAPER = {"token": "iterate", "stopping": "paper", "schedule": "parallel", "gradient": "one_step"}
-EXACT = {"token": "exact", "schedule": "auto", "gradient": "exact"}
+# The paper's procedure in our solver, with our kernels; and ours. (paper.py is independent.)
+PAPER_FIELDS = {
+    "token": "iterate",
+    "stopping": "paper",
+    "schedule": "parallel",
+    "gradient": "one_step",
+}
+EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 
 
 @contextlib.contextmanager
-def running(model, kernel="auto", scan=None, **fields):
-    """The model's own weights, solved by other solver fields and with other kernels. scan: as the
-    paper's code iterates, on this scan (see PaperFPMamba1)."""
-    try:
-        for block in blocks(model) if scan else ():
-            block.__class__, block.scan = PaperFPMamba1, scan
-        with model.solving(**fields), kernels("plain" if scan else kernel):
-            yield model
-    finally:
-        for block in blocks(model) if scan else ():
-            block.__class__ = FPMamba1
+def running(
+    model: FPRNNForCausalLM, kernel: str = "auto", **fields: Any
+) -> Iterator[FPRNNForCausalLM]:
+    """Inside, the model solves with these solver fields and under FPRNN_KERNELS=kernel."""
+    with model.solving(**fields), kernels(kernel):
+        yield model
 
 
-def ours(shape, **options):
+def chunked_scan(*inputs: Tensor) -> Tensor:
+    """Our scan in plain PyTorch, as the paper's procedure calls one."""
+    return selective_scan_plain(*inputs)[0]
+
+
+def fastest_scan(*inputs: Tensor) -> Tensor:
+    """The fastest scan that there is here, as the paper's procedure calls one."""
+    return selective_scan(*inputs)[0]
+
+
+def paper_block(block: Any, scan: paper.Scan = chunked_scan) -> paper.Block:
+    """A block's weights in the paper's procedure."""
+    return paper.Block(dict(block.named_parameters()), block.config, scan)
+
+
+def paper_model(model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan) -> paper.LanguageModel:
+    """The same weights, solved by the paper's procedure."""
+    return paper.LanguageModel(model, scan).train(model.training)
+
+
+def ours(shape: Shape, **options: Any) -> FPRNNForCausalLM:
     """FP-Mamba-1 of this shape, seeded."""
     torch.manual_seed(0)
     config = FPRNNConfig(
-        vocab_size=shape.vocab, d_model=shape.d_model, n_layer=shape.layers, d_state=shape.d_state,
-        mixer="householder", mixer_rank=shape.rank, tol=0.1, **options,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        d_model=shape.d_model,
+        n_layer=shape.layers,
+        d_state=shape.d_state,
+        mixer="householder",
+        mixer_rank=shape.rank,
+        tol=0.1,
+        **options,
+    )
     return FPRNNForCausalLM(config)
 
 
-def our_mamba(shape):
+def our_mamba(shape: Shape) -> FPRNNForCausalLM:
     """Mamba of this shape on our scan, in our model."""
     return ours(shape, layers="mamba")
 
 
-def their_mamba(shape):
+def their_mamba(shape: Shape) -> MambaForCausalLM:
     """transformers' Mamba of this shape."""
     config = MambaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.d_model, num_hidden_layers=shape.layers,
-        state_size=shape.d_state, eos_token_id=None, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        hidden_size=shape.d_model,
+        num_hidden_layers=shape.layers,
+        state_size=shape.d_state,
+        eos_token_id=None,
+        pad_token_id=None,
+        bos_token_id=None,
+    )
     return MambaForCausalLM(config)
 
 
-def present(package):
+def present(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def peers(shape, device):
+def peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
     """{name: model} of the packages that are installed; they run on a GPU alone."""
     found = {}
     if device.type != "cuda":
@@ -135,16 +128,20 @@ def peers(shape, device):
 
         layer = {"layer": "Mamba1", "d_state": shape.d_state}
         found["mamba-ssm's Mamba"] = WithLoss(
-            MambaLMHeadModel(Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab,
-                                    ssm_cfg=layer))
-        )  # fmt: skip
+            MambaLMHeadModel(
+                Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
+            )
+        )
     if present("fla"):
         from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
         config = GatedDeltaNetConfig(
-            hidden_size=shape.d_model, num_hidden_layers=shape.layers, vocab_size=shape.vocab,
-            num_heads=max(1, shape.d_model // 128), head_dim=128,
-        )  # fmt: skip
+            hidden_size=shape.d_model,
+            num_hidden_layers=shape.layers,
+            vocab_size=shape.vocab,
+            num_heads=max(1, shape.d_model // 128),
+            head_dim=128,
+        )
         found["flash-linear-attention's gated DeltaNet"] = GatedDeltaNetForCausalLM(config)
     return found
 
@@ -152,11 +149,11 @@ def peers(shape, device):
 class WithLoss(torch.nn.Module):
     """A model that returns logits, with the loss."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> _Output:
         logits = self.model(input_ids).logits[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         return _Output(loss)
@@ -173,7 +170,7 @@ class Trainer:
     The learning rate is 0: every repeat solves the same problem.
     """
 
-    def __init__(self, model, shape, device, **options):
+    def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
         self.model, self.device, self.options = model.to(device).train(), device, options
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
@@ -185,7 +182,7 @@ class Trainer:
         self.ids = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator)
         self.ids = self.ids.to(device)
 
-    def step(self):
+    def step(self) -> tuple:
         """Returns evaluations a token and the share of tokens that failed (None for a model without
         a solver), the loss, and the gradient norm."""
         with self.autocast():
@@ -200,7 +197,7 @@ class Trainer:
         evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
         return evaluations, failed, out.loss.detach(), norm
 
-    def resident(self):
+    def resident(self) -> int:
         """Bytes of weights and of the optimizer's state."""
         states = [t for s in self.optimizer.state.values() for t in s.values()]
         return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

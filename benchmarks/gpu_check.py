@@ -1,7 +1,7 @@
 """Everything that a machine with one GPU should verify, in under 10 minutes and without a network:
 tests, kernels, training in bf16, benchmarks at the paper's 160M shape. `make gpu-check` runs it.
 
-python benchmarks/gpu_check.py [--out DIR] [--parts tests,training] [--device cpu --quick]
+python -m benchmarks.gpu_check [--out DIR] [--parts tests,training] [--device cpu --quick]
 
 It needs torch, triton, transformers, numpy, pytest, rich, PyYAML and tokenizers. Every part is a
 process of its own with its own time; one that fails or hangs does not stop the next. At the end one
@@ -27,20 +27,26 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 ROOT = Path(__file__).parents[1]
 # Seconds of each part, 560 in all. What one leaves over is for those after it.
 LIMITS = {
-    "tests": 130, "training": 130, "scan": 30, "step": 30, "solve": 45, "train": 60, "decode": 45,
+    "tests": 130,
+    "training": 130,
+    "scan": 30,
+    "iteration": 30,
+    "solve": 45,
+    "training_step": 60,
+    "decode": 45,
     "kernels": 90,
-}  # fmt: skip
+}
 # Width, length and batch are the paper's; the model is cut where time grows with its layers.
 OPTIONS = {
     "scan": ["--repeats", "5"],
-    "step": ["--repeats", "5"],
+    "iteration": ["--repeats", "5"],
     "solve": ["--layers", "1", "--repeats", "2"],
-    "train": ["--layers", "2", "--repeats", "2"],
+    "training_step": ["--layers", "2", "--repeats", "2"],
     "decode": ["--layers", "4", "--repeats", "1", "--new", "16"],
 }
 MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
@@ -67,7 +73,7 @@ class Part(NamedTuple):
     reason: str = ""
 
 
-def judge_tests(xml, rc, last):
+def judge_tests(xml: Path, rc: int | None, last: str) -> Outcome:
     """By pytest's XML: failures by name; a file that lacks a package is skipped, not failed."""
     try:
         cases = list(ET.parse(xml).iter("testcase"))
@@ -98,7 +104,9 @@ def judge_tests(xml, rc, last):
     return Outcome("ok", figures)
 
 
-def judge_json(path, figures_of, rc, last):
+def judge_json(
+    path: Path, figures_of: Callable[[dict], dict], rc: int | None, last: str
+) -> Outcome:
     """By the exit status; the figures are from the JSON it wrote."""
     try:
         figures = figures_of(json.loads(path.read_text(encoding="utf-8")))
@@ -108,7 +116,7 @@ def judge_json(path, figures_of, rc, last):
     return Outcome("failed" if rc else "ok", figures, last if rc else "")
 
 
-def timings(record, most=8):
+def timings(record: dict, most: int = 8) -> dict[str, Any]:
     """The first rows of a benchmark, in milliseconds."""
     found = {}
     for row in record["rows"][:most]:
@@ -119,7 +127,9 @@ def timings(record, most=8):
     return {**found, "rows": len(record["rows"])}
 
 
-def pytest_part(name, out, arguments, env=None):
+def pytest_part(
+    name: str, out: Path, arguments: list[str], env: dict[str, str] | None = None
+) -> Part:
     xml = out / f"{name}.xml"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "--durations=5"]
     command += ["-o", "timeout=100", "--continue-on-collection-errors", f"--junitxml={xml}"]
@@ -127,7 +137,7 @@ def pytest_part(name, out, arguments, env=None):
     return Part(name, [sys.executable, *command, *arguments], LIMITS[name], judge, env or {})
 
 
-def all_parts(out, device, quick):
+def all_parts(out: Path, device: str, quick: bool) -> dict[str, Part]:
     """{name: Part}, in the order in which they run."""
     interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
     files = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py"))
@@ -142,7 +152,7 @@ def all_parts(out, device, quick):
     which = "nothing_to_do or stride" if quick else "not compile"
     of_kernels += ["-m", "not gpu and not slow", "-k", which]
 
-    training = [str(ROOT / "benchmarks/gpu_train.py"), "--device", device]
+    training = ["-m", "benchmarks.gpu_training", "--device", device]
     training += ["--json", str(out / "training.json")]
     if quick:
         training += ["--quick", "--updates", "4", "--plain", "2", "--fall", "0", "--new", "2"]
@@ -155,7 +165,7 @@ def all_parts(out, device, quick):
         script, path = ROOT / f"benchmarks/{name}.py", out / f"{name}.json"
         shape = ["--shape", "words", *TINY] if quick else ["--shape", "160m", *options]
         shape += ["--new=4"] if quick and name == "decode" else []
-        command = [str(script), *shape, "--device", device, "--json", str(path)]
+        command = ["-m", f"benchmarks.{name}", *shape, "--device", device, "--json", str(path)]
         judge = functools.partial(judge_json, path, timings)
         reason = "" if script.exists() else f"there is no {script.relative_to(ROOT)}"
         parts.append(Part(name, [sys.executable, *command], LIMITS[name], judge, reason=reason))
@@ -163,14 +173,20 @@ def all_parts(out, device, quick):
     return {part.name: part for part in parts}
 
 
-def run(part, seconds, env, log):
+def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome:
     """Run a part, its lines to the terminal and the log; end all of it when its time is over."""
     if part.reason:
         return Outcome("skipped", {}, part.reason)
     process = subprocess.Popen(
-        part.command, cwd=ROOT, env={**env, **part.env}, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
-    )  # fmt: skip
+        part.command,
+        cwd=ROOT,
+        env={**env, **part.env},
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+        start_new_session=True,
+    )
     last = [""]
 
     def forward():
@@ -197,7 +213,7 @@ def run(part, seconds, env, log):
     return part.judge(rc, last[0])
 
 
-def environment(device):
+def environment(device: str) -> tuple[dict[str, Any] | None, list[str]]:
     """Versions and the GPU, by a process that ends: a CUDA context would take memory."""
     found = {"python": platform.python_version(), "cores": os.cpu_count()}
     for package in ("torch", "triton", "transformers", "numpy"):
@@ -216,13 +232,13 @@ def environment(device):
     return found, []
 
 
-def shown(value):
+def shown(value: object) -> str:
     if isinstance(value, list):
         return " → ".join(map(shown, value)) if len(value) == 2 else " ".join(map(shown, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table(records):
+def table(records: list[dict]) -> str:
     """The summary, a line a part."""
     lines = ["", f"{'part':<10} {'result':<8} {'seconds':>7}  key figures"]
     for r in records:
@@ -233,7 +249,7 @@ def table(records):
     return "\n".join(lines)
 
 
-def check(parts, out, env, about):
+def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, Any]) -> int:
     """Run the parts one after the other and write the summary.
 
     Returns: the exit status, 1 if any failed.
@@ -266,7 +282,7 @@ def check(parts, out, env, about):
     return 0 if summary["ok"] else 1
 
 
-def main():
+def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,15 +1,13 @@
 """The gradients at the fixed point: cosine to finite differences of the whole solve, time, memory.
 
-python benchmarks/gradients.py            (about a minute; prints the table of benchmarks/README.md)
+python -m benchmarks.gradients            (about a minute; prints the table of benchmarks/README.md)
 """
 
-import sys
+import argparse
 import time
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -68,7 +66,8 @@ def kept_bytes(made, u):
     return sum(seen.values())
 
 
-def main():
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(1)
     u = torch.randn(1, 12, 4, generator=g, dtype=torch.float64)

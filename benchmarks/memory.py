@@ -1,6 +1,6 @@
 """What `fprnn plan` says of memory, beside what a real update takes.
 
-python benchmarks/memory.py [--config YAML --json FILE key=value …]
+python -m benchmarks.memory [--config YAML --json FILE key=value …]
 
 Without --config: configs/tiny/lm.yaml and configs/lm/demo.yaml, ZeRO stages 0 to 3, with and
 without gradient checkpointing, and some others. Every row is a process of its own: DeepSpeed's
@@ -17,7 +17,6 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 BUCKET = "engine.deepspeed.zero_optimization.reduce_bucket_size=25000"
 CONFIGS = ("configs/tiny/lm.yaml", "configs/lm/demo.yaml")
 # Of the demo: more tokens than are counted on, wider, another way to solve, other models.
@@ -125,14 +124,14 @@ def measure(path, overrides):
 
 
 def in_a_process(path, overrides):
-    command = [sys.executable, __file__, "--one", path, *overrides]
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", path, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", help="this one alone")
     p.add_argument("--json", help="write the rows to this file")

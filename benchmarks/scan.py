@@ -1,16 +1,17 @@
 """The selective scan: a loop over time, plain, our fastest kernel, and peers that are present.
 
-python benchmarks/scan.py [--shape small --threads 1,2 --json FILE]
+python -m benchmarks.scan [--shape small --threads 1,2 --json FILE]
 
 `decays shared` is the plain scan given the decays, as the iterations of one solve share them.
-`bound` is the least time that the machine needs (common.py), for the forward alone.
+`bound` is the least time that the machine needs (harness.py), for the forward alone.
 """
 
 import functools
 
-import contenders
 import torch
-from common import (
+
+from benchmarks import contenders
+from benchmarks.harness import (
     ceilings,
     ms,
     parse,
@@ -25,7 +26,6 @@ from common import (
     wanted,
     write_json,
 )
-
 from lm import kernels
 from lm.model.scan import chunk_decays, selective_scan_plain
 from tests.oracles import scan_inputs, sequential_scan
@@ -57,8 +57,11 @@ def transformers_scan():
         return None
 
     def scan(x, dt, A, B, C):
-        return (slow(*(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C)))
-                .transpose(1, 2),)  # fmt: skip
+        return (
+            slow(
+                *(t.transpose(1, 2) for t in (x, dt)), A, *(t.transpose(1, 2) for t in (B, C))
+            ).transpose(1, 2),
+        )
 
     return scan
 
@@ -116,7 +119,7 @@ def versions(a):
     return functions, errors
 
 
-def main():
+def main() -> None:
     a = parse(parser(__doc__))
     everything, measured = [], {}
     for count, threads in thread_counts(a):
@@ -140,13 +143,15 @@ def main():
         everything += [dict(row, threads=count) for row in rows]
         cells = [
             {
-                "": f"{row['part']}, {row['name']}", "ms": ms(row["seconds"]),
-                "vs loop": ratio(row["times_loop"], 1), "vs plain": ratio(row["times_plain"], 1),
+                "": f"{row['part']}, {row['name']}",
+                "ms": ms(row["seconds"]),
+                "vs loop": ratio(row["times_loop"], 1),
+                "vs plain": ratio(row["times_plain"], 1),
                 "of bound": share(row["bound"], row["seconds"]) if row["bound"] else "–",
                 "error": f"{row['error']:.0e}",
             }
             for row in rows
-        ]  # fmt: skip
+        ]
         show(title(a, limits, threads), cells)
     write_json(a, everything, ceilings=measured)
 

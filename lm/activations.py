@@ -27,6 +27,7 @@ from lm.kernels import available
 from lm.model import blocks, cell, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW
 from lm.model.loss import chunked_nll_sum, in_fp32, log_z_sum, nll_sum
+from lm.model.mixer_base import MIXERS, is_built_in
 from lm.model.patterns import parse
 
 PROBE_WIDTH = 256  # d_model of the model that is counted on, at most
@@ -199,6 +200,8 @@ def _narrowed(model: Model) -> tuple[Model, int]:
 def _can_be_halved(model: Model) -> bool:
     if model.layers is not None and not _is_plain(model):
         return False
+    if model.mixer not in MIXERS or not is_built_in(MIXERS[model.mixer]):
+        return False  # a mixer of one's own may have no such size
     sizes = [model.d_model, *(getattr(model, name) for name in ("mixer_proj_rank", "d_ff"))]
     sizes += [model.dt_rank, model.n_heads]
     halves = all(size % 2 == 0 for size in sizes if isinstance(size, int))

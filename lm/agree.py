@@ -283,8 +283,10 @@ def check_checkpoint(checkpoint: Path | str) -> None:
 
 def load(checkpoint: Path | str):
     """(model in float32, tokenizer) of an exported folder of ours."""
+    from lm.model.configuration_fprnn import MODEL_TYPES
+
     model, tokenizer = load_exported(checkpoint)
-    if model.config.model_type != "fprnn":
+    if model.config.model_type not in MODEL_TYPES:
         raise AgreementError(
             f"{checkpoint} is a {model.config.model_type} model: it has no fixed point, so there is"
             " nothing to solve in several ways; give the export of a `model.name: fprnn` run"

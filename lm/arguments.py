@@ -61,6 +61,19 @@ def counts(text: str) -> list[int]:
     return [Whole(1)(name) for name in names(text)]
 
 
+def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
+    """Of what argparse did not understand: the words, which stand behind options where they might
+    have stood before them, and what is really unknown."""
+    words, unknown = [], []
+    while rest:
+        text, *rest = rest
+        if text == "--":  # all that follows are words
+            return [*words, *rest], unknown
+        is_option = text.startswith("-") and text != "-"
+        (unknown if is_option else words).append(text)
+    return words, unknown
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments. An error that is the user's to mend is printed as a
     sentence, and ends with its own exit status (`lm.errors`); any other is a bug, with its

@@ -9,6 +9,7 @@ import logging
 from pydantic import ValidationError
 
 from lm.config import Config, ConfigError, Model, Solver
+from lm.named_class import is_place, load_class
 
 
 def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
@@ -113,6 +114,7 @@ def _build(
             model, vocab_size, precision=precision, seq_len=seq_len, **token_ids
         )
     from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.mixer_base import MixerError
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
@@ -124,6 +126,7 @@ def _build(
             " chunks of their own; leave it at auto"
         )
     _check_options(model)
+    _register_own_mixers(model)
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),
@@ -135,7 +138,24 @@ def _build(
     except ValueError as e:
         of_solver = str(e).partition(" ")[0] in Solver.model_fields
         raise ConfigError(f"{'solver' if of_solver else 'model'}: {e}") from None
-    return FPRNNForCausalLM(config)
+    try:
+        return FPRNNForCausalLM(config)
+    except MixerError as e:
+        raise ConfigError(f"model: {e}") from None
+
+
+def _register_own_mixers(model: Model) -> None:
+    """Import the mixers that the section names as `module:Class`, here and in options of layers."""
+    from lm.model.mixer_base import MixerError, register
+
+    layers = model.layers if isinstance(model.layers, list) else []
+    options = [o for item in layers if isinstance(item, dict) for o in item.values()]
+    for name in (model.mixer, *(o["mixer"] for o in options if "mixer" in o)):
+        if is_place(name):
+            try:
+                register(name, load_class(name, "model.mixer"))
+            except MixerError as e:
+                raise ConfigError(f"model.mixer: {e}") from None
 
 
 def _check_options(model: Model) -> None:
@@ -148,7 +168,7 @@ def _check_options(model: Model) -> None:
                 try:
                     Model.model_validate({name: value})
                 except ValidationError as e:
-                    said = e.errors()[0]["msg"]
+                    said = e.errors()[0]["msg"].removeprefix("Value error, ")
                     raise ConfigError(
                         f"model.layers, {kind}: {name} is {value!r}: {said}"
                     ) from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm import cli_compare, cli_import, cli_tokenizer
-from lm.arguments import SEED, Number, Whole, counts, names, run
+from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer, cli_watch
+from lm.arguments import SEED, Number, Whole, counts, names, run, words_after_options
 from lm.cli_eval import add_eval
 
 EPILOG = """examples:
@@ -18,13 +18,16 @@ EPILOG = """examples:
   fprnn eval runs/demo/hf --tasks catbabi_mini
   fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn generate runs/demo/hf --prompt "The list"
+  fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn agree runs/demo/hf
   fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
+  fprnn watch runs/demo runs/other
   fprnn sweep configs/lm/sweep_mixers.yaml --status
   fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
+  fprnn check-mixer my_mixer:Rotations
 """
 
 
@@ -231,6 +234,14 @@ def _doctor(args) -> int:
     findings = doctor.examine(args.out_dir)
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
+
+
+def _check_mixer(args) -> int:
+    from lm.check_mixer import check_mixer, report
+
+    findings = check_mixer(args.mixer, args.block, args.rank)
+    print(report(findings))
+    return 1 if any(found.holds is False for found in findings) else 0
 
 
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
@@ -503,6 +514,31 @@ def _add_doctor(commands) -> None:
     c.set_defaults(run_command=_doctor)
 
 
+def _add_check_mixer(commands) -> None:
+    c = commands.add_parser(
+        "check-mixer",
+        help="does a channel mixer of one's own do what a model takes for granted",
+        description="Build small models with a mixer, in fp64, and compare: gradients with"
+        " differences of the loss, what it says of itself with its matrix, one order of solving"
+        " with another. Exit status 1 where something is wrong (docs/extending.md).",
+    )
+    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
+    c.add_argument(
+        "--block",
+        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
+        default="fp_mamba1",
+        help="the layers it is tried in (default: fp_mamba1)",
+    )
+    c.add_argument(
+        "--rank",
+        type=Whole(),
+        default=1,
+        metavar="R",
+        help="model.mixer_rank, at least 1 (default: 1)",
+    )
+    c.set_defaults(run_command=_check_mixer)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help."""
     p = argparse.ArgumentParser(
@@ -526,10 +562,13 @@ def parser() -> argparse.ArgumentParser:
     cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
+    cli_inspect.add(commands)
     _add_agree(commands)
     _add_budget(commands)
     _add_report(commands)
+    cli_watch.add(commands)
     _add_doctor(commands)
+    _add_check_mixer(commands)
     return p
 
 
@@ -537,6 +576,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
     p = parser()
     args, rest = p.parse_known_args(argv)
+    if args.command == "inspect":
+        words, rest = words_after_options(rest)
+        args.text = [*args.text, *words]
     if any("=" not in text or text.startswith("-") for text in rest) or (
         rest and not hasattr(args, "override")
     ):

@@ -56,13 +56,14 @@ def import_mamba(source: str | Path, out: str | Path, tokenizer: str | Path | No
     """
     from lm.export import write_export
     from lm.foreign import TOKENIZER, SourceError, read_config, read_folder
+    from lm.model.configuration_fprnn import MODEL_TYPES
     from lm.model.modeling_fprnn import FPRNNForCausalLM
     from lm.run_dir import RunDir
 
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = _downloaded(str(source))
-    if RunDir(folder).holds_run or read_config(folder).get("model_type") == "fprnn":
+    if RunDir(folder).holds_run or read_config(folder).get("model_type") in MODEL_TYPES:
         raise SourceError(f"{folder} is of ours already: `fprnn export` exports a run")
     if folder.resolve().is_relative_to(Path(out).resolve()):  # which would replace it
         raise SourceError(f"{out} holds the model that is to be imported: choose another OUT")

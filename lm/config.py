@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     Field,
+    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -231,6 +232,9 @@ class Checkpoint(Section):
     keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
 
 
+PROFILED = "two updates, counted from 1, the second after the first, as [10, 12]; or null"
+
+
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
     wandb: bool = False  # offline when no key is configured
@@ -238,6 +242,15 @@ class Log(Section):
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
+    # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
+    profile: tuple[PositiveInt, PositiveInt] | None = Field(None, description=PROFILED)
+
+    @field_validator("profile")
+    @classmethod
+    def _first_before_last(cls, value):
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"{list(value)} will not do: it must be {PROFILED}")
+        return value
 
 
 class Eval(Section):
@@ -298,6 +311,14 @@ def number_of_updates(value: float, steps: int) -> int:
     return round(value * steps if value < 1 else value)
 
 
+def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
+    """Raises ValueError for a `log.profile` of updates that a run of so many does not make."""
+    if profile is not None and profile[1] > steps:
+        raise ValueError(
+            f"`log.profile` ends with update {profile[1]}, and `train.steps` is only {steps}"
+        )
+
+
 def check_warmup(cfg) -> None:
     """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
     before this was checked are still read.
@@ -353,6 +374,11 @@ class Config(Run):
     checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
     log: Annotated[Log, FREE] = Log()
     eval: Annotated[Eval, FREE] = Eval()
+
+    @model_validator(mode="after")
+    def _profile_within_training(self):
+        check_profile(self.log.profile, self.train.steps)
+        return self
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
@@ -421,6 +447,11 @@ def build(tree: dict, where: str = "config", schema: type = Config):
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
     tree = moved_tree(tree, where)
+    if schema is Config and {"models", "reference"} <= tree.keys():
+        raise ConfigError(
+            f"{where} compares several models, it is not the config of one run: fprnn compare"
+            f" {where}"
+        )
     try:
         return schema.model_validate(tree)
     except ValidationError as e:

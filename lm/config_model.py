@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -14,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from lm.named_class import check_name
 from lm.resuming import FREE
 
 
@@ -43,6 +48,21 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Size = Annotated[int, Field(gt=0, le=65_536)]
 Count = Annotated[int, Field(ge=0)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def registered_mixers() -> list[str]:
+    """The names that `@mixer` has registered. Where the model's code is not loaded these are the
+    built-in ones, and they are read from their file as text: a configuration needs no torch."""
+    register = sys.modules.get("lm.model.mixer_base")
+    loaded = register is not None and "lm.model.mixers" in sys.modules
+    return list(register.MIXERS) if loaded else _built_in_mixers()
+
+
+@cache
+def _built_in_mixers() -> list[str]:
+    source = (Path(__file__).parent / "model" / "mixers.py").read_text(encoding="utf-8")
+    decorators = re.findall(r"^@mixer\((.+)\)$", source, re.M)
+    return [name for names in decorators for name in re.findall(r'"(\w+)"', names)]
 
 
 class Model(Section):
@@ -77,9 +97,7 @@ class Model(Section):
     layers: str | list[str | dict[str, dict[str, Any]]] | None = None
     headdim: Size = 64  # of fp_mamba2
     ngroups: Size = 1
-    mixer: Literal[
-        "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense"
-    ] = "householder"
+    mixer: str = "householder"  # a registered name, or module:Class
     mixer_rank: Size = 1
     mixer_proj_rank: Size | None = None
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
@@ -107,6 +125,11 @@ class Model(Section):
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
     # Of the baselines alone (lm.baselines.FIELDS).
     backend: Literal["auto", "plain", "fla"] = "auto"
+
+    @field_validator("mixer")
+    @classmethod
+    def _a_mixer_there_is(cls, value):
+        return check_name(value, registered_mixers(), "mixer")
 
     @property
     def has_fixed_point(self) -> bool:

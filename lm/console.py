@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
+REDRAWN_S = 0.5  # seconds between two estimates of the time left on a terminal
+ENOUGH_S = 2.0  # of work that was timed, before the time left is said
 
 
 class _Say:
@@ -31,52 +34,147 @@ class _Say:
 say = _Say()
 
 
-class Progress:
-    """A bar on a terminal; otherwise a line now and then. `update(done, total, text)`."""
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3 h 05 min or 2 d 4 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
 
-    def __init__(self, name: str, total: int | None = None, start: int = 0, unit: str = ""):
+
+class Pace:
+    """How long what is left will take, judged by the units of work that were done last.
+
+    What would mislead is left out: the first readings (a compilation, memory that is asked for the
+    first time), and of the others the one with the slowest units (a compilation that came later, a
+    machine that was suspended). So a pause that comes back, a validation say, counts from the
+    second time on.
+
+    Args:
+        passed_over: readings at the beginning that are not timed.
+        fewest: spans between readings before anything is said.
+        enough_s: seconds that these must have taken.
+        window: spans that are remembered.
+    """
+
+    def __init__(
+        self, passed_over: int = 2, fewest: int = 3, enough_s: float = ENOUGH_S, window: int = 2000
+    ):
+        self.passed_over, self.fewest, self.enough_s = passed_over, fewest, enough_s
+        self.spans: deque[tuple[float, float]] = deque(maxlen=window)  # (seconds, units)
+        self.last: tuple[float, float] | None = None
+
+    def at(self, seconds: float, done: float) -> None:
+        """By this reading of a clock so many units were done."""
+        if self.last is not None and done > self.last[1] and seconds >= self.last[0]:
+            if self.passed_over:
+                self.passed_over -= 1
+            else:
+                self.spans.append((seconds - self.last[0], done - self.last[1]))
+        elif self.last is not None and done == self.last[1]:
+            return  # the span goes on
+        self.last = seconds, done  # also where work was undone, or is told by another clock
+
+    def left(self, total: float) -> float | None:
+        """Seconds until `total` units are done; None: not known yet."""
+        if self.last is None or len(self.spans) < self.fewest:
+            return None
+        spans = list(self.spans)
+        if len(spans) > 2:
+            spans.remove(max(spans, key=lambda span: span[0] / span[1]))
+        seconds, units = (sum(values) for values in zip(*spans))
+        if seconds < self.enough_s:
+            return None
+        return seconds / units * max(0.0, total - self.last[1])
+
+
+class Progress:
+    """A bar on a terminal, with the last text below it; otherwise lines.
+    `update(done, total, text)`.
+
+    Args:
+        every_s: seconds between two lines without a text, where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        total: int | None = None,
+        start: int = 0,
+        unit: str = "",
+        every_s: float = PLAIN_EVERY_S,
+    ):
         self.name, self.total, self.start, self.unit = name, total, start, unit
-        self.bar = None
-        self.began = self.last_line = time.monotonic()
+        self.every_s = every_s
+        self.live = None
+        self.text = ""
+        self.pace = Pace()
+        self.last_line = self.last_estimate = time.monotonic()
+        self.pace.at(self.last_line, start)
 
     def __enter__(self):
         if say.enabled and say.console.is_terminal:
             from rich import progress
+            from rich.live import Live
 
             self.bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(bar_width=24),
                 progress.MofNCompleteColumn(),
+                progress.TextColumn(self.unit),
                 progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                progress.TextColumn("{task.fields[text]}"),
+                progress.TextColumn("{task.fields[left]}"),
                 console=say.console,
-                transient=self.total is None,
             )
-            self.bar.start()
             self.task = self.bar.add_task(
-                self.name, total=self.total, completed=self.start, text=""
+                self.name, total=self.total, completed=self.start, left=""
             )
+            self.live = Live(
+                console=say.console, get_renderable=self._drawn, transient=self.total is None
+            )
+            self.live.start()
         return self
 
+    def _drawn(self):
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.bar, Text(self.text)) if self.text else self.bar
+
     def __exit__(self, *exc):
-        if self.bar:
-            self.bar.stop()
+        if self.live:
+            self.live.stop()
 
     def update(self, done: int, total: int | None = None, text: str | None = None) -> None:
-        """Show progress. On a pipe a line is printed for every `text`, else every few seconds."""
+        """Show progress. On a pipe a line is printed for every `text`, else now and then."""
         total = total or self.total
-        if self.bar:
-            fields = {} if text is None else {"text": text}
-            self.bar.update(self.task, completed=done, total=total, **fields)
-            return
         now = time.monotonic()
-        if text is None and now - self.last_line < PLAIN_EVERY_S:
+        self.pace.at(now, done)
+        if self.live:
+            self._redraw(now, done, total, text)
+            return
+        if text is None and now - self.last_line < self.every_s:
             return
         self.last_line = now
         of = f"/{total}" if total else ""
-        left = ""
-        if total and self.start < done < total:
-            seconds = (now - self.began) / (done - self.start) * (total - done)
-            left = f"  {seconds / 60:.1f} min left" if seconds > 90 else f"  {seconds:.0f} s left"
-        say(f"{self.name} {done}{of} {self.unit}  {text or ''}{left}".rstrip())
+        parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, self._left(done, total)]
+        say("  ".join(part for part in parts if part))
+
+    def _redraw(self, now: float, done: int, total: int | None, text: str | None) -> None:
+        fields = {}
+        if now - self.last_estimate >= REDRAWN_S or done == total:
+            self.last_estimate = now
+            fields["left"] = self._left(done, total)
+        self.bar.update(self.task, completed=done, total=total, **fields)
+        if text is not None:
+            self.text = text
+
+    def _left(self, done: int, total: int | None) -> str:
+        """Such as "12 min left"; empty where it is not known or nothing is left."""
+        seconds = self.pace.left(total) if total and done < total else None
+        return "" if seconds is None else f"{duration(seconds)} left"

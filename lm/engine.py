@@ -20,11 +20,11 @@ import torch.distributed as torch_dist
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, DivergedAlone, TrainingError
-from lm.metrics import Busy
 from lm.model.loss import log_z_sum, number_of
 from lm.muon import MatricesAndRest, Piece
 from lm.optim import lr_factor, optimizer
 from lm.ranks import Ranks, launched
+from lm.update_times import UpdateTimes
 from lm.warmups import Growth
 
 
@@ -194,8 +194,16 @@ class Engine:
         self._judge = None  # of the update under way: its norm → why it is to be skipped
         if cfg.train.skip:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
-        self.busy = Busy(ranks.device)
+        self.times = self._timed(model)
         _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
+
+    def _timed(self, model: torch.nn.Module) -> UpdateTimes:
+        """The clock of the parts of an update, which the model's solves tell when they happen."""
+        solving = getattr(model, "fixed_point_blocks", list)()
+        times = UpdateTimes(self.ranks.device, solves=bool(solving))
+        for block in solving:
+            block.around_solve = times.solving
+        return times
 
     @property
     def lr(self) -> float:
@@ -239,10 +247,10 @@ class Engine:
         shares = self._shares(batches)
         for i, (batch, share) in enumerate(zip(batches, shares)):
             try:
-                with self.busy.working():
+                with self.times.part("forward"):
                     output = self.forward(batch)
-                loss = output.loss * share
-                z_loss = self._z_loss(output, batch) * share
+                    loss = output.loss * share
+                    z_loss = self._z_loss(output, batch) * share
                 if getattr(output, "fixed_point", None) is not None:
                     stats.append(output.fixed_point)
             except FloatingPointError as e:
@@ -251,19 +259,22 @@ class Engine:
             if self.cfg.train.z_loss:
                 added += torch.as_tensor(z_loss).detach().float() / len(batches)
                 loss = loss + z_loss
-            self._backward(loss)
+            with self.times.part("backward"):
+                self._backward(loss)
             alive()
             if i < len(batches) - 1:
-                self.deepspeed.step()
+                with self.times.part("optimizer"):
+                    self.deepspeed.step()
         loss, added, asked = self.ranks.sum(total.item(), added.item(), stop)
         loss, added = loss / self.ranks.world_size, added / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")
-        norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
-        self._skip, self._judge = None, self._judged_once(loss, norm, outlier)
-        self.deepspeed.step()
-        if norm is None:
-            norm = float(self.deepspeed.get_global_grad_norm())
+        with self.times.part("optimizer"):
+            norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
+            self._skip, self._judge = None, self._judged_once(loss, norm, outlier)
+            self.deepspeed.step()
+            if norm is None:
+                norm = float(self.deepspeed.get_global_grad_norm())
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)

@@ -7,17 +7,17 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lm.errors import UserError
+from lm import travelling
 from lm.outputs import check_folder, read_json, writing
+from lm.travelling import ExportError
 
 if TYPE_CHECKING:
+    from lm.config import Config
     from lm.model_card import Facts
 
-
-class ExportError(UserError, RuntimeError):
-    """An export that cannot be made; the message says why."""
+__all__ = ["ExportError", "export", "write_export"]
 
 
 def export(
@@ -41,19 +41,52 @@ def export(
             average of the weights; a licence that is no name of one.
         OutputError: `out` cannot be written.
     """
-    from lm import checkpoint as checkpoints
     from lm import model_card
+    from lm.run_dir import RunDir
+
+    run, out = RunDir(run_dir), Path(out)
+    _refuse_without_run(run)
+    _refuse_if_other(out)
+    check_licence(licence)
+    trained = load_trained(run_dir, checkpoint, ema)
+    facts = model_card.of_run(run, trained.config, trained.manifest, ema)
+    return write_export(
+        trained.model, out, run.tokenizer, trained.name, trained.origin, facts, licence
+    )
+
+
+def check_licence(name: str | None) -> None:
+    """Raises ExportError where it cannot be a licence's name on the hub."""
+    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ExportError(
+            f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
+            " mit, cc-by-4.0 or other"
+        )
+
+
+class Trained(NamedTuple):
+    """What a run has trained."""
+
+    model: object  # a PreTrainedModel, fp32, on the CPU, in training mode
+    tokenizer: object
+    name: str  # of the run
+    origin: str  # sentences on where its weights come from
+    config: Config
+    manifest: dict  # of the checkpoint
+
+
+def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
+    """The model of a run directory with the weights of a checkpoint; arguments and errors as those
+    of `export`."""
+    from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
     from lm.data.tokenizer import load_tokenizer
     from lm.reshard import consolidated
     from lm.run_dir import RunDir
 
-    run, out = RunDir(run_dir), Path(out)
-    if not run.holds_run:
-        raise ExportError(f"{run} holds no run (it has no config.yaml)")
-    _refuse_if_other(out)
-    check_licence(licence)
+    run = RunDir(run_dir)
+    _refuse_without_run(run)
     path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
@@ -77,17 +110,12 @@ def export(
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
-    facts = model_card.of_run(run, cfg, manifest, ema)
-    return write_export(model, out, run.tokenizer, cfg.name, origin, facts, licence)
+    return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
-def check_licence(name: str | None) -> None:
-    """Raises ExportError where it cannot be a licence's name on the hub."""
-    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
-        raise ExportError(
-            f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
-            " mit, cc-by-4.0 or other"
-        )
+def _refuse_without_run(run) -> None:
+    if not run.holds_run:
+        raise ExportError(f"{run} holds no run (it has no config.yaml)")
 
 
 def _put_average(model, path: Path) -> float:
@@ -124,7 +152,8 @@ def write_export(
         origin: where the weights come from, in sentences. facts: of their training; None: they were
             not trained here. licence: of the weights, as the hub names it; None: not said.
     Raises:
-        ExportError: `out` holds something that is no export. An earlier export is replaced.
+        ExportError: `out` holds something that is no export (an earlier export is replaced), or the
+            model has a mixer of its author's own that cannot travel.
         OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
@@ -136,15 +165,21 @@ def write_export(
     logging.disable_progress_bar()
     out = Path(out)
     _refuse_if_other(out)
+    own_files = {}
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
+        own_files = travelling.flat_files(model)
         _map_auto_classes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
+        travelling.write(own_files, new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name != RECORD:
                 shutil.copy(file, new)
+        if own_files:
+            files = ", ".join(name for name in own_files if name != travelling.REGISTER)
+            origin += f" Its mixer is its author's own and travels along: {files}."
         has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
         card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
         (new / measured.CARD).write_text(card, encoding="utf-8")

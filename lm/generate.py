@@ -58,12 +58,12 @@ def solving(
         GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
             or max_iters < 1.
     """
-    from lm.model.configuration_fprnn import FPRNNConfig, parse_schedule
+    from lm.model.configuration_fprnn import MODEL_TYPES, parse_schedule
 
     if (schedule, tol, max_iters) == (None, None, None):
         yield
         return
-    if model.config.model_type != FPRNNConfig.model_type:
+    if model.config.model_type not in MODEL_TYPES:
         raise GenerationError(
             f"the checkpoint is a {model.config.model_type} model: it has no fixed point to solve,"
             " so schedule, tol and max_iters are not for it"
@@ -113,9 +113,34 @@ def generate(
             `solving` refuses.
     """
     _check(max_new_tokens, temperature, top_k, seed)
+    model, tokenizer = load_exported(path)
+    return continued(
+        model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed, schedule, tol, max_iters
+    )
+
+
+def continued(
+    model,
+    tokenizer,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    schedule: str | None = None,
+    tol: float | None = None,
+    max_iters: int | None = None,
+) -> str:
+    """`generate` with a model that is loaded, in evaluation mode.
+
+    Raises:
+        GenerationError: as `generate`.
+    """
     import torch
 
-    model, tokenizer = load_exported(path)
+    from lm.model.configuration_fprnn import MODEL_TYPES
+
+    _check(max_new_tokens, temperature, top_k, seed)
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
@@ -125,7 +150,7 @@ def generate(
         if temperature > 0
         else {"do_sample": False}
     )
-    if model.config.model_type == "fprnn":  # whatever the checkpoint's generation config says
+    if model.config.model_type in MODEL_TYPES:  # whatever the checkpoint's generation config says
         sampling["use_cache"] = True
     with solving(model, schedule, tol, max_iters):
         ids = model.generate(

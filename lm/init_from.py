@@ -22,6 +22,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
             an export that is damaged.
     """
     from lm.checkpoint import MANIFEST
+    from lm.model.configuration_fprnn import MODEL_TYPES
 
     path = Path(path).expanduser()
     if not path.is_dir():
@@ -33,7 +34,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
         return _of_run(RunDir(path), None, shapes_only)
     if (path / MANIFEST).is_file():
         return _of_run(RunDir(path.parent.parent), path, shapes_only)
-    if foreign.read_config(path).get("model_type") == "fprnn":
+    if foreign.read_config(path).get("model_type") in MODEL_TYPES:
         return _of_export(path)
     return foreign.read_folder(path, shapes_only)
 

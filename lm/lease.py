@@ -94,7 +94,7 @@ class Lease:
     def _outlive(self, holder: dict) -> None:
         """Returns when the holder is dead; raises LeaseError when it lives."""
         place = self.path.parent
-        lives = _lives(holder)
+        lives = is_alive(holder)
         if lives is None:
             self.say(
                 f"note: {place} is held by {_name(holder)}: waiting {PATIENCE_S:.0f} s for a sign"
@@ -166,7 +166,7 @@ def _sign(path: Path) -> int | None:
         return None
 
 
-def _lives(holder: dict) -> bool | None:
+def is_alive(holder: dict) -> bool | None:
     """Whether the process of a lease runs; None where that cannot be seen from here."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return None

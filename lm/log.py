@@ -7,47 +7,104 @@ import json
 import netrc
 import os
 import uuid
+from collections.abc import Callable
 
+from lm.console import say
 from lm.metrics import read_metrics
 from lm.outputs import write_text, writing
 from lm.run_dir import RunDir
 
+# Where wandb and TensorBoard show a record's key; one that is not here is of the training.
+GROUPS = {
+    "solver": ("adjoint", "evaluations", "failed", "lipschitz", "mixing_norm", "residual"),
+    "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
+    "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
+    "data": ("data_epochs", "data_padding", "data_share"),
+}
+GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}
+# Mappings that are a group themselves.
+WHOLE = {"probe": "solver", "valid": "validation", "validation": "validation"}
+MOST_LAYERS = 6  # whose numbers are shown one by one
 
-def describe(record: dict) -> str:
-    """A training record as one line: what a person watches."""
+
+def describe(record: dict, num_iters: list[float] | None = None) -> str:
+    """A training record as one line: what a person watches.
+
+    Args:
+        num_iters: ℓ* of each layer, of the last probe.
+    """
     parts = [f"loss {record['loss']:.3f}"]
+    if "perplexity" in record:
+        parts.append(f"perplexity {record['perplexity']:,.1f}")
     if "accuracy" in record:
         parts.append(f"acc {record['accuracy']:.3f}")
     parts.append(f"lr {record['lr']:.1e}")
     parts.append(f"|g| {record['grad_norm']:.2f}")
+    if num_iters:
+        parts.append(f"ℓ* {of_layers(num_iters)}")
     if "evaluations" in record:
-        parts.append("evaluations " + " ".join(f"{v:.1f}" for v in record["evaluations"]))
+        parts.append(f"evaluations {of_layers(record['evaluations'])}")
         if failed := max(record["failed"]):
             parts.append(f"failed {failed:.2%}")
+    parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
-    parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)
+
+
+def of_layers(values: list[float]) -> str:
+    """A number of each layer, such as "8.6 4.1"; of many layers "5.2 (2.1 to 9.8)", their mean and
+    range."""
+    if len(values) <= MOST_LAYERS:
+        return " ".join(f"{v:.1f}" for v in values)
+    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def probed(record: dict) -> list[float] | None:
+    """ℓ* of each layer, of a record that has a probe; else None."""
+    return record["probe"]["num_iters"]["mean"] if "probe" in record else None
 
 
 def iterations(record: dict) -> str:
     """ℓ* of each layer, of a record that has a probe."""
-    if "probe" not in record:
-        return ""
-    return "  ℓ* " + " ".join(f"{v:.1f}" for v in record["probe"]["num_iters"]["mean"])
+    num_iters = probed(record)
+    return "" if num_iters is None else f"  ℓ* {of_layers(num_iters)}"
 
 
-def _flat(record: dict, prefix: str = "") -> dict[str, float]:
-    """Nested records → flat names with numbers, for wandb and TensorBoard."""
-    flat = {}
+def grouped(record: dict) -> dict[str, float]:
+    """The numbers of a record under the names that wandb and TensorBoard have them by: train/loss,
+    validation/perplexity, solver/layer0/residual, solver/layer0/probe/num_iters/mean,
+    time/tokens_per_s. What is no number is left out."""
+    found: dict[str, float] = {}
     for key, value in record.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        elif isinstance(value, list):
-            flat.update({f"{prefix}{key}/layer{i}": v for i, v in enumerate(value)})
-        elif isinstance(value, int | float):
-            flat[prefix + key] = value
-    return flat
+        if key in ("step", "layers"):
+            continue
+        if key == "probe":
+            layers = value.get("layers")
+            _put(found, "solver", {"probe": value}, layers)
+        elif key in WHOLE:
+            _put(found, WHOLE[key], value, None)
+        else:
+            _put(found, GROUP_OF.get(key, "train"), {key: value}, record.get("layers"))
+    return found
+
+
+def _put(found: dict, group: str, value, layers: list[int] | None, name: str = "") -> None:
+    """A nested value by names of one group.
+
+    Args:
+        layers: which layers a list has numbers of; None: all, from 0 on.
+        name: of the value within its group, "" of the group itself.
+    """
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key != "layers":
+                _put(found, group, below, layers, f"{name}/{key}")
+    elif isinstance(value, list):
+        for layer, number in zip(layers or range(len(value)), value):
+            _put(found, f"{group}/layer{layer}", number, None, name)
+    elif isinstance(value, int | float):
+        found[group + name] = value
 
 
 def _has_wandb_key() -> bool:
@@ -60,8 +117,57 @@ def _has_wandb_key() -> bool:
         return False
 
 
+class Wandb:
+    """Weights & Biases; a resumed run goes on in the same place."""
+
+    def __init__(self, cfg, run: RunDir, resumed_at: int):
+        import wandb
+
+        if not run.wandb_id.exists():
+            write_text(run.wandb_id, uuid.uuid4().hex[:12])
+        default_mode = "online" if _has_wandb_key() else "offline"
+        self.run = wandb.init(
+            id=run.wandb_id.read_text(),
+            resume="allow",
+            project=cfg.log.wandb_project,
+            name=cfg.name,
+            dir=str(run),
+            config=cfg.model_dump(mode="json"),
+            mode=os.environ.get("WANDB_MODE") or default_mode,
+        )
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in the run directory, without what a resumed run will write again."""
+
+    def __init__(self, cfg, run: RunDir, resumed_at: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = resumed_at + 1 if resumed_at else None
+        self.writer = SummaryWriter(str(run.tensorboard), purge_step=purge)
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}  # by the key of `log:` that asks for them
+
+
 class Writer:
     """Appends records to `metrics.jsonl` and to whatever else `log:` asks for (main rank only).
+
+    A tracker that fails, at its start or later, is told of once and left out from then on: what it
+    would have shown is in metrics.jsonl.
 
     Args:
         resumed_at: records of later steps, written before a kill, are dropped.
@@ -71,26 +177,12 @@ class Writer:
         self.run = run
         self.path = run.metrics
         self.keep_until(resumed_at)
-        self.wandb = self.tensorboard = None
-        if cfg.log.wandb:
-            import wandb
-
-            offline = not _has_wandb_key()
-            run_id = run.wandb_id  # a resumed run goes on in the same place
-            if not run_id.exists():
-                write_text(run_id, uuid.uuid4().hex[:12])
-            self.wandb = wandb.init(
-                id=run_id.read_text(),
-                resume="allow",
-                project=cfg.log.wandb_project, name=cfg.name, dir=str(run),
-                config=cfg.model_dump(mode="json"),
-                mode=os.environ.get("WANDB_MODE") or ("offline" if offline else "online"),
-            )  # fmt: skip
-        if cfg.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = resumed_at + 1 if resumed_at else None
-            self.tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge)
+        self.trackers: dict[str, Wandb | TensorBoard] = {}
+        for name, tracker in TRACKERS.items():
+            if getattr(cfg.log, name):
+                made = self._tried(name, lambda of=tracker: of(cfg, run, resumed_at))
+                if made is not None:
+                    self.trackers[name] = made
 
     def keep_until(self, step: int) -> None:
         """Drop the records of later steps from metrics.jsonl, and go on from there; all at 0."""
@@ -103,17 +195,24 @@ class Writer:
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        flat = _flat({k: v for k, v in record.items() if k != "step"})
-        if self.wandb:
-            self.wandb.log(flat, step=record["step"])
-        if self.tensorboard:
-            for name, value in flat.items():
-                self.tensorboard.add_scalar(name, value, record["step"])
+        numbers = grouped(record) if self.trackers else {}
+        for name, tracker in list(self.trackers.items()):
+            self._tried(name, lambda of=tracker: of.log(record["step"], numbers))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # of a full disk, and said when it was written
             self.file.close()
-        if self.wandb:
-            self.wandb.finish()
-        if self.tensorboard:
-            self.tensorboard.close()
+        for name, tracker in list(self.trackers.items()):
+            self._tried(name, tracker.close)
+
+    def _tried(self, name: str, do: Callable):
+        """What a tracker returns; None where it fails, and it is left out from then on."""
+        try:
+            return do()
+        except Exception as e:
+            self.trackers.pop(name, None)
+            say(
+                f"warning: log.{name} has failed ({type(e).__name__}: {e}): training goes on"
+                f" without it, {self.path} has every record"
+            )
+            return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -170,43 +169,13 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
     }
 
 
-class Busy:
-    """Seconds that this rank itself works; on a GPU those of the device."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = torch.device(device).type == "cuda"
-        self.seconds = 0.0
-        self.events: list[tuple] = []
-
-    @contextlib.contextmanager
-    def working(self):
-        """What happens within counts."""
-        if self.on_gpu:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            self.events.append((first, last))
-        else:
-            began = time.perf_counter()
-            yield
-            self.seconds += time.perf_counter() - began
-
-    def read(self) -> float:
-        """Seconds since the last reading."""
-        if self.events:
-            self.events[-1][1].synchronize()
-            self.seconds += sum(a.elapsed_time(b) for a, b in self.events) / 1000
-        seconds, self.seconds, self.events = self.seconds, 0.0, []
-        return seconds
-
-
 def imbalance(seconds: float, gather) -> dict:
     """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
     of one rank alone.
 
     Args:
-        seconds: that this rank has worked. gather: concatenates over ranks.
+        seconds: that this rank has worked itself, in forward passes.
+        gather: concatenates over ranks.
     """
     over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
     if len(over_ranks) == 1:
@@ -290,7 +259,7 @@ class Outliers:
 
 class Throughput:
     """What updates take: tokens per second between two readings, MFU where the peak is known, and
-    the time of all updates of the run; what `restart` cuts off (validations, saves) is not in it.
+    the time of all updates of the run; what `skip` leaves out (validations, saves) is not in it.
 
     Attributes:
         spent: {"seconds", "processor_seconds"} of the updates that the weights have in them (not
@@ -308,6 +277,13 @@ class Throughput:
     def restart(self) -> None:
         self.tokens = {}
         self.since = self.last = _clocks()
+
+    def skip(self) -> None:
+        """What has happened since the last update does not count."""
+        now = _clocks()
+        for name in now:
+            self.since[name] += now[name] - self.last[name]
+        self.last = now
 
     def count(self, tokens: int, length: int) -> None:
         """An update of so many tokens, in sequences of this length, has ended."""
@@ -350,16 +326,21 @@ def read_log(run_dir: Path) -> tuple[list[dict], int]:
     path = Path(run_dir) / "metrics.jsonl"
     records, unread = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # also of bytes that are no UTF-8
-            record = None
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is int and step >= 0:
+        if (record := parse_record(line)) is not None:
             records.append(record)
         else:
             unread += 1
     return records, unread
+
+
+def parse_record(line: bytes) -> dict | None:
+    """The record that a line of `metrics.jsonl` holds, with its step; None where it holds none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # also of bytes that are no UTF-8
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and step >= 0 else None
 
 
 def affine(flops_per_token, lengths: list[int]) -> dict | None:

@@ -311,7 +311,7 @@ def _licence(licence: str | None, model) -> list[str]:
     weights = f"Weights: {licence}."
     if licence is None:
         weights = "Weights: whoever trained them has not said (`fprnn export --licence`)."
-    code = "Code in this folder: Apache-2.0."
+    code = "The code of fprnn in this folder: Apache-2.0."
     return [f"{weights} {code}" if _carries_code(model) else weights]
 
 

@@ -52,8 +52,8 @@ def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
     unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
     if not RunDir(cfg.run_dir).tokenizer.is_dir():
         return unknown
+    from lm.data.errors import DataError
     from lm.data.prepare import training_tokens
-    from lm.data.sources import DataError
     from lm.data.tokenizer import load_tokenizer
 
     try:

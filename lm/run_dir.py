@@ -36,6 +36,7 @@ class RunDir:
     init_from = _named("init_from.json")  # what its weights were taken from, where not at random
     lease = _named("lease.json")  # who writes here now
     stacks = _named("stacks")  # of a run that stood still
+    profile = _named("profile")  # a folder: what `log.profile` has written
     wandb_id = _named("wandb_id")
     tensorboard = _named("tensorboard")
     export = _named("hf")  # where the demo exports to

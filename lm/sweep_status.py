@@ -15,6 +15,7 @@ from pathlib import Path
 from lm import config
 from lm.config import ConfigError
 from lm.errors import PREEMPTED
+from lm.lease import is_alive
 from lm.metrics import read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
@@ -63,17 +64,17 @@ def point_status(index: int, run: RunDir, now: float) -> Point:
     """
     records = read_metrics(run.path)
     lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
-    steps = _steps(run.config)
+    steps = planned_updates(run.config)
     seen = _last_sign_of_life(run, now)
     state, text = _state(run, lease, failure, result, steps, now)
-    probes = [num_iters for r in records if (num_iters := _num_iters(r)) is not None]
+    probes = [num_iters for r in records if (num_iters := num_iters_of(r)) is not None]
     return Point(
         index=index,
         run_dir=str(run),
         state=state,
         step=max((r["step"] for r in records), default=None),
         steps=steps,
-        num_iters=_num_iters(result or {}) or (probes[-1] if probes else None),
+        num_iters=num_iters_of(result or {}) or (probes[-1] if probes else None),
         seen_s=seen,
         text=text,
     )
@@ -82,69 +83,78 @@ def point_status(index: int, run: RunDir, now: float) -> Point:
 def _state(run: RunDir, lease, failure, result, steps, now) -> tuple[str, str]:
     """One of STATES, and its sentence. Who holds the directory comes first: a finished or failed
     run may have been taken up again."""
-    if lease is not None and _is_fresh(run.lease, now):
-        return "running", _holder(lease)
+    if is_held(run, lease, now):
+        return "running", holder_name(lease)
     updates = (result or {}).get("updates")
-    if result is not None and (not _is_count(updates) or _validation(result) is None):
+    if result is not None and (not is_count(updates) or validation_of(result) is None):
         return "failed", (f"{run.result} is damaged: delete it and continue with resume=auto")
     if result is not None and (steps is None or updates >= steps):
-        return "done", _reached(result)
+        return "done", reached_by(result)
     if failure is not None:
         sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
         stopped = failure.get("exit_code") == PREEMPTED
         return ("stopped" if stopped else "failed"), str(sentence)
     if lease is not None:
-        return "stopped", f"killed: {_holder(lease)} has given no sign of life; resume=auto"
+        return "stopped", f"killed: {holder_name(lease)} has given no sign of life; resume=auto"
     if run.holds_run:
         return "stopped", "not finished, and nobody works on it: continue with resume=auto"
     return "missing", ""
 
 
-def _steps(path: Path) -> int | None:
+def planned_updates(path: Path) -> int | None:
     """`train.steps` of a run's own config, which overrides may have changed."""
     try:
         steps = config.load_tree(path)["train"]["steps"]
     except (ConfigError, OSError, LookupError, TypeError, RecursionError):
         return None
-    return steps if _is_count(steps) else None
+    return steps if is_count(steps) else None
 
 
-def _is_count(value) -> bool:
+def is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_number(value) -> bool:
+def is_number(value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _num_iters(record: dict) -> list[float] | None:
+def num_iters_of(record: dict) -> list[float] | None:
     """ℓ* of each layer, of a record (or a result) with a probe."""
     try:
         mean = record["probe"]["num_iters"]["mean"]
     except (LookupError, TypeError):
         return None
-    whole = isinstance(mean, list) and mean and all(map(_is_number, mean))
+    whole = isinstance(mean, list) and mean and all(map(is_number, mean))
     return mean if whole else None
 
 
-def _validation(result: dict) -> dict | None:
+def validation_of(result: dict) -> dict | None:
     """Loss and perplexity of a result, if they are numbers."""
     reached = result.get("validation")
     keys = ("loss", "perplexity")
-    whole = isinstance(reached, dict) and all(_is_number(reached.get(key)) for key in keys)
+    whole = isinstance(reached, dict) and all(is_number(reached.get(key)) for key in keys)
     return reached if whole else None
 
 
-def _reached(result: dict) -> str:
-    reached = _validation(result)
+def reached_by(result: dict) -> str:
+    reached = validation_of(result)
     text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
-    if _is_number(bits := reached.get("bits_per_byte")):
+    if is_number(bits := reached.get("bits_per_byte")):
         text += f", {bits:.4f} bits per byte"
     seconds = result.get("training_seconds")
-    return f"{text}, trained {duration(seconds)}" if _is_number(seconds) else text
+    return f"{text}, trained {duration(seconds)}" if is_number(seconds) else text
 
 
-def _is_fresh(path: Path, now: float) -> bool:
+def is_held(run: RunDir, lease: dict | None, now: float) -> bool:
+    """Whether the process that a run's lease names is at work.
+
+    Args:
+        lease: what lease.json holds, None where there is none. now: Unix seconds.
+    """
+    return lease is not None and is_alive(lease) is not False and is_fresh(run.lease, now)
+
+
+def is_fresh(path: Path, now: float) -> bool:
     """Whether the holder of a lease lives: it touches the file."""
     beat = _written(path)
     return beat is not None and abs(now - beat) <= FRESH_S
@@ -164,7 +174,7 @@ def _last_sign_of_life(run: RunDir, now: float) -> float | None:
     return round(max(0.0, now - max(known)), 1) if known else None
 
 
-def _holder(lease: dict) -> str:
+def holder_name(lease: dict) -> str:
     """Who holds a lease: "job 12 on n0, process 4711"."""
     job, host, pid = (lease.get(key) for key in ("job", "host", "pid"))
     where = f"{host or 'an unknown host'}, process {pid or 'unknown'}"

@@ -18,7 +18,7 @@ from lm.console import Progress, say
 from lm.continuing import check_batch, check_optimizer, identity
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
-from lm.log import Writer, describe, iterations
+from lm.log import Writer, describe, iterations, probed
 from lm.metrics import (
     FailureWatch,
     Outliers,
@@ -36,6 +36,7 @@ from lm.metrics import (
 from lm.optim import described, moments, optimizer_order, signature
 from lm.outputs import DamagedError, write_json
 from lm.preflight import check, environment
+from lm.profiling import Profile
 from lm.ranks import Ranks
 from lm.reshard import gathered
 from lm.run_dir import RunDir
@@ -45,6 +46,7 @@ from lm.warmups import Growth
 from lm.watchdog import Watchdog
 
 RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
+QUIET_S = 60.0  # seconds between lines on a pipe while no record is due
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -94,7 +96,11 @@ class Training:
         self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
+        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
         self.growth = Growth(cfg, ranks.world_size)
+        profiled = cfg.log.profile if ranks.is_main else None
+        self.profile = Profile(profiled, run.profile, say, self._paused)
+        on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         about = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
@@ -273,14 +279,16 @@ class Training:
         watchdog = Watchdog(engine_settings.hang_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self.speed.restart()
-        bar = Progress("training", total=steps, start=self.step, unit="updates")
+        self.profile.begin_at(self.step)
+        self._skip_time()
+        bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, bar:
             self._catch_up()
             while self.step < steps:
                 self.run.check_ours()
                 try:
-                    update = self._update()
+                    with self.profile.update(self.step + 1):
+                        update = self._update()
                 except DivergedAlone:
                     raise
                 except Diverged as e:
@@ -324,9 +332,10 @@ class Training:
         """
         micro, error = [], None
         try:
-            for _ in range(self.growth.micro_batches(self.step + 1)):
-                micro.append(next(self.batches))
-                self.alive()
+            with self.engine.times.part("data"):
+                for _ in range(self.growth.micro_batches(self.step + 1)):
+                    micro.append(next(self.batches))
+                    self.alive()
         except UserError as e:
             error = e
         (failed,) = self.ranks.sum(error is not None)
@@ -336,6 +345,7 @@ class Training:
 
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
+        self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
         update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
         if not update.skipped and (what := self.spikes.look(update.loss)):
@@ -348,7 +358,19 @@ class Training:
             self.average.update()
         self.stats += update.stats
         self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
+        self.engine.times.end_update()
         return update
+
+    def _skip_time(self) -> None:
+        """What has happened since the last update is part of none."""
+        self.speed.skip()
+        self.engine.times.skip()
+
+    @contextlib.contextmanager
+    def _paused(self):
+        """What happens within is part of no update."""
+        yield
+        self._skip_time()
 
     def _note_skip(self, why: str) -> None:
         self.outliers.number += 1
@@ -391,7 +413,7 @@ class Training:
             rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
             self.writer.keep_until(self.step)
             self.writer.write({"step": self.step, "rollback": rollback})
-        self.speed.restart()
+        self._skip_time()
 
     def _record(self, update: ds.Update, bar: Progress) -> None:
         """Every `log.every` updates a record of what they cost and reached."""
@@ -400,6 +422,7 @@ class Training:
             bar.update(self.step, steps)
             return
         solver = fixed_point_metrics(self.stats, self.ranks.gather)
+        breakdown = self.engine.times.read()
         record = {
             "step": self.step,
             "loss": update.loss,
@@ -413,7 +436,8 @@ class Training:
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
-            **imbalance(self.engine.busy.read(), self._gather_host),
+            **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
+            "breakdown": breakdown,
             **self.batches.drawn(),
             "peak_memory_bytes": self._peak_memory(),
         }
@@ -422,9 +446,9 @@ class Training:
         self.stats = []
         self._write(record)
         self._log_saves()
-        bar.update(self.step, steps, describe(record))
+        bar.update(self.step, steps, describe(record, self.num_iters))
         self.watch.look(record.get("failed", []), f"update {self.step}")
-        self.speed.restart()  # a record is no update
+        self._skip_time()  # a record is no update
 
     def _peak_memory(self) -> int:
         """Of the rank that has held the most."""
@@ -440,15 +464,16 @@ class Training:
         if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
             return
         record = {"step": self.step, **self.validation.probed(self.engine)}
+        self.num_iters = probed(record)
         self._write(record)
         say(f"update {self.step:>6}{iterations(record)}")
-        self.speed.restart()
+        self._skip_time()
 
     def _save_if_due(self, stopping: bool) -> None:
         last = self.step == self.cfg.train.steps
         if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
             self.checkpoints.save(self.step, self._state_files)
-            self.speed.restart()
+            self._skip_time()
         if stopping and not last:
             self.checkpoints.finish()
             self._log_saves()
@@ -459,8 +484,9 @@ class Training:
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        self.num_iters = probed(measured)
         self._write(measured)
-        self.speed.restart()
+        self._skip_time()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""

@@ -26,6 +26,8 @@ AS_MAMBA2 = {"bc_norm": False, "glu_in_loop": True, "use_short_conv": True}
 OUT_NORM = {"block.out_norm.weight": "block.norm.weight"}  # its name in a mamba2
 # Fields of the solver on which an output depends.
 OF_THE_SOLUTION = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters")
+# Mixers that `_start_at_identity` knows.
+AT_IDENTITY = ("householder", "dplr", "kronecker", "monarch", "nonselective", "mixture")
 NEW_IN_FP = ("block.mixer.", "block.bc_y_proj.", "block.dt_y_proj.")  # off, or the identity, first
 
 
@@ -269,6 +271,8 @@ def _differences(here: str, there: str, ours, theirs) -> list[str]:
             )
         if ours.mixer == "selective_dense":
             said.append("mixer selective_dense is never the identity")
+        elif ours.mixer not in AT_IDENTITY:
+            said.append(f"mixer {ours.mixer} does not start at the identity")
     return said
 
 

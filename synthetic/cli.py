@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm.arguments import SEED, Whole, run
+from lm.arguments import SEED, Whole, run, words_after_options
 from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
   python -m synthetic train --config configs/synthetic/small/s3.yaml
   python -m synthetic eval runs/synthetic/s3 --lengths 2:512
+  python -m synthetic inspect runs/synthetic/s3 213 231 321
   python -m synthetic report fig3c --run
   python -m synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
@@ -44,6 +45,18 @@ def _eval(args) -> int:
     say(summary(result, f"{args.run}"))
     if text := verdict(result):
         say(text)
+    return 0
+
+
+def _inspect(args) -> int:
+    from pathlib import Path
+
+    from lm.inspection.show import check_page, default_page, show
+    from synthetic.inspection import inspect_run
+
+    out = Path(args.out) if args.out else default_page(args.run)
+    check_page(out)
+    show(inspect_run(args.run, args.word, args.length, args.seed), out)
     return 0
 
 
@@ -127,6 +140,28 @@ def parser() -> argparse.ArgumentParser:
     c.set_defaults(run_command=_eval)
 
     c = commands.add_parser(
+        "inspect",
+        help="look inside: the decoded state and ℓ* at every token of one sequence",
+        description="Show, in the terminal and on one HTML page, what a trained run makes of one"
+        " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
+        " decays. WORD: the input's tokens by name (213 231 for S3, '(2+(1-3))' for arithmetic, the"
+        " string for copying); without, --length draws a test sequence. docs/inspect.md.",
+    )
+    c.add_argument("run", metavar="RUN")
+    c.add_argument("word", nargs="*", metavar="WORD")
+    c.add_argument(
+        "--length", type=Whole(), metavar="N", help="draw a test sequence of this length instead"
+    )
+    c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
+    c.add_argument(
+        "--out",
+        metavar="HTML",
+        help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
+        " any other file is not",
+    )
+    c.set_defaults(run_command=_inspect)
+
+    c = commands.add_parser(
         "validate",
         help="the quick set on model configs: one table",
         description="State tracking, copying, arithmetic, memory: trains the four small recipes on"
@@ -168,11 +203,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; key=value overrides may stand before and after options."""
     p = parser()
     args, rest = p.parse_known_args(argv)
+    if args.command == "inspect":
+        words, rest = words_after_options(rest)
+        args.word = [*args.word, *words]
     if any("=" not in text or text.startswith("-") for text in rest):
         p.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command == "validate":  # which takes them among its configs
         args.config = [*args.config, *rest]
-    else:
+    elif rest:
         args.override = [*args.override, *rest]
     return args
 

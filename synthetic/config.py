@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm import config as base
 from lm.config_model import Fraction1, Section
+from lm.named_class import check_name, is_place
 from lm.resuming import FIXED, FREE, NOTED
 from synthetic.lengths import parse_ranges
+from synthetic.tasks import registered_tasks
 
 Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, longest]
 
@@ -17,11 +19,7 @@ Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, lon
 class Task(Section):
     """Which dataset (synthetic/tasks), and the fields that concern it."""
 
-    name: Literal[
-        "word_problem", "copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram",
-        "mod_arithmetic", "mod_arithmetic_brackets", "parity", "even_pairs", "cycle_navigation",
-        "catbabi",
-    ] = "word_problem"  # fmt: skip
+    name: str = "word_problem"  # a registered name, or module:Class
     group: str = "S3"  # of word_problem: S5, A5, Z60, A4_x_Z5, …
     csv: str | None = None  # of word_problem: files of the original data instead of our generator
     alphabet: int = Field(26, ge=2)  # letters, of copying
@@ -32,6 +30,21 @@ class Task(Section):
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
     mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
     stories: tuple[int, ...] = tuple(range(1, 21))  # of catbabi: the bAbI tasks used
+    options: dict[str, Any] = {}  # noqa: RUF012 (of pydantic) of a task of one's own
+
+    @field_validator("name")
+    @classmethod
+    def _a_task_there_is(cls, value):
+        return check_name(value, registered_tasks(), "task")
+
+    @model_validator(mode="after")
+    def _options_of_ones_own(self):
+        if self.options and not is_place(self.name):
+            raise ValueError(
+                f"`options` is for a task of your own, named as module:Class: {self.name} reads the"
+                " other fields of `task`; leave it out"
+            )
+        return self
 
 
 class Model(base.Model):
@@ -160,6 +173,11 @@ class Config(base.Run):
     checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
     log: Annotated[Log, FREE] = Log()
     bars: Annotated[tuple[Bar, ...], FREE] = ()
+
+    @model_validator(mode="after")
+    def _profile_within_training(self):
+        base.check_profile(self.log.profile, self.train.steps)
+        return self
 
     @model_validator(mode="after")
     def _warmup_within_training(self):

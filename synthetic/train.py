@@ -14,11 +14,12 @@ from lm.console import Progress, say
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
 from lm.lease import LeaseError
-from lm.log import Writer, describe
+from lm.log import Writer, describe, probed
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
 from lm.optim import described, lr_factor, optimizer
 from lm.outputs import write_json
+from lm.profiling import Profile
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
@@ -100,7 +101,9 @@ class Training:
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.longest_of_all
         self.longest = min(self.longest_of_all, start)
         self.shortest = shortest
+        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
         self.writer: Writer | None = None
+        self.profile: Profile | None = None
         self.checkpoints: Checkpoints | None = None
 
     def _build(self) -> None:
@@ -131,6 +134,7 @@ class Training:
             CheckpointError: the checkpoint cannot be used.
         """
         self.run = run
+        self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint)
         self._introduce()
         saved = newest_state(run, self.device, say)
@@ -205,6 +209,7 @@ class Training:
         self.solver = solver_of(self.model.train())
         self.watch = FailureWatch(say, self.solver)
         self.began = time.perf_counter()
+        self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
         bar = Progress("training", total=steps, start=self.step, unit="updates")
@@ -212,7 +217,8 @@ class Training:
             while self.step < steps and self.solved_at is None:
                 self.run.check_ours()
                 try:
-                    record = self._update()
+                    with self.profile.update(self.step + 1):
+                        record = self._update()
                 except Diverged as e:
                     self._roll_back(e)
                     continue
@@ -340,7 +346,7 @@ class Training:
         self.writer.write(record)
         self._log_saves()
         self.watch.look(record.get("failed", []), f"update {self.step}")
-        bar.update(self.step, steps, describe(record))
+        bar.update(self.step, steps, describe(record, self.num_iters))
         self._begin_window()
 
     @contextlib.contextmanager
@@ -363,7 +369,9 @@ class Training:
             return
         with self._paused(), self._autocast():
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
-        self.writer.write({"step": self.step, "probe": measured})
+        record = {"step": self.step, "probe": measured}
+        self.num_iters = probed(record)
+        self.writer.write(record)
 
     def _try_out_if_due(self) -> None:
         """Measure on held-out sequences as long as training's; what is solved becomes longer, or
@@ -436,6 +444,8 @@ class Training:
 
     def close(self) -> None:
         """The save under way and the log, whatever happened."""
+        if self.profile is not None:
+            self.profile.close()
         if self.checkpoints is not None:
             self.checkpoints.close()
         if self.writer is not None:
@@ -450,6 +460,7 @@ def _check(cfg: Config, task, lengths: list[int]) -> None:
         task.check_length(length)
     # It fits its context, its data.
     batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (lo, hi))
+    tasks.check_batch(cfg.task.name, task, batch)
     metrics = list(task.score(batch.labels, batch))
     tested = [hi] if getattr(task, "streams", False) else lengths
     for bar in cfg.bars:

@@ -44,8 +44,8 @@ def nonfinite_at(count: int) -> None:
 
 def no_data_at(count: int) -> None:
     """The count-th micro-batch cannot be read."""
+    from lm.data.errors import DataError
     from lm.data.loader import MapLoader
-    from lm.data.sources import DataError
 
     real, read = MapLoader.__next__, [0]
 

@@ -101,17 +101,17 @@ def commands() -> list[tuple[str, list[str]]]:
                  for line in block.splitlines()]  # fmt: skip
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
         for line in lines:
-            if re.match(r"(fprnn|fprnn-synthetic|python (-m|benchmarks/\w+\.py)) .", line):
+            if re.match(r"(fprnn|fprnn-synthetic|python -m) .", line):
                 found.append((relative(page), shlex.split(line, comments=True)))
     return found
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
-    """A command's program, named as a module or a file, and its arguments."""
+    """A command's program, named as a module, and its arguments."""
     short = {"fprnn": "lm", "fprnn-synthetic": "synthetic"}
     if words[0] in short:
         return short[words[0]], words[1:]
-    return (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    return words[2], words[3:]  # python -m MODULE
 
 
 def test_every_command_of_the_pages_is_understood():
@@ -133,7 +133,7 @@ def test_every_command_of_the_pages_is_understood():
         if args[0] == "train" and (ROOT / path).is_file():  # overrides are keys that there are
             loaders[name](ROOT / path, parsed.override, parsed.job_index)
     assert problems == []
-    assert {"lm", "synthetic", "tests.golden", "lm.baselines", "benchmarks/train.py"} <= seen
+    assert {"lm", "synthetic", "tests.golden", "lm.baselines", "benchmarks.training_step"} <= seen
 
 
 def test_every_option_of_a_benchmark_in_the_pages_is_one_it_has():
@@ -141,17 +141,16 @@ def test_every_option_of_a_benchmark_in_the_pages_is_one_it_has():
     wanted = {}
     for _, words in commands():
         name, args = program(words)
-        if name.startswith("benchmarks/"):
+        if name.startswith("benchmarks."):
             options = {word for word in args if word.startswith("--")}
             wanted.setdefault(name, set()).update(options)
     code = (
         "import runpy, sys\n"
-        "sys.path.insert(0, 'benchmarks')\n"
         "for name in sys.argv[1:]:\n"
         "    print('#', name)\n"
         "    sys.argv = [name, '--help']\n"
         "    try:\n"
-        "        runpy.run_path(name, run_name='__main__')\n"
+        "        runpy.run_module(name, run_name='__main__')\n"
         "    except SystemExit:\n"
         "        pass\n"
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 XML = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 PASSED = '<testcase classname="a" name="one"/>'
 SKIPPED = '<testcase classname="a" name="two"><skipped message="no fla"/></testcase>'
@@ -25,14 +24,14 @@ BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "Syntax
 
 @pytest.fixture
 def module(monkeypatch):
-    """A function (name) → the script benchmarks/NAME.py as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+    """A function (name) → benchmarks.NAME."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 def make(out, *args):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(out), *args]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *args]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
@@ -143,7 +142,7 @@ def test_the_loop_trains_the_demo_as_lm_train_does(module):
     """The same model, parameter groups and schedule, which it cannot import: they need pydantic."""
     from lm import build, config, optim
 
-    loop = module("gpu_train")
+    loop = module("gpu_training")
     cfg, tree = config.load(ROOT / "configs/lm/demo.yaml"), loop.settings(quick=False)
     bpe, _ = loop.tokens_of(["some text"], 300)
     ours, theirs = loop.build(tree, bpe), build.build_model(cfg, 264, 0, 0)

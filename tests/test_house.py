@@ -28,29 +28,32 @@ FLOORS = {
         "measured",
         "metrics",
         "muon",
+        "named_class",
         "old_keys",
         "outputs",
         "optim",
         "page",
+        "profiling",
         "ranks",
         "resuming",
         "signals",
         "tasks",
+        "update_times",
         "warmups",
         "watchdog",
         "yaml_text",
     ),
     1: ("cli_tokenizer", "doctor", "model"),
-    2: ("baselines", "run_dir"),
+    2: ("baselines", "inspection", "run_dir"),
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
-    4: ("activations", "continuing", "ema", "engine", "foreign", "reports"),
-    5: ("exported", "memory", "plots", "probes", "reshard", "upcycle"),
-    6: ("cost", "init_from", "model_card", "validation"),
+    4: ("activations", "continuing", "ema", "engine", "foreign", "reports", "watch"),
+    5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
+    6: ("check_mixer", "cost", "init_from", "model_card", "validation"),
     7: ("preflight", "push"),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
-    10: ("reference", "agree", "cli_eval", "cli_import", "compare"),
-    11: ("budget", "cli_compare"),
+    10: ("reference", "agree", "cli_eval", "cli_import", "cli_watch", "compare", "facade"),
+    11: ("budget", "cli_compare", "cli_inspect"),
     12: ("cli",),
     13: ("__main__",),
 }
@@ -59,8 +62,8 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "kernels", "lease", "log", "metrics", "model", "old_keys", "optim", "outputs",
-    "ranks", "resuming", "run_dir", "signals", "tasks",
+    "errors", "inspection", "kernels", "lease", "log", "metrics", "model", "named_class",
+    "old_keys", "optim", "outputs", "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
 }  # fmt: skip
 
 
@@ -166,6 +169,57 @@ def test_nothing_imports_upward(path):
     assert upward(path) == []
 
 
+# Modules that import each other, and why that stays. Whatever else does is put where it belongs.
+CIRCLES = {
+    # A Config holds what warmups defines; of Config warmups names the type alone, for the checker.
+    frozenset({"lm.config", "lm.warmups"}),
+}
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The groups of modules each of which reaches every other by imports (Tarjan's algorithm).
+
+    Args:
+        graph: module → the modules that it imports; those that are no keys are left out.
+    """
+    found: set[frozenset[str]] = set()
+    order: dict[str, int] = {}  # module → its number in the order of the visits
+    lowest: dict[str, int] = {}  # module → the lowest number that it is known to reach
+    path: list[str] = []  # visited, and not yet in a group
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        path.append(module)
+        for imported in graph[module] & graph.keys():
+            if imported not in order:
+                visit(imported)
+            if imported in path:
+                lowest[module] = min(lowest[module], lowest[imported])
+        if lowest[module] == order[module]:
+            place = path.index(module)
+            group = frozenset(path[place:])
+            del path[place:]
+            if len(group) > 1:
+                found.add(group)
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_the_finder_of_circles_finds_long_ones_and_only_them():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e", "numpy"}, "e": {"e"}}
+    assert circles(graph) == {frozenset("abc")}
+    assert circles(graph | {"e": {"d"}}) == {frozenset("abc"), frozenset("de")}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
+
+
+def test_no_two_modules_import_each_other():
+    graph = {module_name(path): of(path) - {module_name(path)} for path in SOURCES}
+    assert circles(graph) == CIRCLES
+
+
 def test_deepspeed_is_imported_only_by_the_engine():
     users = [relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in of(p))]
     assert users == ["lm/engine.py"]
@@ -213,6 +267,44 @@ def test_model_imports_its_own_files_only_and_flat():
                     where
                 )
     assert relatives > 5
+
+
+# Folders whose public functions all say their types; the others follow.
+TYPED = ("lm/data", "lm/kernels", "lm/baselines", "lm/tasks")
+
+
+def untyped(tree: ast.Module) -> list[str]:
+    """The public functions and methods of a module that leave a type out. Those that Triton
+    compiles have none; what a class with an underscore has is not public."""
+    found = []
+
+    def visit(body: list[ast.stmt], owner: str = "") -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                visit(node.body, f"{node.name}.")
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            is_init = node.name == "__init__"
+            is_compiled = any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+            if (node.name.startswith("_") and not is_init) or is_compiled:
+                continue
+            every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            own = [argument for argument in every if argument.arg not in ("self", "cls")]
+            lacks_return = node.returns is None and not is_init
+            if lacks_return or any(argument.annotation is None for argument in own):
+                found.append(owner + node.name)
+
+    visit(tree.body)
+    return found
+
+
+def test_public_functions_say_their_types():
+    source = "def f(x): pass\nclass A:\n    def g(self, y: int) -> int: pass\n    def h(self): pass"
+    assert untyped(ast.parse(source)) == ["f", "A.h"]
+    files = [p for p in SOURCES if relative(p).startswith(TYPED) and not p.is_symlink()]
+    assert len(files) > 40
+    found = {relative(p): untyped(ast.parse(p.read_text(encoding="utf-8"))) for p in files}
+    assert {name: functions for name, functions in found.items() if functions} == {}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -1,6 +1,15 @@
 """Baselines behind the same config, training and export as the fixed-point models."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from lm.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lm.config_model import Model
 
 # Fields of `lm.config.Model` that concern baselines alone; `lm.build` keeps them from FPRNNConfig.
 FIELDS = ("backend",)
@@ -8,7 +17,9 @@ FIELDS = ("backend",)
 SHARED = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval")
 
 
-def build_baseline(model, vocab_size, precision="fp32", **common):
+def build_baseline(
+    model: Model, vocab_size: int, precision: str = "fp32", **common: Any
+) -> PreTrainedModel:
     """`lm.config.Model` → the baseline that `model.name` names, freshly initialised.
 
     Args:

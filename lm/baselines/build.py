@@ -1,8 +1,9 @@
 """`lm.config.Model` → the baselines whose classes live here, and transformers' Llama."""
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lm.config import ConfigError
+from lm.config_model import Model
 
 from .delta_rule import fla_missing
 from .deltanet import DeltaNetConfig, DeltaNetForCausalLM
@@ -11,7 +12,13 @@ from .sizes import d_ff, heads
 from .transformer import PositionConfig, PositionForCausalLM
 
 
-def build_transformer(model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len=2048):
+def build_transformer(
+    model: Model,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seq_len: int = 2048,
+) -> PreTrainedModel:
     """Llama's blocks; `position: rope` is Llama itself, `nope` and `alibi` are PositionForCausalLM.
 
     Raises:
@@ -47,15 +54,26 @@ def build_transformer(model, vocab_size, eos_token_id=None, pad_token_id=None, s
     return transformer
 
 
-def build_lstm(model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len=2048):
+def build_lstm(
+    model: Model,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seq_len: int = 2048,
+) -> LSTMForCausalLM:
     return LSTMForCausalLM(
         LSTMConfig(**_common(model, vocab_size, eos_token_id, pad_token_id, seq_len))
     )
 
 
 def build_deltanet(
-    model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len=2048, precision="fp32"
-):
+    model: Model,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seq_len: int = 2048,
+    precision: str = "fp32",
+) -> DeltaNetForCausalLM:
     """Gated DeltaNet; with more than one step a token, or without the gate, DeltaProduct.
 
     Raises:

@@ -4,9 +4,10 @@ Shapes: b batch, l length. This file travels with an exported checkpoint.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import GenerationMixin
@@ -16,6 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from .inputs import checked_mask, document_starts, embed, refuse_unknown
 from .loss import in_fp32, kept, nll_sum, number_of, shifted
 from .names import let_be_known
+
+States = tuple[tuple[Tensor, ...], ...]  # of every layer, the tensors that it carries on
 
 
 class BaselineConfig(PretrainedConfig):
@@ -36,16 +39,16 @@ class BaselineConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=50280,
-        d_model=768,
-        n_layer=12,
-        norm_epsilon=1e-5,
-        tie_embeddings=True,
-        max_position_embeddings=2048,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **kwargs,
+        vocab_size: int = 50280,
+        d_model: int = 768,
+        n_layer: int = 12,
+        norm_epsilon: float = 1e-05,
+        tie_embeddings: bool = True,
+        max_position_embeddings: int = 2048,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        **kwargs: Any,
     ):
         self.vocab_size = vocab_size
         self.d_model = d_model
@@ -68,7 +71,7 @@ class BaselinePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    residual_outputs = ()  # names of the linear maps that end a branch
+    residual_outputs: tuple[str, ...] = ()  # names of the linear maps that end a branch
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -111,41 +114,50 @@ class Rows:
     With them: a row for each.
     """
 
-    def __init__(self, mask, starts):
+    def __init__(self, mask: torch.Tensor | None, starts: torch.Tensor | None):
         """mask: (b,l) bool, False at padding, or None; starts: (b,l) bool, True at the first token
         of a document, or None."""
-        self.order = self.lengths = self.tokens = None
+        self.order = None  # (b,l) which token of its row comes when; None: as they are
+        self.lengths = None  # (b,) tokens of each row; None: all
+        self.tokens = None  # (tokens,) which of the batch, row after row, are none of padding
         if starts is not None:
-            tokens = torch.ones_like(starts) if mask is None else mask
-            first = tokens & (tokens.cumsum(1) == 1)
-            self.tokens = tokens.flatten().nonzero().squeeze(1)
-            self.document = ((starts & tokens) | first).flatten()[self.tokens].cumsum(0) - 1
-            counts = self.document.bincount()
-            begin = counts.cumsum(0) - counts
-            self.place = torch.arange(len(self.tokens), device=starts.device)
-            self.place = self.place - begin[self.document]
-            self.shape = (len(counts), int(counts.max()))
+            self._one_row_a_document(mask, starts)
         elif mask is not None:
             self.order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
             self.lengths = mask.sum(1)
 
-    def lay_out(self, x):
+    def _one_row_a_document(self, mask, starts):
+        # 1. The tokens (b,l), and where a document begins: at a start, and at a row's first token.
+        is_token = torch.ones_like(starts) if mask is None else mask
+        is_first = is_token & (is_token.cumsum(1) == 1)
+        begins = (starts & is_token) | is_first
+        # 2. Of every token, in the order of the batch: (tokens,) its document's number from 0.
+        self.tokens = is_token.flatten().nonzero().squeeze(1)
+        self.document = begins.flatten()[self.tokens].cumsum(0) - 1
+        # 3. And its place in the document, from 0.
+        lengths = self.document.bincount()
+        before = lengths.cumsum(0) - lengths  # tokens of all documents before each
+        in_order = torch.arange(len(self.tokens), device=starts.device)
+        self.place = in_order - before[self.document]
+        self.shape = (len(lengths), int(lengths.max()))
+
+    def lay_out(self, x: torch.Tensor) -> torch.Tensor:
         """x: (b,l,·) → (rows,·,·)"""
         if self.tokens is not None:
             rows = x.new_zeros(*self.shape, x.shape[-1])
             return rows.index_put((self.document, self.place), x.flatten(0, 1)[self.tokens])
         return x if self.order is None else x.take_along_dim(self.order.unsqueeze(-1), 1)
 
-    def back(self, rows, like):
+    def back(self, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What `lay_out` gave, through layers → (b,l,·); zero at padding among documents. like:
         (b,l,·)"""
         if self.tokens is not None:
             flat = rows.new_zeros(like.shape[:2].numel(), rows.shape[-1])
             flat = flat.index_put((self.tokens,), rows[self.document, self.place])
             return flat.unflatten(0, like.shape[:2])
-        return (
-            rows if self.order is None else rows.take_along_dim(self.order.argsort(1)[..., None], 1)
-        )
+        if self.order is None:
+            return rows
+        return rows.take_along_dim(self.order.argsort(1).unsqueeze(-1), 1)
 
 
 class BaselineModel(BaselinePreTrainedModel):
@@ -157,35 +169,35 @@ class BaselineModel(BaselinePreTrainedModel):
     first, without gradient. state: what it returned before, or None; lengths: (b,), or None for l.
     """
 
-    layer_class = None
+    layer_class: type[nn.Module]
     carries_state = False  # whether its layers take and return a state
 
-    def __init__(self, config):
+    def __init__(self, config: BaselineConfig):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = value
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        position_ids=None,
-        seq_idx=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: States | None = None,
+        return_state: bool = False,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaselineOutput | tuple:
         """input_ids (b,l) or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding →
         BaselineOutput.
 
@@ -202,65 +214,82 @@ class BaselineModel(BaselinePreTrainedModel):
                 for a model without `carries_state`, or for packed documents.
             TypeError: an unknown keyword argument.
         """
-        name, config = type(self).__name__, self.config
-        refuse_unknown(name, kwargs, not (position_ids is None and seq_idx is None))
-        hidden = embed(self.embeddings, input_ids, inputs_embeds)
-        batch, length = hidden.shape[:2]
+        # 1. The inputs: hidden (b,l,d_model), mask (b,l) or None, starts (b,l) or None.
+        has_documents = position_ids is not None or seq_idx is not None
+        refuse_unknown(type(self).__name__, kwargs, has_documents)
+        embedded = embed(self.embeddings, input_ids, inputs_embeds)
+        batch, length = embedded.shape[:2]
         mask = checked_mask(attention_mask, batch, length)
         starts = document_starts(position_ids, seq_idx, batch, length)
         if starts is not None and not starts[:, 1:].any() and state is None:
             starts = None  # every row is one document
         if return_state or state is not None:
-            if not self.carries_state:
-                raise ValueError(f"{name} cannot start from a state or return one")
-            if starts is not None:
-                raise ValueError(
-                    f"{name} takes a state, or returns one, for rows of one document each:"
-                    " position_ids and seq_idx cannot start others"
-                )
-        if state is not None:
-            _check(state, batch, len(self.layers))
+            self._check_state(state, batch, starts)
+
+        # 2. Rows that a causal layer may read: (rows,·,d_model).
         rows = Rows(mask, starts)
-        whole, hidden = hidden, rows.lay_out(hidden)
-        states, ends = [], []
+        hidden = rows.lay_out(embedded)
+
+        # 3. The layers, each from its own state, where one is carried.
+        inputs_of_layers = []
+        ends = []
         for index, layer in enumerate(self.layers):
-            states.append(hidden)
+            inputs_of_layers.append(hidden)
             if state is None and not return_state:
                 hidden = layer(hidden)
             else:
                 start = None if state is None else state[index]
                 hidden, end = layer(hidden, start, rows.lengths, True)
                 ends.append(end)
-        hidden = rows.back(self.norm(hidden), whole)
+
+        # 4. Back to (b,l,d_model), each token in its place.
+        hidden = rows.back(self.norm(hidden), embedded)
         if output_hidden_states is None:
-            output_hidden_states = config.output_hidden_states
+            output_hidden_states = self.config.output_hidden_states
+        hidden_states = None
+        if output_hidden_states:
+            hidden_states = (*(rows.back(x, embedded) for x in inputs_of_layers), hidden)
         output = BaselineOutput(
             last_hidden_state=hidden,
-            hidden_states=(*(rows.back(h, whole) for h in states), hidden)
-            if output_hidden_states
-            else None,
+            hidden_states=hidden_states,
             state=tuple(ends) if return_state else None,
         )
-        as_dict = config.return_dict if return_dict is None else return_dict
+        as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
+    def _check_state(self, state, batch, starts):
+        """Raise a ValueError unless the model can go on from this state (None: from nothing), and
+        return one, for `batch` rows of one document each.
 
-def _check(state, batch, n_layer):
-    """Raise a ValueError unless this is the state of `batch` streams and `n_layer` layers."""
-    if len(state) != n_layer:
-        raise ValueError(f"the state is of {len(state)} layers, the model has {n_layer}")
-    rows = state[0][0].shape[0]
-    if rows != batch:
-        raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
+        Args:
+            starts: (b,l) where documents start, or None.
+        """
+        name = type(self).__name__
+        if not self.carries_state:
+            raise ValueError(f"{name} cannot start from a state or return one")
+        if starts is not None:
+            raise ValueError(
+                f"{name} takes a state, or returns one, for rows of one document each:"
+                " position_ids and seq_idx cannot start others"
+            )
+        if state is None:
+            return
+        if len(state) != len(self.layers):
+            raise ValueError(
+                f"the state is of {len(state)} layers, the model has {len(self.layers)}"
+            )
+        rows = state[0][0].shape[0]
+        if rows != batch:
+            raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
 
 
 class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
     """A BaselineModel and a head, tied to the embedding or not."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    model_class = None
+    model_class: type[BaselineModel]
 
-    def __init__(self, config):
+    def __init__(self, config: BaselineConfig):
         super().__init__(config)
         self.model = self.model_class(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -268,17 +297,19 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         let_be_known(self)
 
     @property
-    def carries_state(self):
+    def carries_state(self) -> bool:
         """Whether forward takes `state` and `return_state`."""
         return self.model.carries_state
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value):
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         # No cache: every new token is a forward pass over the whole prefix.
         return {
             "input_ids": input_ids,
@@ -289,19 +320,19 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        labels=None,
-        logits_to_keep=0,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        position_ids=None,
-        seq_idx=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: States | None = None,
+        return_state: bool = False,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> StatefulOutput | tuple:
         """Next-token logits (fp32) and, with labels, the mean cross-entropy.
 
         Args:
@@ -319,10 +350,17 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
         if targets is None and labels is not None:
             targets = shifted(labels)
         outputs = self.model(
-            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states,
-            return_dict=True, state=state, return_state=return_state, position_ids=position_ids,
-            seq_idx=seq_idx, **kwargs,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            state=state,
+            return_state=return_state,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            **kwargs,
+        )
         logits = in_fp32(self.lm_head(kept(outputs.last_hidden_state, logits_to_keep)))
         loss = None
         if targets is not None:

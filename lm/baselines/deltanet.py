@@ -6,10 +6,11 @@ those it imports travel with an exported checkpoint.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,15 +33,15 @@ class DeltaNetConfig(BaselineConfig):
 
     def __init__(
         self,
-        n_heads=12,
-        expand=2,
-        d_conv=4,
-        d_ff=2048,
-        n_householder=1,
-        forget_gate=True,
-        allow_neg_eigval=False,
-        backend="auto",
-        **kwargs,
+        n_heads: int = 12,
+        expand: int = 2,
+        d_conv: int = 4,
+        d_ff: int = 2048,
+        n_householder: int = 1,
+        forget_gate: bool = True,
+        allow_neg_eigval: bool = False,
+        backend: str = "auto",
+        **kwargs: Any,
     ):
         self.n_heads = n_heads
         self.expand = expand
@@ -56,23 +57,23 @@ class DeltaNetConfig(BaselineConfig):
 class GatedRMSNorm(nn.Module):
     """RMSNorm(x) ⊙ silu(z), in fp32 or better."""
 
-    def __init__(self, dim, eps):
+    def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x, z):
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         y = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
         return y * F.silu(z.to(dtype))
 
 
-def short_conv(dim, width):
+def short_conv(dim: int, width: int) -> nn.Conv1d:
     """A depthwise convolution over time, without bias."""
     return nn.Conv1d(dim, dim, width, groups=dim, padding=width - 1, bias=False)
 
 
-def unit(x):
+def unit(x: Tensor) -> Tensor:
     """x / ‖x‖₂ over the last dimension, in fp32 or better."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -81,7 +82,7 @@ def unit(x):
 class DeltaNet(nn.Module):
     """The token mixer: (b,l,d_model) → the same, causal. See `delta_rule` for the recurrence."""
 
-    def __init__(self, config):
+    def __init__(self, config: DeltaNetConfig):
         super().__init__()
         self.config = config
         d, heads, n = config.d_model, config.n_heads, config.n_householder
@@ -101,7 +102,7 @@ class DeltaNet(nn.Module):
         self.o_norm = GatedRMSNorm(d_v // heads, config.norm_epsilon)
         self.o_proj = nn.Linear(d_v, d, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         heads, n = self.config.n_heads, self.config.n_householder
 
         def conv(proj, conv1d):
@@ -128,27 +129,27 @@ class DeltaNet(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) ⊙ up(x))."""
 
-    def __init__(self, config):
+    def __init__(self, config: DeltaNetConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DeltaNetLayer(GradientCheckpointingLayer):
     """x += DeltaNet(norm(x)); x += SwiGLU(norm(x))."""
 
-    def __init__(self, config):
+    def __init__(self, config: DeltaNetConfig):
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.attn = DeltaNet(config)
         self.mlp_norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -158,7 +159,7 @@ class DeltaNetPreTrainedModel(BaselinePreTrainedModel):
     residual_outputs = ("o_proj", "down_proj")
     _no_split_modules = ["DeltaNetLayer"]  # noqa: RUF012
 
-    def __init__(self, config):
+    def __init__(self, config: DeltaNetConfig):
         super().__init__(config)
         gates = ["A_log", "dt_bias"] if config.forget_gate else []
         self._keep_in_fp32_modules_strict = gates

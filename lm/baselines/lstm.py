@@ -3,8 +3,10 @@
 This file and those it imports travel with an exported checkpoint.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,12 +23,18 @@ class LSTMConfig(BaselineConfig):
 class LSTMLayer(GradientCheckpointingLayer):
     """x + LSTM(norm(x))."""
 
-    def __init__(self, config):
+    def __init__(self, config: LSTMConfig):
         super().__init__()
         self.norm = nn.RMSNorm(config.d_model, config.norm_epsilon)
         self.lstm = nn.LSTM(config.d_model, config.d_model, batch_first=True)
 
-    def forward(self, x, state=None, lengths=None, return_state=False):
+    def forward(
+        self,
+        x: Tensor,
+        state: tuple[Tensor, ...] | None = None,
+        lengths: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
         """x: (b,l,d) → (b,l,d), and with `return_state` the state after each row's first `lengths`
         tokens (None: all): (h, c) of (b,d) each, as `state` is. See BaselineModel."""
         normed = self.norm(x)

@@ -3,11 +3,18 @@
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from lm.config import ConfigError
+from lm.config_model import Model
 
 from .sizes import heads
 
 
-def build_mamba(model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len=2048):
+def build_mamba(
+    model: Model,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seq_len: int = 2048,
+) -> MambaForCausalLM:
     """`lm.config.Model` → MambaForCausalLM. The short convolution is part of Mamba, always on."""
     config = MambaConfig(
         time_step_rank=model.dt_rank,
@@ -16,7 +23,13 @@ def build_mamba(model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len
     return _initialised(MambaForCausalLM(config))
 
 
-def build_mamba2(model, vocab_size, eos_token_id=None, pad_token_id=None, seq_len=2048):
+def build_mamba2(
+    model: Model,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seq_len: int = 2048,
+) -> Mamba2ForCausalLM:
     """`lm.config.Model` → Mamba2ForCausalLM with n_heads · head size = expand · d_model.
 
     Raises:

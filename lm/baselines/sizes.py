@@ -1,9 +1,10 @@
 """Numbers of heads and widths that the model section leaves open, and what is wrong with others."""
 
 from lm.config import ConfigError
+from lm.config_model import Model
 
 
-def heads(model, width, what):
+def heads(model: Model, width: int, what: str) -> int:
     """Number of heads of a layer `width` wide, which is `what` in the words of the config.
 
     `n_heads`, or as many of `headdim` as fit: one where the layer is narrower than that.
@@ -26,6 +27,6 @@ def heads(model, width, what):
     return max(1, width // model.headdim)
 
 
-def d_ff(model):
+def d_ff(model: Model) -> int:
     """Width inside the SwiGLU: 8/3 · d_model, rounded up to a multiple of 64 (Llama's rule)."""
     return -(-8 * model.d_model // (3 * 64)) * 64 if model.d_ff == "auto" else model.d_ff

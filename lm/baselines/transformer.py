@@ -3,9 +3,12 @@
 This file travels with an exported checkpoint; `position: rope` is transformers' Llama itself.
 """
 
+from typing import Any
+
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from torch import Tensor, nn
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from .inputs import document_starts, refuse_unknown
@@ -25,16 +28,16 @@ class PositionConfig(LlamaConfig):
 class NoRotation(nn.Module):
     """In the place of Llama's rotary embedding: cos 1, sin 0 leave queries and keys as they are."""
 
-    def __init__(self, head_dim):
+    def __init__(self, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
 
-    def forward(self, x, position_ids):
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         one = x.new_ones(1, position_ids.shape[-1], self.head_dim)
         return one, torch.zeros_like(one)
 
 
-def alibi_slopes(n_heads):
+def alibi_slopes(n_heads: int) -> Tensor:
     """The slopes of ALiBi's heads: 2^(−8/n), 2^(−16/n), … for n a power of two; else those of the
     power of two below, and every other one of the power of two above.
 
@@ -46,7 +49,15 @@ def alibi_slopes(n_heads):
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def alibi_bias(n_heads, queries, keys, dtype, device, attention_mask=None, documents=None):
+def alibi_bias(
+    n_heads: int,
+    queries: int,
+    keys: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
     """What ALiBi adds to the scores: −slope · (i − j) for a key j at or before the query i, −∞
     after it and at padding. The queries are the last of the keys.
 
@@ -73,7 +84,7 @@ class PositionModel(LlamaModel):
 
     config_class = PositionConfig
 
-    def __init__(self, config):
+    def __init__(self, config: PositionConfig):
         if config.position not in ("nope", "alibi"):
             raise ValueError(f"position is `{config.position}`: it must be nope or alibi")
         super().__init__(config)
@@ -81,26 +92,28 @@ class PositionModel(LlamaModel):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        seq_idx=None,
-        **kwargs,
-    ):
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
         """As LlamaModel's; attention_mask is (b,l), or (b,past + l) with a cache. A document starts
         where position_ids do not go up, or seq_idx changes.
 
         Raises:
-            ValueError: documents that start within a row, and a cache: the tokens to come could not
-                tell them apart.
+            ValueError: no input; or documents that start within a row, and a cache: the tokens to
+                come could not tell them apart.
             TypeError: an unknown keyword argument.
         """
         others = {name: value for name, value in kwargs.items() if name not in OF_LLAMA}
         refuse_unknown(type(self).__name__, others, not (position_ids is None and seq_idx is None))
         x = inputs_embeds if input_ids is None else input_ids
+        if x is None:
+            raise ValueError(f"{type(self).__name__} needs input_ids or inputs_embeds")
         batch, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         documents = _documents(position_ids, seq_idx, attention_mask, batch, length)
@@ -111,9 +124,14 @@ class PositionModel(LlamaModel):
         alibi = self.config.position == "alibi"
         if alibi or documents is not None:
             attention_mask = alibi_bias(
-                self.config.num_attention_heads if alibi else 0, length, past + length,
-                self.embed_tokens.weight.dtype, x.device, attention_mask, documents,
-            )  # fmt: skip
+                self.config.num_attention_heads if alibi else 0,
+                length,
+                past + length,
+                self.embed_tokens.weight.dtype,
+                x.device,
+                attention_mask,
+                documents,
+            )
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -142,7 +160,7 @@ class PositionForCausalLM(LlamaForCausalLM):
 
     config_class = PositionConfig
 
-    def __init__(self, config):
+    def __init__(self, config: PositionConfig):
         LlamaPreTrainedModel.__init__(self, config)
         self.model = PositionModel(config)
         self.vocab_size = config.vocab_size

@@ -26,14 +26,15 @@ def prepare_config(cfg: Config) -> dict[str, Prepared]:
         def progress(documents: int, tokens: int) -> None:
             bar.update(documents)
 
-        prepared, packings = {}, {}
+        prepared = {}
+        costs = {}  # of best-fit packing
         for name, part in parts(cfg).items():
             with naming(name):
                 prepared[name] = prepare_ahead(part, tokenizer, progress)
                 if cfg.data.packing == "best_fit":
                     corpus = open_folder(prepared[name].folder)
-                    packings[name] = best_fit.packed(corpus, part.data, tokenizer.eos_token_id)[1]
-    for name, cost in packings.items():
+                    _, costs[name] = best_fit.packed(corpus, part.data, tokenizer.eos_token_id)
+    for name, cost in costs.items():
         say(f"packing  {f'{name}: ' if name else ''}{cost}")
     if cfg.data.source == "fineweb" and cfg.data.download:
         from lm.data.hub_parquet import download_all
@@ -49,7 +50,7 @@ def summary(cfg: Config, prepared: dict[str, Prepared]) -> str:
     mixture the shares of its sources."""
     if cfg.data.mixture is None:
         return _summary(cfg, prepared[""])
-    tokens = {name: of.meta.train_tokens for name, of in prepared.items()}
+    tokens = {name: corpus.meta.train_tokens for name, corpus in prepared.items()}
     lines = []
     for name, share in shares(cfg.data, tokens).items():
         lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
@@ -58,7 +59,8 @@ def summary(cfg: Config, prepared: dict[str, Prepared]) -> str:
 
 
 def _summary(cfg: Config, prepared: Prepared) -> str:
-    meta, seconds = prepared.meta, prepared.seconds
+    meta = prepared.meta
+    seconds = prepared.seconds
     counts = (
         f"{meta.documents} documents, {meta.tokens} tokens ({meta.val_tokens} of them for"
         f" validation), {meta.bytes} bytes"

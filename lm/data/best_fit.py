@@ -14,8 +14,8 @@ import numpy as np
 
 from lm.config import Data
 from lm.data.corpus import Corpus
+from lm.data.errors import DataError
 from lm.data.packing import CONTEXT, IGNORE
-from lm.data.sources import DataError
 from lm.outputs import sync, writing
 
 FORMAT = 1  # goes up when the same corpus is packed in another way
@@ -29,9 +29,9 @@ class Packing:
 
     Fields:
         starts, lengths: (p,) where each piece lies in the stream; in the order of the blocks.
-        goes_on: (p,) whether it is what was left of a document longer than a block: in its block
-            the token before it stands before it, as context, and is no target.
-        firsts: (k + 1,) the first piece of each block, and behind the last of them p.
+        goes_on: (p,) whether the piece is the end of a document that is longer than a block. Its
+            block then also holds the token before it, as context, which is no target there.
+        firsts: (k + 1,) the number of each block's first piece, then p.
     """
 
     starts: np.ndarray
@@ -49,9 +49,11 @@ class Waste:
     """What packing costs, of one epoch.
 
     Fields:
-        blocks: there are. padding: share of their positions that have no target.
-        documents: there are. split: of them, longer than a block; every other one is whole.
-        cut_by_plain: documents that would fit whole, and plain packing cuts.
+        blocks: how many blocks there are.
+        padding: the share of their positions that have no target.
+        documents: how many documents there are.
+        split: how many of them are longer than a block; every other one is in one block, whole.
+        cut_by_plain: how many documents would fit into a block, but plain packing cuts them.
     """
 
     blocks: int
@@ -137,7 +139,8 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             if not with_room[room]:
                 rooms ^= 1 << room
         else:
-            room, block = capacity, count
+            room = capacity
+            block = count
             count += 1
         placed[piece] = block
         if room > size:
@@ -179,7 +182,7 @@ def make(folder: Path, corpus: Corpus, data: Data, eos: int) -> Waste:
     Raises:
         DataError: its documents cannot be found. OutputError: it cannot be written.
     """
-    header = _settings(data) | {"sha256": corpus.meta.sha256["train.bin"]}
+    header = _settings(data) | {"sha256": corpus.meta.checksum("train.bin")}
     if (found := read(folder, data)) is not None and found[2] == header:
         return found[1]
     packing, cost = packed(corpus, data, eos)
@@ -218,9 +221,10 @@ def _settings(data: Data) -> dict:
 class BestFitRows:
     """A token stream as the blocks of a `Packing`; see `lm.data.shuffled.Rows`.
 
-    A block is EOS (where one piece of a longer document fills it: the token before that), then its
-    pieces one after the other, then IGNORE. So all that is in a block is a target, but for the
-    context of pieces that go on; the token before the first of a document is always EOS.
+    A block begins with EOS; where one piece of a longer document fills it, with the token before
+    that piece. Then come its pieces, one after the other, then IGNORE. So every token of a block
+    is a target, except the context of pieces that go on, and the token before the first one of a
+    document is always EOS.
 
     Args:
         tokens: (n,) ids, e.g. a memory map.
@@ -229,7 +233,10 @@ class BestFitRows:
     kind = "best_fit"
 
     def __init__(self, tokens: np.ndarray, packing: Packing, seq_len: int, eos: int):
-        self._tokens, self._packing, self._seq_len, self._eos = tokens, packing, seq_len, eos
+        self._tokens = tokens
+        self._packing = packing
+        self._seq_len = seq_len
+        self._eos = eos
         sums = np.concatenate([[0], np.cumsum(packing.lengths, dtype=np.int64)])
         self._targets = np.diff(sums[packing.firsts])
 
@@ -248,12 +255,15 @@ class BestFitRows:
         return int(self._targets[indices].sum())
 
     def _fill(self, row: np.ndarray, pieces: slice) -> None:
-        packing, place = self._packing, 1
-        starts, lengths = packing.starts[pieces], packing.lengths[pieces]
-        fills_it = lengths[0] == self._seq_len and starts[0] > 0
-        row[0] = self._tokens[starts[0] - 1] if fills_it else self._eos
-        for start, length, goes_on in zip(starts, lengths, packing.goes_on[pieces]):
-            if goes_on:
+        """Writes the pieces of a block into its row (seq_len + 1,)."""
+        starts = self._packing.starts[pieces]
+        lengths = self._packing.lengths[pieces]
+        continues = self._packing.goes_on[pieces]
+        is_filled_by_one = lengths[0] == self._seq_len and starts[0] > 0
+        row[0] = self._tokens[starts[0] - 1] if is_filled_by_one else self._eos
+        place = 1
+        for start, length, needs_context in zip(starts, lengths, continues):
+            if needs_context:
                 row[place] = CONTEXT - int(self._tokens[start - 1])
                 place += 1
             row[place : place + length] = self._tokens[start : start + length]

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from lm.config import Config, Data
 from lm.console import say
 from lm.data import integrity, mixture
-from lm.data.sources import DataError, source_files
+from lm.data.errors import DataError
+from lm.data.sources import source_files
 from lm.lease import Lease, LeaseError
 from lm.outputs import OutputError, check_folder, read_mapping, write_json, writing
 
@@ -118,10 +119,12 @@ def content(folder: Path, data: Data) -> list | str:
     if data.source == "builtin":
         return sys.version
     known = read_mapping(folder / HASHES) or {}
-    found, unread = {}, []
+    found = {}
+    unread = []
     files = [path.resolve() for path in source_files(data)]
     for path in set(files):
-        key, state = str(path), _state(path)
+        key = str(path)
+        state = _state(path)
         recorded = known.get(key)
         if isinstance(recorded, list) and recorded[:1] == [state]:
             found[key] = recorded
@@ -179,7 +182,7 @@ def _acquired(
     lease: Lease, folder: Path, is_there: Callable[[], bool], how_far: Callable[[], str]
 ) -> bool:
     """Whether the lease is ours; False: the entry is there, another has made it."""
-    said = -SAY_EVERY_S
+    last_said = -SAY_EVERY_S  # seconds of the monotonic clock
     while True:
         try:
             lease.acquire()
@@ -188,8 +191,8 @@ def _acquired(
             holder = read_mapping(folder / LEASE) or {}
         if is_there():
             return False
-        if time.monotonic() - said >= SAY_EVERY_S:
-            said = time.monotonic()
+        if time.monotonic() - last_said >= SAY_EVERY_S:
+            last_said = time.monotonic()
             who = f"process {holder.get('pid')} on {holder.get('host')}"
             say(f"data     waiting for {who}, which makes {folder}{how_far()}")
         time.sleep(LOOK_EVERY_S)

@@ -12,7 +12,7 @@ import numpy as np
 from lm.config import Data
 from lm.console import say
 from lm.data import integrity
-from lm.data.sources import DataError, first_line
+from lm.data.errors import DataError, first_line
 from lm.outputs import OutputError, write_json
 
 SPLITS = ("train", "val")
@@ -41,6 +41,10 @@ class Meta:
     @property
     def tokens(self) -> int:
         return self.train_tokens + self.val_tokens
+
+    def checksum(self, name: str) -> str:
+        """The sha256 of a file, once `verify` or `prepare` has seen that there is one."""
+        return (self.sha256 or {})[name]
 
     @property
     def bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lm.config import Data
 from lm.console import say
-from lm.data.sources import DataError, first_line
+from lm.data.errors import DataError, first_line
 
 PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for
 LONGEST_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
@@ -93,14 +93,15 @@ def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
 
 
 def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
-    """The attempt's answer. A fault of the network or of the server is waited out, for at most
-    PATIENCE_S in all, with pauses that double, less a random part of up to a half, so that many
-    readers do not come back at once.
+    """The attempt's answer. After a fault of the network or of the server it is tried again, until
+    the pauses between attempts are PATIENCE_S in all. Each pause is twice the one before, less a
+    random part of up to a half, so that many readers do not come back at once.
 
     Raises:
         DataError: hopeless (not found, not allowed, no such configuration), or patience at an end.
     """
-    waited, failures = 0.0, 0
+    waited = 0.0
+    failures = 0
     while True:
         try:
             return attempt()
@@ -117,8 +118,10 @@ def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
                     f"{what} failed {failures} times in a row, waiting {waited:.0f} s in all: "
                     f"{reason}; start again later with resume=auto"
                 ) from None
-        say(f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
-            f"{what}: {reason}")  # fmt: skip
+        say(
+            f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
+            f"{what}: {reason}"
+        )
         time.sleep(pause)
         waited += pause
 
@@ -132,12 +135,17 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return found
 
 
+def _statuses(errors: list[BaseException]) -> list[int]:
+    """The HTTP statuses of those errors that are answers of a server."""
+    found = [getattr(getattr(e, "response", None), "status_code", None) for e in errors]
+    return [status for status in found if status]
+
+
 def _is_passing(error: Exception) -> bool:
     """Whether trying again may cure it. `datasets` says "not found" of a 503 as well, so what the
     server answered counts, where it did."""
     chain = _chain(error)
-    responses = [getattr(e, "response", None) for e in chain]
-    statuses = [r.status_code for r in responses if getattr(r, "status_code", None)]
+    statuses = _statuses(chain)
     if statuses:
         return any(status >= 500 or status in PASSING for status in statuses)
     if isinstance(error, FileNotFoundError | PermissionError):
@@ -152,7 +160,7 @@ def _advice(error: Exception) -> str | None:
     """A sentence for a hopeless fault that a key of the config mends."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
         return f"{str(error).strip().splitlines()[0]}; set data.name"
-    statuses = [getattr(getattr(e, "response", None), "status_code", None) for e in _chain(error)]
+    statuses = _statuses(_chain(error))
     if 401 in statuses or 403 in statuses:
         return f"{first_line(error)}; log in (`hf auth login`) or set HF_TOKEN"
     if isinstance(error, FileNotFoundError):

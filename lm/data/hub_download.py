@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lm.console import say
-from lm.data.sources import DataError
+from lm.data.errors import DataError
 from lm.outputs import writing
 
 PIECE = 2**24  # bytes of one request

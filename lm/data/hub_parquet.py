@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.config import Data
+from lm.data.errors import DataError, first_line
 from lm.data.hub import HubFiles, open_hub, patiently
 from lm.data.hub_download import local_copy
-from lm.data.sources import DataError, check_text_column, first_line
+from lm.data.parquet import check_text_column
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -23,9 +24,10 @@ class HubDocuments:
     """Iterator over the texts of one shard (index, count) of a hub dataset.
 
     The row groups of all files, in order, are dealt out like cards: number u goes to the shard
-    u % count. Of fewer row groups than shards, several shards share one, each with every k-th row.
-    Only the text column is fetched, and of a resumed position only from its row group on. The
-    commit is part of the position: a dataset that changes meanwhile is read as it was.
+    u % count. Where there are fewer row groups than shards, several shards share a row group: with
+    k of them each reads every k-th row. Only the text column is fetched, and after resuming only
+    from the position's row group on. The commit is part of the position: a dataset that has
+    changed in between is read as it was.
     """
 
     def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
@@ -37,13 +39,20 @@ class HubDocuments:
             )
         self._groups = open_groups(data, state["revision"] if state else None)
         self._position = dict(state) if state else self._start()
-        found = self._groups.count_up_to(shard[1])
-        index, self._count = shard
-        if found >= self._count:
-            self._index, self._part, self._parts = index, 0, 1
+        # This shard has the row groups u with u % count == index, and of their rows those r with
+        # r % parts == part.
+        index, shards = shard
+        row_groups = self._groups.count_up_to(shards)
+        if row_groups >= shards:
+            self._index = index
+            self._count = shards
+            self._part = 0
+            self._parts = 1
         else:
-            self._index, self._part, self._count = index % found, index // found, found
-            self._parts = -(-(shard[1] - self._index) // found)
+            self._index = index % row_groups
+            self._count = row_groups
+            self._part = index // row_groups
+            self._parts = -(-(shards - self._index) // row_groups)
         self._texts = self._iterate()
 
     def __iter__(self) -> Iterator[str]:
@@ -206,10 +215,12 @@ class RowGroups:
                     ) from None
 
     def _column_as_file(self, file: int, row_group: int, metadata) -> pa.BufferReader:
-        """The text column's bytes at their place in a buffer as long as the file is up to there;
-        memory before them is never touched, so that it is none. A Python file, which would fetch
-        what pyarrow asks for, is not safe: let go of by one of Arrow's threads while the
-        interpreter exits, it aborts the process (one exit in 80).
+        """A buffer that holds the text column's bytes where the file has them, as pyarrow looks
+        for them there. The buffer before them is never touched, so it takes no memory.
+
+        A Python file object that fetches what pyarrow asks for would be simpler, but it aborts
+        the process in one exit of 80: one of Arrow's threads may release it while the interpreter
+        is being shut down.
         """
         import numpy as np
         import pyarrow as pa

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.data.sources import DataError
+from lm.data.errors import DataError
 from lm.outputs import read_mapping, write_json, writing
 
 CHUNK = 2**24  # bytes read at a time
@@ -30,15 +30,18 @@ class Writer:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, keep: int = 0):
-        self._path, self._dtype = path, dtype
+        self._path = path
+        self._dtype = dtype
         self._sha256 = hashlib.sha256()
         self.tokens = keep
         with writing(path):
             self._file = open(path, "r+b" if keep else "wb")  # noqa: SIM115 (closed by finish, …)
         if keep:
-            self._read(keep * dtype.itemsize)
+            self._take_up(keep * dtype.itemsize)
 
-    def _read(self, size: int) -> None:
+    def _take_up(self, size: int) -> None:
+        """Goes on behind the first `size` bytes of the file: they count in the checksum, and what
+        comes after them is cut off."""
         with writing(self._path):
             while size and (raw := self._file.read(min(CHUNK, size))):
                 self._sha256.update(raw)

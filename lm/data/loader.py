@@ -12,12 +12,12 @@ from lm.config import Config, Data
 from lm.data import best_fit
 from lm.data.corpora import open_sources
 from lm.data.corpus import Corpus
+from lm.data.errors import DataError
 from lm.data.mixture import shares
 from lm.data.mixture_loader import MixtureLoader
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
 from lm.data.prepare import place_in_run
 from lm.data.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing
-from lm.data.sources import DataError
 from lm.data.stream import StreamLoader, merge_states
 
 __all__ = ["MapLoader", "StreamLoader", "build", "merge_states", "validation_blocks"]
@@ -36,7 +36,9 @@ def build(
     Raises:
         DataError: the corpus is not prepared.
     """
-    corpora, size = open_sources(cfg, run_dir), cfg.train.micro_batch_size
+    corpora = open_sources(cfg, run_dir)
+    size = cfg.train.micro_batch_size
+    train: MapLoader | StreamLoader | MixtureLoader
     place = (rank, world_size)
     eos = tokenizer.eos_token_id
     if cfg.data.mixture is not None:
@@ -71,7 +73,7 @@ def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Ro
         return PlainRows(corpus.train, cfg.data.seq_len)
     folder = place_in_run(run_dir, name)
     found = best_fit.read(folder, cfg.data)
-    if found is None or found[2]["sha256"] != corpus.meta.sha256["train.bin"]:
+    if found is None or found[2]["sha256"] != corpus.meta.checksum("train.bin"):
         raise DataError(
             f"{folder / best_fit.FILE} is not there, damaged or of another corpus: continue the"
             " run with resume=auto, and it is made again"
@@ -127,12 +129,15 @@ class MapLoader:
         world_size: int = 1,
         rows: Rows | None = None,
     ):
-        self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
+        self._size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
         rows = PlainRows(tokens, seq_len) if rows is None else rows
         self._seq_len = seq_len
         if not len(rows):
             raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
-        self._blocks, self._seed = ShuffledBlocks(rows, seed), seed
+        self._blocks = ShuffledBlocks(rows, seed)
+        self._seed = seed
         self._next = 0  # the first block, counted over epochs, that no rank has seen
 
     @property
@@ -184,10 +189,10 @@ class MapLoader:
                 " sources of data.mixture): the data must not change on resuming"
             )
         check_packing(state, self._blocks.packing)
-        for key, here in (("blocks", len(self._blocks)), ("seed", self._seed)):
-            if state[key] != here:
+        for key, ours in (("blocks", len(self._blocks)), ("seed", self._seed)):
+            if state[key] != ours:
                 raise DataError(
-                    f"the checkpoint's data position is of {key} {state[key]}, this run has {here}:"
+                    f"the checkpoint's data position is of {key} {state[key]}, this run has {ours}:"
                     " the corpus, data.seq_len and seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]

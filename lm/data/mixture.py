@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from lm.config import Config, Data
 from lm.config_data import OF_A_SINGLE_SOURCE
-from lm.data.sources import DataError
+from lm.data.errors import DataError
 
 
 def parts(cfg: Config) -> dict[str, Config]:
@@ -23,7 +23,7 @@ def parts(cfg: Config) -> dict[str, Config]:
 def single(data: Data) -> dict[str, Data]:
     """`data` as each source of the mixture has it, in alphabetic order."""
     found = {}
-    for name, source in sorted(data.mixture.items()):
+    for name, source in sorted((data.mixture or {}).items()):
         own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
         found[name] = data.model_copy(update=own | {"mixture": None, "temperature": None})
     return found
@@ -69,12 +69,14 @@ def shares(data: Data, tokens: Mapping[str, int]) -> dict[str, float]:
     Args:
         tokens: of the training split of each source, read under a `data.temperature` alone.
     """
-    names = sorted(data.mixture)
+    mixture = data.mixture or {}
+    names = sorted(mixture)
     if data.temperature is None:
-        weights = {name: data.mixture[name].weight for name in names}
+        weights = {name: mixture[name].weight or 0.0 for name in names}
     else:
         most = max(tokens[name] for name in names)
         weights = {
             name: math.exp(math.log(tokens[name] / most) / data.temperature) for name in names
         }
-    return {name: weight / math.fsum(weights.values()) for name, weight in weights.items()}
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from lm.data.errors import DataError
 from lm.data.packing import MicroBatch, micro_batch
 from lm.data.shuffled import ShuffledBlocks, check_packing
-from lm.data.sources import DataError
 
 STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
 DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
@@ -68,8 +69,10 @@ class MixtureLoader:
         self._weights = [weights[name] for name in self._names]
         self._drawing = Drawing(self._weights, seed)
         self._seq_len = seq_len
-        self._size, self._seed = micro_batch_size, seed
-        self._rank, self._world_size = rank, world_size
+        self._size = micro_batch_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
         self._packing = self._sources[0].packing
         self._next = 0  # the first sequence that no rank has had
         self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
@@ -82,35 +85,37 @@ class MixtureLoader:
         before = sources[: self._rank * self._size]
         own = sources[len(before) : len(before) + self._size]
         places = self._drawn + np.bincount(before, minlength=len(self._names))
-        blocks = [None] * self._size
+        blocks: dict[int, np.ndarray] = {}  # by their row of the micro-batch
         for number, source in enumerate(self._sources):
             rows = np.flatnonzero(own == number)
             positions = places[number] + np.arange(len(rows))
             for row, block in zip(rows, source.rows(positions)):
-                blocks[row] = block
+                blocks[int(row)] = block
         self._drawn += np.bincount(sources, minlength=len(self._names))
         self._next += len(sources)
-        return micro_batch(np.stack(blocks))
+        return micro_batch(np.stack([blocks[row] for row in range(self._size)]))
 
     @property
     def shares(self) -> dict[str, float]:
         """What share of the sequences is drawn from each source; they sum to 1."""
         return dict(zip(self._names, self._weights))
 
-    def drawn(self) -> dict[str, dict[str, float]]:
+    def drawn(self) -> dict[str, Any]:
         """What all ranks have drawn since the run began: of each source its share of the targets,
         and its epochs; of best-fit packing also which share of all positions was padding."""
         pairs = list(zip(self._sources, self._drawn.tolist()))
         targets = [source.targets(count) for source, count in pairs]
         total = max(1, sum(targets))
         epochs = [count / len(source) for source, count in pairs]
-        padding = {}
+        padding: dict[str, Any] = {}
         if self._packing != "plain":
             positions = max(1, self._next * self._seq_len)
             padding = {"data_padding": round(1 - sum(targets) / positions, 6)}
         return padding | {
-            "data_share": dict(zip(self._names, (round(t / total, 6) for t in targets))),
-            "data_epochs": dict(zip(self._names, (round(e, 4) for e in epochs))),
+            "data_share": {
+                name: round(count / total, 6) for name, count in zip(self._names, targets)
+            },
+            "data_epochs": {name: round(count, 4) for name, count in zip(self._names, epochs)},
         }
 
     def state_dict(self) -> dict:
@@ -140,13 +145,14 @@ class MixtureLoader:
                 " data.mixture: the data must not change on resuming"
             )
         check_packing(state, self._packing)
-        here = self.state_dict()
-        if state["seed"] != here["seed"]:
+        ours = self.state_dict()
+        if state["seed"] != ours["seed"]:
             raise DataError(
                 f"the checkpoint's data position is of seed {state['seed']}, this run has"
-                f" {here['seed']}: it must not change on resuming"
+                f" {ours['seed']}: it must not change on resuming"
             )
-        then, now = state["mixture"], here["mixture"]
+        then = state["mixture"]  # when the checkpoint was written
+        now = ours["mixture"]
         if list(then) != list(now):
             raise DataError(
                 f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"

@@ -27,8 +27,9 @@ def ngram_baselines(
         ValueError: there is no target to evaluate on.
     """
     train = np.asarray(train_tokens[:MAX_TRAIN_TOKENS], dtype=np.int64)
-    pairs = [(np.asarray(b["input_ids"]).ravel(), np.asarray(b["labels"]).ravel())
-             for b in val_blocks]  # fmt: skip
+    pairs = [
+        (np.asarray(b["input_ids"]).ravel(), np.asarray(b["labels"]).ravel()) for b in val_blocks
+    ]
     if not pairs or not any((labels != IGNORE).any() for _, labels in pairs):
         raise ValueError("no validation target to compute n-gram perplexities on")
     context, target = (np.concatenate(side).astype(np.int64) for side in zip(*pairs))

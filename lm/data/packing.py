@@ -87,8 +87,9 @@ def block_rows(stream: np.ndarray, seq_len: int, indices: np.ndarray) -> np.ndar
 
 def micro_batch(blocks: np.ndarray) -> MicroBatch:
     """Blocks (b, L + 1) → inputs and labels (b, L); padding is id 0 in the inputs."""
-    blocks = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
-    inputs, labels = blocks[:, :-1].clone(), blocks[:, 1:].clone()
+    ids = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
+    inputs = ids[:, :-1].clone()
+    labels = ids[:, 1:].clone()
     inputs[inputs == IGNORE] = 0
     context = inputs <= CONTEXT
     inputs[context] = CONTEXT - inputs[context]

@@ -16,7 +16,8 @@ from lm.config import Config, Data
 from lm.console import say
 from lm.data import cache
 from lm.data.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
-from lm.data.sources import DataError, source_files
+from lm.data.errors import DataError
+from lm.data.sources import source_files
 from lm.data.tokenising import documents_done, tokenise
 from lm.outputs import DamagedError, OutputError, read_json, write_json, writing
 
@@ -65,8 +66,8 @@ def prepare(
     process calls this; the others then call `ensure_here`.
 
     A run goes on with the corpus that it began with, also when the source has changed since or is
-    gone. What is prepared already is verified: the files are read and their checksums compared,
-    those above integrity.ALWAYS_BYTES only if they changed since they were last found whole.
+    gone. What is prepared already is verified: its files are read and their checksums compared. A
+    file above integrity.ALWAYS_BYTES is read only if it has changed since it was last verified.
 
     Of a stream (`fineweb`) it reads only until `data.val_tokens` held-out tokens are there.
 
@@ -91,7 +92,7 @@ def prepare(
         meta = _in_run(cfg.data, tokenizer, folder, progress)
         entry = folder
     else:
-        meta = read_meta(entry)
+        meta = _meta_of(entry)
         verify(entry, meta, len(tokenizer))
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
@@ -103,6 +104,18 @@ def prepare(
     if entry != folder:
         _write_record(folder, entry, wanted, cfg.data, tokenizer, meta, record)
     return open_folder(entry)
+
+
+def _meta_of(entry: Path) -> Meta:
+    """What an entry of the cache says of itself, once it has been found or made.
+
+    Raises:
+        DataError: it is damaged, or has gone since.
+    """
+    meta = read_meta(entry)
+    if meta is None:
+        raise DataError(f"{entry}, the prepared corpus, is gone: start again, and it is made anew")
+    return meta
 
 
 def place_in_run(run_dir: Path, name: str = "") -> Path:
@@ -144,7 +157,7 @@ def ensure_here(
     if (folder / "meta.json").exists() or record is None or _find(folder, record):
         return
     entry = _entry(cfg, tokenizer, folder, record, None)
-    if entry is None or read_meta(entry).sha256 != record.sha256:
+    if entry is None or _meta_of(entry).sha256 != record.sha256:
         raise DataError(
             f"{_place(folder, record)}, the corpus of {run_dir}, is not on this node: set"
             " data.cache to a folder that all nodes share"
@@ -168,7 +181,7 @@ def prepare_ahead(
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     made = _make(entry, cfg.data, tokenizer, progress)
-    meta = read_meta(entry)
+    meta = _meta_of(entry)
     if not made:
         verify(entry, meta, len(tokenizer))
     check_enough(meta, cfg.data)
@@ -343,8 +356,8 @@ def _place(folder: Path, record: Record) -> Path:
 
 def _find(folder: Path, record: Record) -> Path | None:
     """The folder of a recorded corpus, where the record says or in this machine's cache."""
-    there = _place(folder, record)
-    for place in (there, cache.default_root() / there.name):
+    recorded = _place(folder, record)
+    for place in (recorded, cache.default_root() / recorded.name):
         if (place / "meta.json").is_file():
             return place
     return None
@@ -386,7 +399,7 @@ def _write_record(
         began_with = before.fingerprint
     else:
         began_with = fingerprint(data, tokenizer)
-    record = Record(place, settings, began_with, meta.sha256)
+    record = Record(place, settings, began_with, meta.sha256 or {})
     if record == before:
         return
     with writing(folder):

@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing import connection, resource_tracker, util
+from typing import Any, NoReturn
 
 from lm.errors import UserError
 from lm.signals import STOP
@@ -30,10 +31,11 @@ class ReaderError(UserError, RuntimeError):
 class Readers:
     """Processes that each hold some keys; `take(key)` is the next answer for a key.
 
-    Answers of a key come in order, whatever the processes do meanwhile. Once a key was taken, up to
-    `ahead` more answers are made in advance. Nothing waits for a process at the end: it is killed.
-    Work that does not come of itself is dealt to processes without keys by `send`, `wait` and
-    `receive`.
+    The answers for a key come in order, however the processes overtake each other. After the first
+    `take` of a key up to `ahead` of its answers are made in advance. At the end the processes are
+    killed, not waited for.
+
+    Processes without keys only do what they are sent: `send`, `wait` and `receive` are for them.
 
     Args:
         entry: "module:function"; the function is called in each process with `payload`, and returns
@@ -54,7 +56,8 @@ class Readers:
         self._connections = [ours for _, ours in started]
         self._owner = {key: i for i, held in enumerate(keys) for key in held}
         self._answers: dict[Hashable, deque] = {key: deque() for key in self._owner}
-        self._asked, self._ahead = dict.fromkeys(self._owner, 0), ahead
+        self._asked = dict.fromkeys(self._owner, 0)
+        self._ahead = ahead
         self.close = util.Finalize(
             self, _kill, (self._processes, self._connections), exitpriority=100
         )  # called at exit before multiprocessing joins its children
@@ -83,7 +86,7 @@ class Readers:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
             raise ReaderError(f"loader worker {number} (pid {process.pid}) {how}")
 
-    def take(self, key: Hashable):
+    def take(self, key: Hashable) -> Any:
         """The next answer for a key.
 
         Raises:
@@ -94,9 +97,10 @@ class Readers:
         while not waiting:
             self.check()
             sentinels = [process.sentinel for process in self._processes]
-            for ready in connection.wait([*self._connections, *sentinels]):
-                if ready in self._connections:
-                    self._receive(ready)
+            ready = connection.wait([*self._connections, *sentinels])
+            for answering in self._connections:
+                if answering in ready:
+                    self._receive(answering)
         return waiting.popleft()
 
     def _ask(self, key: Hashable) -> None:
@@ -105,11 +109,11 @@ class Readers:
             try:
                 self._connections[self._owner[key]].send((key,))
             except OSError:
-                self._gone()
+                self._raise_dead()
             self._asked[key] += 1
 
-    def _receive(self, ready: connection.Connection) -> None:
-        key, answer = self.receive(ready)
+    def _receive(self, answering: connection.Connection) -> None:
+        key, answer = self.receive(answering)
         self._answers[key].append(answer)
         self._asked[key] -= 1
 
@@ -122,7 +126,7 @@ class Readers:
         try:
             to.send((key, what))
         except OSError:
-            self._gone()
+            self._raise_dead()
 
     def wait(self, busy: Iterable[connection.Connection]) -> list[connection.Connection]:
         """Those that have an answer, once there is one.
@@ -131,11 +135,12 @@ class Readers:
             ReaderError: a process has died.
         """
         sentinels = [process.sentinel for process in self._processes]
-        found = connection.wait([*busy, *sentinels])
+        candidates = list(busy)
+        ready = connection.wait([*candidates, *sentinels])
         self.check()
-        return [ready for ready in found if ready not in sentinels]
+        return [answering for answering in candidates if answering in ready]
 
-    def receive(self, ready: connection.Connection) -> tuple[Hashable, object]:
+    def receive(self, ready: connection.Connection) -> tuple[Any, Any]:
         """(key, answer) of a process.
 
         Raises:
@@ -144,12 +149,12 @@ class Readers:
         try:
             key, answer, failure = ready.recv()
         except (EOFError, OSError):
-            self._gone()
+            self._raise_dead()
         if failure:
             raise RuntimeError(f"a loader worker failed:\n{failure}")
         return key, answer
 
-    def _gone(self) -> None:
+    def _raise_dead(self) -> NoReturn:
         """The other end of a connection is closed: its process is dead or about to be."""
         connection.wait([process.sentinel for process in self._processes], timeout=5)
         self.check()

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from lm.data.errors import DataError
 from lm.data.packing import block_count, block_rows
-from lm.data.sources import DataError
 
 
 class Rows(Protocol):
@@ -32,7 +32,8 @@ class PlainRows:
     kind = "plain"
 
     def __init__(self, tokens: np.ndarray, seq_len: int):
-        self._tokens, self._seq_len = tokens, seq_len
+        self._tokens = tokens
+        self._seq_len = seq_len
 
     def __len__(self) -> int:
         return block_count(len(self._tokens), self._seq_len)
@@ -56,7 +57,8 @@ class ShuffledBlocks:
     """
 
     def __init__(self, blocks: Rows, seed: int, source: int | None = None):
-        self._blocks, self._seed = blocks, seed
+        self._blocks = blocks
+        self._seed = seed
         self._source = [] if source is None else [source]
         self._orders: dict[int, np.ndarray] = {}
 
@@ -75,9 +77,13 @@ class ShuffledBlocks:
 
     def targets(self, count: int) -> int:
         """How many targets the first `count` blocks of the order have."""
-        epochs, more = divmod(count, len(self))
-        targets = epochs * self._blocks.targets(np.arange(len(self))) if epochs else 0
-        return targets + (self._blocks.targets(self._order(epochs)[:more]) if more else 0)
+        epochs, begun = divmod(count, len(self))  # whole epochs, and blocks of the next one
+        targets = 0
+        if epochs:
+            targets += epochs * self._blocks.targets(np.arange(len(self)))
+        if begun:
+            targets += self._blocks.targets(self._order(epochs)[:begun])
+        return targets
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(int(position), len(self))
@@ -85,17 +91,21 @@ class ShuffledBlocks:
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
-            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            # Of the orders before only the last is kept: a micro-batch may begin in it.
+            self._orders = {
+                known: order for known, order in self._orders.items() if known == epoch - 1
+            }
             rng = np.random.default_rng([self._seed, epoch, *self._source])
             self._orders[epoch] = rng.permutation(len(self))
         return self._orders[epoch]
 
 
-def check_packing(state: dict, here: str) -> None:
-    """Raises DataError where a loader's state is of blocks that were packed in another way."""
+def check_packing(state: dict, packing: str) -> None:
+    """Raises DataError where a loader's state is of blocks that were packed in another way than
+    this run's."""
     then = state.get("packing", "plain")
-    if then != here:
+    if then != packing:
         raise DataError(
-            f"the checkpoint's data position is of data.packing {then}, this run has {here}: it"
+            f"the checkpoint's data position is of data.packing {then}, this run has {packing}: it"
             " must not change on resuming"
         )

@@ -17,19 +17,15 @@ from pathlib import Path
 from typing import Protocol
 
 from lm.config import Data
-from lm.errors import BAD_DATA, UserError
+from lm.data.errors import DataError
+from lm.data.parquet import read_parquet
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
-WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into documents of
-MIN_DOCUMENT, MAX_DOCUMENT = 4_096, 16_384  # so many characters
+WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
+MIN_DOCUMENT = 4_096  # characters of each of them but the last
+MAX_DOCUMENT = 16_384
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
-
-
-class DataError(UserError, ValueError):
-    """Text that cannot be read or used; the message says what, where, and what would do."""
-
-    exit_status = BAD_DATA
 
 
 class Documents(Protocol):
@@ -41,8 +37,8 @@ class Documents(Protocol):
 
 
 def is_validation(text: str, val_fraction: float) -> bool:
-    """Whether a document is held out: decided by a hash of its content alone, so that the splits
-    never overlap, whatever the order, sharding or duplication of documents."""
+    """Whether a document is held out. A hash of its content alone decides, so that the splits
+    never overlap, however documents are ordered, sharded or repeated."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
@@ -86,8 +82,10 @@ def source_files(data: Data) -> list[Path]:
     """The files behind `data.path` (a file, folder or glob), sorted.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or data.path is not set.
     """
+    if data.path is None:
+        raise DataError(f"data.source {data.source} needs data.path, a file, folder or glob")
     path = Path(data.path).expanduser()
     if path.is_file():
         return [path]
@@ -106,18 +104,19 @@ def source_files(data: Data) -> list[Path]:
 
 def _local_documents(data: Data) -> Iterator[str]:
     if data.source == "builtin":
-        texts, where = iter(builtin_documents()), "the standard library (its .py files are absent)"
+        texts = iter(builtin_documents())
+        where = "the standard library (its .py files are absent)"
     else:
         files = source_files(data)
-        read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[data.source]
+        read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
         texts = itertools.chain.from_iterable(read(path, data.text_field) for path in files)
         where = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
-    empty = True
+    is_empty = True
     for text in texts:
         if text.strip():
-            empty = False
+            is_empty = False
             yield text
-    if empty:
+    if is_empty:
         raise DataError(f"the corpus is empty: no text in {where}")
 
 
@@ -208,43 +207,3 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
             if not isinstance(row[field], str):
                 raise DataError(f"{where}: `{field}` is not a string but {row[field]!r:.40}")
             yield LONE_SURROGATE.sub("\ufffd", row[field])  # JSON can spell what UTF-8 cannot
-
-
-def _read_parquet(path: Path, field: str) -> Iterator[str]:
-    """The texts, row group by row group; checksums of pages are verified where there are any."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    group = None
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            check_text_column(path, file.schema_arrow, field)
-            for group in range(file.num_row_groups):
-                column = file.read_row_group(group, columns=[field]).column(0)
-                column.validate(full=True)  # that every text is UTF-8, too
-                yield from (text for text in column.to_pylist() if text is not None)
-    except (pa.ArrowException, OSError) as e:
-        if group is None:
-            raise DataError(f"{path} is not a whole parquet file: {first_line(e)}") from None
-        raise DataError(
-            f"{path} is damaged in row group {group}, column `{field}`: {first_line(e)}; "
-            "fetch or write it again"
-        ) from None
-
-
-def check_text_column(where, schema, field: str) -> None:
-    """Raises DataError unless the Arrow schema of `where` has the column, of strings."""
-    import pyarrow as pa
-
-    if field not in schema.names:
-        raise DataError(
-            f"{where} has no column `{field}` (its columns: {', '.join(schema.names)}); "
-            "set data.text_field"
-        )
-    kind = schema.field(field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"{where}: column `{field}` holds {kind}, not strings")
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Data
+from lm.data.errors import DataError
 from lm.data.packing import MicroBatch, Packer, encode_documents, micro_batch
 from lm.data.readers import ReaderError, Readers
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.errors import UserError
 
 BATCH = 64  # documents tokenised at a time
@@ -36,10 +37,13 @@ class BlockStream:
         state: dict | None = None,
         open_documents: Callable = documents,
     ):
-        self._data, self._tokenizer, self._shard = data, tokenizer, shard
-        self._open, self._packer = open_documents, Packer(data.seq_len)
+        self._data = data
+        self._tokenizer = tokenizer
+        self._shard = shard
+        self._open = open_documents
+        self._packer = Packer(data.seq_len)
         self._epoch = state["epoch"] if state else 0
-        self._fruitful = bool(state)  # this epoch has had a training document
+        self._had_training_text = bool(state)  # in this epoch
         if state:
             self._packer.load_state_dict(state["packer"])
         self._documents = self._open(data, shard, state["documents"] if state else None)
@@ -52,17 +56,18 @@ class BlockStream:
         """
         while True:
             batch = list(itertools.islice(self._documents, BATCH))
-            texts = [t for t in batch if not is_validation(t, self._data.val_fraction)]
-            if not batch:
-                if not self._fruitful:
+            texts = [text for text in batch if not is_validation(text, self._data.val_fraction)]
+            if not batch:  # the shard is at its end
+                if not self._had_training_text:
                     raise DataError(
                         f"shard {self._shard[0]} of {self._shard[1]} of the stream has no training "
                         "document; use fewer ranks, or fewer data.streams"
                     )
-                self._epoch, self._fruitful = self._epoch + 1, False
+                self._epoch += 1
+                self._had_training_text = False
                 self._documents = self._open(self._data, self._shard, None)
             elif texts:
-                self._fruitful = True
+                self._had_training_text = True
                 ids = encode_documents(self._tokenizer, texts, self._data.leading_eos)
                 if len(blocks := self._packer.add(ids)):
                     return blocks
@@ -97,15 +102,19 @@ class StreamLoader:
         world_size: int = 1,
         open_documents: Callable = documents,
     ):
-        self._data, self._tokenizer, self._open = data, tokenizer, open_documents
-        self._size, self._seed = micro_batch_size, seed
-        self._rank, self._world_size = rank, world_size
-        self._count = None if data.streams == "auto" else data.streams
+        self._data = data
+        self._tokenizer = tokenizer
+        self._open = open_documents
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._stream_count: int | None = None if data.streams == "auto" else data.streams
         self._next = 0  # the first micro-batch that no rank has had
         self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
-        self._readers: Readers | _Here | None = None
-        if self._count is not None:
-            self._numbers()  # refuses now, not when the model has been built
+        self._readers: Readers | _InThisProcess | None = None
+        if self._stream_count is not None:
+            self._own_numbers(self._stream_count)  # refuses now, not when the model is built
 
     @property
     def shares(self) -> dict[str, float]:
@@ -122,14 +131,14 @@ class StreamLoader:
 
     def __next__(self) -> MicroBatch:
         """Raises DataError when reading failed for good, or a worker died."""
-        self._deal()
-        stream = self._streams[(self._next + self._rank) % self._count]
+        count = self._make_streams()
+        stream = self._streams[(self._next + self._rank) % count]
         before = stream.mark()
         try:
             if self._readers is None:
-                self._readers = self._open_readers()
+                self._readers = self._open_readers(count)
             self._readers.check()
-            blocks = [stream.draw(self._readers) for _ in range(self._size)]
+            blocks = [stream.draw(self._readers) for _ in range(self._micro_batch_size)]
         except DataError:
             self.close()
             raise
@@ -156,12 +165,12 @@ class StreamLoader:
     def state_dict(self) -> dict:
         """This rank's streams: plain data, and for each a tensor of the ids that wait in it. The
         states of all ranks together (`merge_states`) are the run's."""
-        self._deal()
+        count = self._make_streams()
         return {
             "next_global_micro_batch": self._next,
-            "micro_batch_size": self._size,
-            "count": self._count,
-            "streams": {number: s.state_dict() for number, s in self._streams.items()},
+            "micro_batch_size": self._micro_batch_size,
+            "count": count,
+            "streams": {number: stream.state_dict() for number, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -182,58 +191,67 @@ class StreamLoader:
                 "whole files; a run that streams cannot go on from it: train anew under another "
                 "run name"
             )
-        if state["micro_batch_size"] != self._size:
+        if state["micro_batch_size"] != self._micro_batch_size:
             raise DataError(
                 f"the checkpoint's position in the stream is of train.micro_batch_size "
-                f"{state['micro_batch_size']}, this run has {self._size}: it must not change on "
-                "resuming"
+                f"{state['micro_batch_size']}, this run has {self._micro_batch_size}: it must not"
+                " change on resuming"
             )
         self.close()
-        self._count, self._next = state["count"], state["next_global_micro_batch"]
+        self._stream_count = state["count"]
+        self._next = state["next_global_micro_batch"]
         self._streams = {}
-        wanted = self._numbers()
+        wanted = self._own_numbers(state["count"])
         if missing := [number for number in wanted if number not in state["streams"]]:
             raise DataError(
                 f"the checkpoint's data position of one rank lacks streams {missing} of rank "
                 f"{self._rank} of {self._world_size}: it was written by another number of ranks, "
                 "whose positions must be merged"
             )
-        self._deal()
+        self._make_streams()
         for number, stream in self._streams.items():
             stream.load_state_dict(state["streams"][number])
 
-    def _numbers(self) -> list[int]:
-        """The streams that this rank draws from, in the order in which it does."""
-        if self._count % self._world_size:
-            fitting = [str(n) for n in range(1, self._count + 1) if self._count % n == 0]
+    def _own_numbers(self, count: int) -> list[int]:
+        """Which of `count` streams this rank draws from, in the order in which it does.
+
+        Raises:
+            DataError: the ranks do not divide the number of streams.
+        """
+        if count % self._world_size:
+            fitting = [str(ranks) for ranks in range(1, count + 1) if count % ranks == 0]
             raise DataError(
-                f"the stream of documents is dealt to {self._count} streams, which can be shared "
+                f"the stream of documents is dealt to {count} streams, which can be shared "
                 f"evenly by {', '.join(fitting)} ranks, not by {self._world_size}; a new run may "
                 f"set data.streams to a multiple of {self._world_size}"
             )
         first = self._next + self._rank
-        return [(first + turn) % self._count for turn in range(0, self._count, self._world_size)]
+        return [(first + step) % count for step in range(0, count, self._world_size)]
 
-    def _deal(self) -> None:
-        """Makes this rank's streams, once."""
-        if self._streams:
-            return
-        if self._count is None:
-            self._count = _auto_streams(self._data, self._world_size)
-        size = -(-self._data.shuffle_buffer // self._count)
-        for number in self._numbers():
-            self._streams[number] = ShuffledStream(number, size, self._seed)
+    def _make_streams(self) -> int:
+        """Makes this rank's streams, once; returns how many streams the run has."""
+        if self._stream_count is None:
+            self._stream_count = _auto_streams(self._data, self._world_size)
+        count = self._stream_count
+        if not self._streams:
+            buffer_size = -(-self._data.shuffle_buffer // count)
+            for number in self._own_numbers(count):
+                self._streams[number] = ShuffledStream(number, buffer_size, self._seed)
+        return count
 
-    def _open_readers(self) -> Readers | _Here:
+    def _open_readers(self, count: int) -> Readers | _InThisProcess:
+        """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
         numbers = list(self._streams)
         workers = worker_count(self._data)
-        common = (self._data, self._tokenizer, self._count, self._open)
+        common = (self._data, self._tokenizer, count, self._open)
         positions = {number: self._streams[number].position for number in numbers}
         if not workers:
-            return _Here((*common, positions))
-        hands = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
-        payloads = [(*common, {number: positions[number] for number in hand}) for hand in hands]
-        return Readers("lm.data.stream:open_streams", payloads, hands)
+            return _InThisProcess((*common, positions))
+        numbers_of_workers = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
+        payloads = [
+            (*common, {number: positions[number] for number in own}) for own in numbers_of_workers
+        ]
+        return Readers("lm.data.stream:open_streams", payloads, numbers_of_workers)
 
 
 class ShuffledStream:
@@ -241,11 +259,12 @@ class ShuffledStream:
 
     Args:
         number: of the stream, from 0.
-        size: blocks in the buffer.
+        buffer_size: blocks in the buffer.
     """
 
-    def __init__(self, number: int, size: int, seed: int):
-        self._number, self._size = number, size
+    def __init__(self, number: int, buffer_size: int, seed: int):
+        self._number = number
+        self._buffer_size = buffer_size
         self._rng = np.random.default_rng([seed, number])
         self.position: dict | None = None  # where reading goes on; None: at the beginning
         self._buffer: list[np.ndarray] = []  # blocks to draw from
@@ -264,13 +283,13 @@ class ShuffledStream:
         """What was drawn since is drawn again."""
         self._buffer, self._pending, self.position, self._rng.bit_generator.state = mark
 
-    def draw(self, readers: Readers | _Here) -> np.ndarray:
+    def draw(self, readers: Readers | _InThisProcess) -> np.ndarray:
         """A block (seq_len + 1,).
 
         Raises:
             DataError: reading failed. ReaderError: a worker did.
         """
-        while len(self._buffer) < self._size:
+        while len(self._buffer) < self._buffer_size:
             if not self._pending:
                 blocks, position = readers.take(self._number)
                 if blocks is None:
@@ -303,7 +322,9 @@ def merge_states(states: Sequence[dict]) -> dict:
     """One state of a run from those of all its ranks, which any number of ranks can load."""
     merged = dict(states[0])
     if "streams" in merged:
-        merged["streams"] = {n: s for state in states for n, s in state["streams"].items()}
+        merged["streams"] = {
+            number: stream for state in states for number, stream in state["streams"].items()
+        }
     return merged
 
 
@@ -346,8 +367,8 @@ def open_streams(payload: tuple) -> Callable[[int], tuple]:
     return answer
 
 
-class _Here:
-    """What `Readers` does, without processes."""
+class _InThisProcess:
+    """What `Readers` does, without processes of their own."""
 
     def __init__(self, payload: tuple):
         self.take = open_streams(payload)

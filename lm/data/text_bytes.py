@@ -7,6 +7,7 @@ import math
 import re
 
 import numpy as np
+from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerFast
 
 from lm.data.packing import IGNORE, encode_documents
@@ -63,21 +64,21 @@ class TextBytes:
             self._sizes[self._eos] = 0
         _probe(tokenizer, self, [token.content for token in added.values() if not token.special])
 
-    def count(self, before, targets) -> int | None:
+    def count(self, before: ArrayLike, targets: ArrayLike) -> int | None:
         """Bytes of the text that targets stand for; None where one may stand for any text.
 
         Args:
             before, targets: integers of one shape; `before` has the token before each target in
                 the stream. Targets IGNORE do not count.
         """
-        before, targets = np.asarray(before), np.asarray(targets)
-        counted = targets != IGNORE
-        before, targets = before[counted], targets[counted]
-        sizes = self._sizes[targets]
+        is_counted = np.asarray(targets) != IGNORE
+        counted = np.asarray(targets)[is_counted]
+        sizes = self._sizes[counted]
         if (sizes == UNKNOWN).any():
             return None
-        first = (before == self._eos) & self._begins_with_space[targets]
-        return int(sizes.sum()) - self._prefix * int(first.sum())
+        begins_document = np.asarray(before)[is_counted] == self._eos
+        has_prefix = begins_document & self._begins_with_space[counted]
+        return int(sizes.sum()) - self._prefix * int(has_prefix.sum())
 
 
 def bits_per_byte(nats: float, text_bytes: float | None) -> float | None:
@@ -159,3 +160,22 @@ def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: lis
                 f"the tokenizer does not keep the text as it is (of {text!r} it gives back"
                 f" {back!r}), so its tokens do not say how many bytes they stand for"
             )
+
+
+def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
+    """The bytes of text that each token stands for inside a document: its piece as it is written
+    where it is a special token; what it decodes to by itself where the tokenizer is neither
+    byte-level nor sentencepiece."""
+    try:
+        parts = _decoders(tokenizer)
+    except UncountableError:
+        return [tokenizer.decode([number]).encode() for number in ids]
+    added = tokenizer.added_tokens_decoder
+    found = []
+    for number, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        special = number in added and added[number].special
+        if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
+            found.append(f"<{number}>".encode())
+        else:
+            found.append(piece.encode() if special else _text(piece, parts, number in added))
+    return found

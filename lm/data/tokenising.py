@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,13 +17,15 @@ from lm.config import Data
 from lm.console import say
 from lm.data import integrity, readers
 from lm.data.corpus import SPLITS, Meta
+from lm.data.errors import DataError
 from lm.data.packing import encode_documents
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.lease import LeaseError
 from lm.outputs import OutputError, sync, write_json, write_text, writing
 
 BATCH = 256  # documents tokenised at a time
-SHARD_DOCUMENTS, SHARD_CHARACTERS = 4096, 8_000_000  # a shard ends when it has either
+SHARD_DOCUMENTS = 4096  # a shard ends when it has so many documents
+SHARD_CHARACTERS = 8_000_000  # or so many characters
 SMALL = 2  # a corpus of up to so many shards is not worth the start of processes
 MOST_WORKERS = 16  # by `auto`: one process reads the text for all, and feeds no more than some 20
 STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does not say
@@ -32,8 +34,8 @@ JOURNAL = "shards.jsonl"  # of what is tokenised and on the disk; gone when the 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A shard's tokens as bytes and the number of its documents, by split, and its largest id (-1:
-    none)."""
+    """A tokenised shard: its tokens as bytes and the number of its documents, each by split, and
+    the largest id in it, -1 where it has no token."""
 
     raw: dict[str, bytes]
     documents: dict[str, int]
@@ -41,8 +43,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A line of the journal: what the files held, and their checksums, after some shards."""
+class JournalLine:
+    """What the files held after some shard, and their checksums then; by split."""
 
     documents: dict[str, int]
     tokens: dict[str, int]
@@ -58,12 +60,14 @@ def tokenise(
     check: Callable[[], None] = lambda: None,
 ) -> Meta:
     """Writes train.bin, val.bin and, last, meta.json. They do not depend on the number of
-    processes. What a process that was killed had finished of the same corpus is kept, to a shard;
-    of a stream nothing is, since it may be another one by now.
+    processes.
+
+    After a kill the next start with the same corpus goes on behind the last whole shard. A stream
+    is always read from its beginning, because its text may have changed in between.
 
     Args:
         progress: called with (documents, tokens) done so far.
-        check: called after each shard; what it raises ends the work, which can be gone on with.
+        check: called after each shard. What it raises ends the work; a later call goes on there.
 
     Raises:
         DataError: the source cannot be read or used, or a process died. OutputError: no space.
@@ -128,7 +132,9 @@ class _Files:
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, header: dict | None):
-        self._folder, self._dtype, self._header = folder, dtype, header
+        self._folder = folder
+        self._dtype = dtype
+        self._header = header
         self._journal = folder / JOURNAL
         self.writers: dict[str, integrity.Writer] = {}
         self.documents = dict.fromkeys(SPLITS, 0)
@@ -139,8 +145,8 @@ class _Files:
         Raises:
             OutputError: the system refuses.
         """
-        if (found := self._whole()) is not None:
-            self.documents = dict(found.documents)
+        if (last := self._reopened()) is not None:
+            self.documents = dict(last.documents)
             say(
                 f"data     {self._folder} was left unfinished: its first"
                 f" {sum(self.documents.values())} documents are tokenised already, on from there"
@@ -151,29 +157,30 @@ class _Files:
         if self._header is not None:
             write_text(self._journal, json.dumps(self._header) + "\n")
 
-    def _whole(self) -> Done | None:
-        """The journal's last line, the files opened at its place, where all is as it says."""
+    def _reopened(self) -> JournalLine | None:
+        """The journal's last line, with the files open where it says that they ended; None where
+        they are not what it says."""
         try:
             lines = _lines(self._journal, self._header)
         except OSError:
             return None
         if not lines:
             return None
-        done = lines[-1]
+        last = lines[-1]
         for split in SPLITS:
             path = self._folder / f"{split}.tmp"
             try:
-                writer = integrity.Writer(path, self._dtype, done.tokens[split])
+                writer = integrity.Writer(path, self._dtype, last.tokens[split])
             except (OutputError, DataError):  # not there, shorter
                 return None
             self.writers[split] = writer
-            if writer.sha256 != done.sha256[split]:
+            if writer.sha256 != last.sha256[split]:
                 say(f"data     {path} is not what was written: prepared anew")
                 return None
         # A line that was cut off is cut off here, too.
         text = [json.dumps(self._header), *(json.dumps(asdict(line)) for line in lines)]
         write_text(self._journal, "\n".join(text) + "\n")
-        return done
+        return last
 
     def add(self, tokens: Tokens) -> None:
         """Write a shard; then it is on the disk, and in the journal.
@@ -188,13 +195,13 @@ class _Files:
             return
         for writer in self.writers.values():
             writer.sync()
-        done = Done(
+        line = JournalLine(
             dict(self.documents),
             {split: self.writers[split].tokens for split in SPLITS},
             {split: self.writers[split].sha256 for split in SPLITS},
         )
         with writing(self._journal), open(self._journal, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(done)) + "\n")
+            file.write(json.dumps(asdict(line)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -209,7 +216,7 @@ class _Files:
         return sums
 
     def stop(self) -> None:
-        """Keep what the journal has; where it has nothing, free the space."""
+        """Keep the files for the next start; delete them if no document is finished."""
         kept = documents_done(self._folder) if self._header is not None else 0
         if not kept:
             self.discard()
@@ -225,14 +232,15 @@ class _Files:
         for writer in self.writers.values():
             writer.discard()
         for split in SPLITS:
-            (self._folder / f"{split}.bin").unlink(missing_ok=True)  # one alone is no use
+            # One of the two may have its name already: alone it is of no use.
+            (self._folder / f"{split}.bin").unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:
         self._journal.unlink(missing_ok=True)
 
 
-def _lines(journal: Path, header: dict | None) -> list[Done]:
+def _lines(journal: Path, header: dict | None) -> list[JournalLine]:
     """The lines of a journal, up to one that was cut off; none of a journal of other work.
 
     Args:
@@ -241,13 +249,13 @@ def _lines(journal: Path, header: dict | None) -> list[Done]:
     Raises:
         OSError: it cannot be read.
     """
-    done = []
+    lines: list[JournalLine] = []
     first, *rest = journal.read_text(encoding="utf-8", errors="replace").split("\n")
     with contextlib.suppress(ValueError, TypeError):
         if header is None or json.loads(first) == header:
-            for line in rest:
-                done.append(Done(**json.loads(line)))
-    return done
+            for text in rest:
+                lines.append(JournalLine(**json.loads(text)))
+    return lines
 
 
 def _fill(
@@ -258,20 +266,17 @@ def _fill(
     progress: Callable[[int, int], None] | None,
     check: Callable[[], None],
 ) -> None:
-    """Tokenises what is left of the source into the files."""
-    enough = None
+    """Tokenises what is left of the source into the files.
+
+    Raises:
+        DataError: the source cannot be read, or the tokenizer makes an id that it does not have.
+    """
+    enough = None  # validation tokens, after which a stream has been read far enough
     if data.source == "fineweb":
         enough = (data.val_tokens or STREAM_VAL_TOKENS) + 1
-    texts = itertools.islice(documents(data), sum(files.documents.values()), None)
-    shards = _shards(texts, BATCH if enough else SHARD_DOCUMENTS)
-    encode = encoder((data, tokenizer, dtype))
-    first = list(itertools.islice(shards, SMALL + 1))
-    shards = itertools.chain(first, shards)
-    workers = 1 if enough or len(first) <= SMALL else worker_count(data)
-    results = map(encode, shards)
-    if workers > 1:
-        results = _in_order(shards, (data, tokenizer, dtype), workers)
-    with contextlib.closing(results) if workers > 1 else contextlib.nullcontext():
+    left = itertools.islice(documents(data), sum(files.documents.values()), None)
+    shards = _shards(left, BATCH if enough else SHARD_DOCUMENTS)
+    with contextlib.closing(_tokenised(shards, data, tokenizer, dtype)) as results:
         for tokens in results:
             if tokens.largest >= len(tokenizer):
                 raise DataError(
@@ -287,15 +292,33 @@ def _fill(
                 break
 
 
+def _tokenised(
+    shards: Iterator[list[str]], data: Data, tokenizer: PreTrainedTokenizerFast, dtype: np.dtype
+) -> Generator[Tokens]:
+    """The shards tokenised, in their order: of a large local corpus by several processes, else
+    here. To be closed, which ends the processes."""
+    payload = (data, tokenizer, dtype)
+    first = list(itertools.islice(shards, SMALL + 1))
+    shards = itertools.chain(first, shards)
+    is_stream = data.source == "fineweb"
+    workers = 1 if is_stream or len(first) <= SMALL else worker_count(data)
+    if workers > 1:
+        yield from _in_order(shards, payload, workers)
+    else:
+        yield from map(encoder(payload), shards)
+
+
 def _shards(texts: Iterator[str], most: int) -> Iterator[list[str]]:
-    """Documents in a row, up to `most` or SHARD_CHARACTERS of them."""
-    shard, characters = [], 0
+    """The documents in lists, each of which ends with `most` documents or SHARD_CHARACTERS."""
+    shard: list[str] = []
+    characters = 0
     for text in texts:
         shard.append(text)
         characters += len(text)
         if len(shard) >= most or characters >= SHARD_CHARACTERS:
             yield shard
-            shard, characters = [], 0
+            shard = []
+            characters = 0
     if shard:
         yield shard
 
@@ -305,16 +328,19 @@ def encoder(payload: tuple[Data, PreTrainedTokenizerFast, np.dtype]) -> Callable
     data, tokenizer, dtype = payload
 
     def encode(texts: list[str]) -> Tokens:
-        raw, counts, largest = {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), -1
+        raw: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+        counts = dict.fromkeys(SPLITS, 0)
+        largest = -1
         for start in range(0, len(texts), BATCH):
             batch = texts[start : start + BATCH]
             held_out = [is_validation(text, data.val_fraction) for text in batch]
             for split in SPLITS:
-                mine = [t for t, is_val in zip(batch, held_out) if is_val == (split == "val")]
-                ids = encode_documents(tokenizer, mine, data.leading_eos)
+                wants_held_out = split == "val"
+                own = [text for text, is_val in zip(batch, held_out) if is_val == wants_held_out]
+                ids = encode_documents(tokenizer, own, data.leading_eos)
                 largest = max(largest, int(ids.max(initial=-1)))
                 raw[split].append(ids.astype(dtype).tobytes())
-                counts[split] += len(mine)
+                counts[split] += len(own)
         return Tokens({split: b"".join(raw[split]) for split in SPLITS}, counts, largest)
 
     return encode
@@ -334,25 +360,33 @@ def _in_order(shards: Iterator[list[str]], payload: tuple, workers: int) -> Iter
         ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
     """
     pool = readers.Readers("lm.data.tokenising:shard_encoder", [payload] * workers, [[]] * workers)
-    free, busy = list(pool.connections), set()
-    finished: dict[int, Tokens] = {}
-    sent = due = 0
+    idle = list(pool.connections)
+    busy = set()
+    finished: dict[int, Tokens] = {}  # by the number of the shard, those not yet yielded
+    sent = 0  # shards given to a process
+    yielded = 0
     try:
         while True:
-            while free and sent - due < 2 * workers and (texts := next(shards, None)) is not None:
-                worker = free.pop()
-                pool.send(worker, sent, texts)
-                busy.add(worker)
+            # 1. Give every idle process a shard, unless too many wait for an earlier one.
+            while idle and sent - yielded < 2 * workers:
+                texts = next(shards, None)
+                if texts is None:
+                    break
+                process = idle.pop()
+                pool.send(process, sent, texts)
+                busy.add(process)
                 sent += 1
-            if due in finished:
-                yield finished.pop(due)
-                due += 1
+            # 2. Hand on the next shard in order, as soon as it is there.
+            if yielded in finished:
+                yield finished.pop(yielded)
+                yielded += 1
                 continue
+            # 3. Else wait for an answer; without any to come all is done.
             if not busy:
                 return
-            for worker in pool.wait(busy):
-                number, finished[number] = pool.receive(worker)
-                busy.discard(worker)
-                free.append(worker)
+            for process in pool.wait(busy):
+                number, finished[number] = pool.receive(process)
+                busy.discard(process)
+                idle.append(process)
     finally:
         pool.close()

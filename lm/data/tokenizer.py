@@ -9,15 +9,17 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm.config import Config, Data
 from lm.data import cache
+from lm.data.errors import DataError
 from lm.data.hub import check_hub
 from lm.data.mixture import naming, parts, tokenizer_bytes
-from lm.data.sources import DataError, documents, is_validation
+from lm.data.sources import documents, is_validation
 from lm.errors import UserError, require
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
@@ -234,7 +236,7 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
-    merges = [tuple(line.split(" ")) for line in lines if line.strip()]
+    merges: Any = [tuple(line.split(" ")) for line in lines if line.strip()]
     backend = Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -248,7 +250,7 @@ def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
     require("sentencepiece", "a tokenizer.model")
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
     model.ParseFromString((folder / "tokenizer.model").read_bytes())
     trainer, rules = model.trainer_spec, model.normalizer_spec
     if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:

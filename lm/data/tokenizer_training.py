@@ -12,15 +12,15 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from lm.config import Config
+from lm.data.errors import DataError
 from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.packing import encode_documents
-from lm.data.sources import DataError
 from lm.data.tokenizer import bpe_of, first_texts, from_sentencepiece, save
 from lm.errors import UserError, require
 from lm.outputs import OutputError, check_folder, writing
 
 HELD_OUT_BYTES = 1_000_000  # of held-out text that a tokenizer is measured on
-SENTENCE_BYTES = 2**30  # sentencepiece leaves out what is longer, by default 4,192
+SENTENCE_BYTES = 2**30  # sentencepiece leaves longer lines out; its default is 4,192
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def train_tokenizer(
         OutputError: the folder holds something, or cannot be written.
         MissingPackageError: sentencepiece is not installed.
     """
-    began, out = time.monotonic(), Path(out)
+    began = time.monotonic()
+    out = Path(out)
     if kind == "sentencepiece":
         require("sentencepiece", "a tokenizer of --type sentencepiece")
     check_folder(out)
@@ -128,7 +129,8 @@ def sentencepiece_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokeniz
     """
     import sentencepiece
 
-    model, failure = io.BytesIO(), []
+    model = io.BytesIO()
+    failure: list[UserError] = []
 
     def lines() -> Iterator[str]:
         # An error would be lost in sentencepiece, which calls this.

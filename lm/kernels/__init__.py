@@ -9,6 +9,8 @@ import functools
 import importlib
 import os
 import warnings
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -23,11 +25,13 @@ INTERFACE = ("fprnn-kernels", 1)
 MODULES = {
     "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell"},
     "triton": {
-        "selective_scan": "triton_scan", "ssd_scan": "triton_ssd", "step": "triton_step",
+        "selective_scan": "triton_scan",
+        "ssd_scan": "triton_ssd",
+        "step": "triton_step",
         "short_conv": "triton_conv",
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
-}  # fmt: skip
+}
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
@@ -121,7 +125,7 @@ def _find(operation, device_type, dtype, grad, name):
     return tuple(module for _, module in found)
 
 
-def find(operation, like):
+def find(operation: str, like: torch.Tensor) -> ModuleType | None:
     """The module to compute an operation with, None for plain PyTorch.
 
     Args:
@@ -133,7 +137,7 @@ def find(operation, like):
     return found[0] if found else None
 
 
-def compute(operation, function, like, *args):
+def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the first backend that can compute it returns, None where plain PyTorch
     must. Where that is because of the arguments, a warning says so once.
 
@@ -163,13 +167,15 @@ def _warn(function, reasons):
     )
 
 
-def available(device_type="cpu") -> str:
+def available(device_type: str = "cpu") -> str:
     """What computes what on such a device, and what cannot be used and why, in words.
 
     Raises:
         BackendError: FPRNN_KERNELS names what can compute nothing here.
     """
-    name, parts, missing = asked(), [], {}
+    name = asked()
+    parts: list[str] = []
+    missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
     for operation in OPERATIONS:

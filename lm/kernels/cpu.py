@@ -12,6 +12,7 @@ import math
 import struct
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import cpu_build
@@ -61,9 +62,15 @@ def _prepare(x, dt, A, B, C, h0, keep, D):
     """Check the arguments; the sizes and tensors that `_call` takes, but for the results."""
     (b, length, d), n = x.shape, A.shape[-1]
     check(
-        x.dtype, ("x", x, (b, length, d)), ("dt", dt, (b, length, d)), ("A", A, (d, n)),
-        ("B", B, (b, length, n)), ("C", C, (b, length, n)), ("h0", h0, (b, d, n)), ("D", D, (d,)),
-    )  # fmt: skip
+        x.dtype,
+        ("x", x, (b, length, d)),
+        ("dt", dt, (b, length, d)),
+        ("A", A, (d, n)),
+        ("B", B, (b, length, n)),
+        ("C", C, (b, length, n)),
+        ("h0", h0, (b, d, n)),
+        ("D", D, (d,)),
+    )
     if keep is not None:
         keep = keep.to(x.dtype).contiguous()
         check(x.dtype, ("keep", keep, (b, length)))
@@ -117,7 +124,16 @@ class _SelectiveScan(torch.autograd.Function):
         return dx, ddt, dA.t(), dB, dC, dh0, None, dD
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None, D=None):
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+    D: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan, compiled.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t + D ⊙ x_t

@@ -7,32 +7,43 @@ It is passed as packed bytes: ctypes takes microseconds to convert as many argum
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from lm.kernels import Unsupported
+from lm.kernels.cache import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp")
 HEADERS = (
-    "cpu_vector.h", "cpu_cell.h", "cpu_cell_gradient.h", "cpu_cell_product.h", "cpu_cell_root.h",
-)  # fmt: skip
+    "cpu_vector.h",
+    "cpu_cell.h",
+    "cpu_cell_gradient.h",
+    "cpu_cell_product.h",
+    "cpu_cell_root.h",
+)
 # Not -ffast-math; cpu_vector.h says why.
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno",
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
     "-fno-trapping-math",
-)  # fmt: skip
+)
 FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
-def usable(self_check) -> tuple[bool, str]:
+def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
     """Whether kernels run here, and if not, why not, in a sentence.
 
     Args:
@@ -129,16 +140,6 @@ def _run_all(commands):
             process.stderr.close()
 
 
-def cache_folder() -> Path:
-    """Where what kernels need from one run to the next is kept.
-
-    Raises:
-        RuntimeError: there is no home directory.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fprnn" / "kernels"
-
-
 def _cpu() -> str:
     """What -march=native depends on. A home directory may be shared between unlike machines."""
     try:
@@ -149,7 +150,7 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def check(dtype, *arguments):
+def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequence[int]]) -> None:
     """Refuse what a kernel for this dtype cannot read.
 
     Args:
@@ -171,12 +172,12 @@ def check(dtype, *arguments):
             )
 
 
-def address(t) -> int:
+def address(t: torch.Tensor | None) -> int:
     """Where a tensor lies; 0, a null pointer, for None."""
     return 0 if t is None else t.data_ptr()
 
 
-def token_step(t):
+def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A tensor (b,l,k) and what lies between two of its tokens, in entries; a slice of a wider one
     is used as it is, a copy made only where tokens are not evenly spaced or not contiguous."""
     if not t.is_contiguous():

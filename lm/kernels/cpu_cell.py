@@ -23,6 +23,7 @@ import struct
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, cpu_build
@@ -89,9 +90,17 @@ def _self_check() -> float:
             return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
 
         columns = d + 1 + 2 * n
-        given = wave(b, length, columns), wave(columns, d) / 9, wave(b, length, d)
-        given += wave(b, length, d).abs() / 4, -1 - wave(n, d).abs().t()
-        given += wave(b, length, d) / 2 + 1, wave(d) / 4, wave(d) + 1, wave(d) / 4
+        given = (
+            wave(b, length, columns),
+            wave(columns, d) / 9,
+            wave(b, length, d),
+            wave(b, length, d).abs() / 4,
+            -1 - wave(n, d).abs().t(),
+            wave(b, length, d) / 2 + 1,
+            wave(d) / 4,
+            wave(d) + 1,
+            wave(d) / 4,
+        )
         inputs = [t.detach().requires_grad_() for t in given]
         others = layout, options, _MAMBA1, None, None, None, None
         ours = _Cell.apply(*inputs, others)[0]
@@ -177,13 +186,20 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
     if keep is not None:
         keep = keep.to(x.dtype).contiguous()
     check(
-        x.dtype, ("x", x, tokens), ("raw", raw, (b, length, columns)),
+        x.dtype,
+        ("x", x, tokens),
+        ("raw", raw, (b, length, columns)),
         ("weight_y", weight_y, (reading, d)),
-        ("dt", dt, (b, length, heads) if kind == _MAMBA2 else tokens), ("A", A, of_A),
-        ("keep", keep, (b, length)), ("gate", gate, tokens), ("D", D, (d,)),
-        ("norm_weight", weight, (d,)), ("norm_bias", bias, (d,)), ("y0", y0, (b, d)),
+        ("dt", dt, (b, length, heads) if kind == _MAMBA2 else tokens),
+        ("A", A, of_A),
+        ("keep", keep, (b, length)),
+        ("gate", gate, tokens),
+        ("D", D, (d,)),
+        ("norm_weight", weight, (d,)),
+        ("norm_bias", bias, (d,)),
+        ("y0", y0, (b, d)),
         ("h0", h0, of_state),
-    )  # fmt: skip
+    )
     raw, raw_step = token_step(raw)
     if kind == _MAMBA1 and A.stride() != (1, d):
         A = A.t().contiguous().t()
@@ -309,8 +325,22 @@ def _run(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, 
 
 
 def cell(
-    layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint
-):
+    layout: Layout | tuple,
+    options: Options | tuple,
+    raw: Tensor,
+    weight_y: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    keep: Tensor | None,
+    gate: Tensor | None,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    y0: Tensor | None,
+    h0: Tensor | None,
+    adjoint: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The solve of an FP-Mamba-1 or 2 layer, token by token; differentiable once.
 
     Args:
@@ -337,7 +367,19 @@ def cell(
     return _run(layout, options, kind, *given)
 
 
-def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, adjoint):
+def cell_rnn(
+    layout: Layout | tuple,
+    options: Options | tuple,
+    raw: Tensor,
+    weight_y: Tensor,
+    x: Tensor,
+    decay: Tensor,
+    fresh: Tensor,
+    keep: Tensor | None,
+    y0: Tensor | None,
+    h0: Tensor | None,
+    adjoint: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The solve of an FP-RNN layer: y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t.
 
     Args:

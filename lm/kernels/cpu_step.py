@@ -12,6 +12,7 @@ import struct
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from lm.kernels import cpu_build
 from lm.kernels.cpu_build import DTYPES, address, check, functions, token_step
@@ -30,8 +31,18 @@ def usable() -> tuple[bool, str]:
 
 
 def mix(
-    gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act="silu", sequential=True
-):
+    gates_x: Tensor,
+    gates_y: Tensor | None,
+    vectors_x: Tensor,
+    vectors_y: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    rank: int,
+    scale: float,
+    eps: float,
+    act: str = "silu",
+    sequential: bool = True,
+) -> Tensor:
     """x̃ = M(x − y) + y, M the product or the sum of r reflections (householder, dplr).
 
         δ ← δ − a_i u_i (u_iᵀ δ)        a = scale σ(gates_x + gates_y)
@@ -48,34 +59,31 @@ def mix(
         RuntimeError: a gradient would be needed. TypeError, ValueError: devices, shapes, names.
         Unsupported: dtypes.
     """
-    b, length, d = x.shape
-    gates, vectors, inputs = (b, length, rank), (b, length, rank * d), (b, length, d)
+    b, length, d = inputs = x.shape
+    gates = (b, length, rank)
+    vectors = (b, length, rank * d)
     _no_gradient(gates_x, gates_y, vectors_x, vectors_y, x, y)
     check(
-        x.dtype, ("x", x, inputs), ("y", y, inputs), ("gates_x", gates_x, gates),
-        ("gates_y", gates_y, gates), ("vectors_x", vectors_x, vectors),
+        x.dtype,
+        ("x", x, inputs),
+        ("y", y, inputs),
+        ("gates_x", gates_x, gates),
+        ("gates_y", gates_y, gates),
+        ("vectors_x", vectors_x, vectors),
         ("vectors_y", vectors_y, vectors),
-    )  # fmt: skip
+    )
     if act not in _ACTS or rank < 1:
         raise ValueError(f"act is `{act}` of {', '.join(_ACTS)} and rank {rank} of 1 and above")
-    gates_x, gates_x_step = token_step(gates_x)
-    vectors_x, vectors_x_step = token_step(vectors_x)
-    gates_y, gates_y_step = _optional(gates_y)
-    vectors_y, vectors_y_step = _optional(vectors_y)
-    (x, x_step), (y, y_step) = token_step(x), token_step(y)
     mixed = x.new_empty(b, length, d)
-    functions()["mix"][x.dtype](
-        _pack_mix(
-            b * length, d, rank, _ACTS[act], sequential, torch.get_num_threads(),
-            gates_x_step, gates_y_step, vectors_x_step, vectors_y_step, x_step, y_step,
-            gates_x.data_ptr(), address(gates_y), vectors_x.data_ptr(), address(vectors_y),
-            x.data_ptr(), y.data_ptr(), mixed.data_ptr(), scale, eps,
-        )
-    )  # fmt: skip
+    # In the order of the struct's fields: sizes, steps between tokens, addresses, numbers.
+    tensors, steps = _spaced(gates_x, gates_y, vectors_x, vectors_y, x, y)
+    sizes = (b * length, d, rank, _ACTS[act], sequential, torch.get_num_threads())
+    addresses = [address(t) for t in (*tensors, mixed)]
+    functions()["mix"][x.dtype](_pack_mix(*sizes, *steps, *addresses, scale, eps))
     return mixed
 
 
-def normalise(v_x, v_y, groups, eps):
+def normalise(v_x: Tensor, v_y: Tensor | None, groups: int, eps: float) -> Tensor:
     """nrm(v_x + v_y) of each of `groups` equal parts of the last dimension.
 
     Args:
@@ -90,18 +98,26 @@ def normalise(v_x, v_y, groups, eps):
     check(v_x.dtype, ("v_x", v_x, shape), ("v_y", v_y, shape))
     if groups < 1 or k % groups:
         raise ValueError(f"{groups} groups do not divide {k} entries")
-    (v_x, x_step), (v_y, y_step) = token_step(v_x), _optional(v_y)
     unit = v_x.new_empty(b, length, k)
-    functions()["normalise"][v_x.dtype](
-        _pack_normalise(
-            b * length, groups, k // groups, torch.get_num_threads(), x_step, y_step,
-            v_x.data_ptr(), address(v_y), unit.data_ptr(), eps,
-        )
-    )  # fmt: skip
+    tensors, steps = _spaced(v_x, v_y)
+    sizes = (b * length, groups, k // groups, torch.get_num_threads())
+    addresses = [address(t) for t in (*tensors, unit)]
+    functions()["normalise"][v_x.dtype](_pack_normalise(*sizes, *steps, *addresses, eps))
     return unit
 
 
-def finish_residual(o, x, D, z, weight, bias, eps, kind, y, mask=None):
+def finish_residual(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    y: Tensor | None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """g = norm((o + D ⊙ x) ⊙ silu(z)), and how far it is from y.
 
     Args:
@@ -117,39 +133,59 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y, mask=None):
     b, length, d = shape = o.shape
     _no_gradient(o, x, D, z, weight, bias, y)
     check(
-        o.dtype, ("o", o, shape), ("x", x, shape), ("D", D, (d,)), ("z", z, shape),
-        ("weight", weight, (d,)), ("bias", bias, (d,)), ("y", y, shape),
-    )  # fmt: skip
-    fits = mask is None or (mask.shape == shape[:2] and mask.dtype is torch.bool and mask.is_cpu)
-    if not fits:
-        wrong = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
-        raise ValueError(f"mask is {wrong} where {(b, length)} of bool is expected")
+        o.dtype,
+        ("o", o, shape),
+        ("x", x, shape),
+        ("D", D, (d,)),
+        ("z", z, shape),
+        ("weight", weight, (d,)),
+        ("bias", bias, (d,)),
+        ("y", y, shape),
+    )
+    _check_mask(mask, (b, length))
     if kind not in _KINDS or (x is None) != (D is None):
         raise ValueError(
             f"kind is `{kind}` of {', '.join(_KINDS)}; x and D go together, or are both None"
         )
-    (o, o_step), (x, x_step) = token_step(o), _optional(x)
-    (z, z_step), (y, y_step) = _optional(z), _optional(y)
     D, weight, bias, mask = (t if t is None else t.contiguous() for t in (D, weight, bias, mask))
     g = o.new_empty(b, length, d)
     residual = None if y is None else o.new_empty(b, length)
-    functions()["finish"][o.dtype](
-        _pack_finish(
-            b * length, d, _KINDS[kind], torch.get_num_threads(), o_step, x_step, z_step, y_step,
-            o.data_ptr(), address(x), address(D), address(z), weight.data_ptr(), address(bias),
-            address(y), address(mask), g.data_ptr(), address(residual), eps,
-        )
-    )  # fmt: skip
+    # In the order of the struct's fields: sizes, steps between tokens, addresses, numbers.
+    (o, x, z, y), steps = _spaced(o, x, z, y)
+    sizes = (b * length, d, _KINDS[kind], torch.get_num_threads())
+    read_and_written = (o, x, D, z, weight, bias, y, mask, g, residual)
+    addresses = [address(t) for t in read_and_written]
+    functions()["finish"][o.dtype](_pack_finish(*sizes, *steps, *addresses, eps))
     return g, residual
 
 
-def finish(o, x, D, z, weight, bias, eps, kind):
+def finish(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
     """`finish_residual` without a residual: g (b,l,d)."""
     return finish_residual(o, x, D, z, weight, bias, eps, kind, None)[0]
 
 
-def _optional(t):
-    return (None, 0) if t is None else token_step(t)
+def _check_mask(mask: Tensor | None, shape: tuple[int, int]) -> None:
+    if mask is None:
+        return
+    if mask.shape != shape or mask.dtype is not torch.bool or not mask.is_cpu:
+        found = f"{tuple(mask.shape)} of {mask.dtype} on {mask.device}"
+        raise ValueError(f"mask is {found} where {shape} of bool is expected")
+
+
+def _spaced(*tensors):
+    """The tensors (b,l,·) as a kernel can read them, and what lies between two tokens of each, in
+    entries; None stays None."""
+    spaced = [(None, 0) if t is None else token_step(t) for t in tensors]
+    return [t for t, _ in spaced], [step for _, step in spaced]
 
 
 def _no_gradient(*tensors):
@@ -171,9 +207,10 @@ def _self_check() -> float:
         normed = F.layer_norm((x + D * y) * F.silu(z), D.shape, D, D, eps)
         change = (y - normed).abs().amax(-1) / normed.abs().amax(-1)
         ours = (
-            mix(gate, None, v, z, x, y, 1, 1.0, eps), normalise(v, z, 1, eps),
+            mix(gate, None, v, z, x, y, 1, 1.0, eps),
+            normalise(v, z, 1, eps),
             *finish_residual(x, y, D, z, D, D, eps, "layer", y),
-        )  # fmt: skip
+        )
         pairs = zip(ours, (mixed, unit, normed, change))
         errors += [(a - b).abs().max().double() for a, b in pairs]
     return torch.stack(errors).max().item()

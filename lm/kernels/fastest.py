@@ -6,29 +6,40 @@ import json
 import math
 import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from lm.kernels.cpu_build import cache_folder
+from lm.kernels.cache import cache_folder
 
-WARM_UP, REPEATS = 3, 5
+WARM_UP = 3
+REPEATS = 5
+
+Candidate = tuple[str, ModuleType]  # a backend, and its module for an operation
 
 
-def first(operation, found, timer=None):
+def first(
+    operation: str,
+    found: Sequence[Candidate],
+    timer: Callable[[str, ModuleType], float] | None = None,
+) -> list[Candidate]:
     """The same backends, the fastest first; one that fails comes last.
 
     Args:
         operation: one that has `inputs`. found: [(backend, module)].
         timer: maps (operation, module) → milliseconds of a forward; None: `milliseconds`.
     """
-    key, known = _key(operation, found), _read()
-    times = known.get(key)
+    key = _key(operation, found)
+    known = _read()
+    times: dict[str, float] = known.get(key, {})
     if not _complete(times, found):
-        times = {backend: _try(timer or milliseconds, operation, m) for backend, m in found}
+        measure = timer or milliseconds
+        times = {backend: _try(measure, operation, module) for backend, module in found}
         if _complete(times, found):
             _write({**known, key: times})
-    return sorted(found, key=lambda pair: times[pair[0]])
+    return sorted(found, key=lambda candidate: times[candidate[0]])
 
 
 def _try(timer, operation, module) -> float:
@@ -83,23 +94,33 @@ def _write(known):
         pass
 
 
-def inputs(operation, b=4, length=2048, d=1536, n=16, heads=24, p=64, states=64):
+def inputs(
+    operation: str,
+    b: int = 4,
+    length: int = 2048,
+    d: int = 1536,
+    n: int = 16,
+    heads: int = 24,
+    p: int = 64,
+    states: int = 64,
+) -> tuple[torch.Tensor, ...]:
     """Arguments of an operation, of the size of a small model; no random numbers are drawn."""
 
     def wave(*shape):
         return torch.linspace(0, 1e4, math.prod(shape)).sin().reshape(shape)
 
     if operation == "selective_scan":
-        x, dt, A, n = wave(b, length, d), wave(b, length, d), wave(d, n), (n,)
+        of_B: tuple[int, ...] = (b, length, n)
+        x, dt, A = wave(b, length, d), wave(b, length, d), wave(d, n)
     elif operation == "ssd_scan":
         x, dt, A = wave(b, length, heads, p), wave(b, length, heads), wave(heads)
-        n = (1, states)
+        of_B = (b, length, 1, states)
     else:
         raise ValueError(f"there are no inputs to measure `{operation}` with")
-    return x, dt.abs(), -1 - A.abs(), wave(b, length, *n), wave(b, length, *n)
+    return x, dt.abs(), -1 - A.abs(), wave(*of_B), wave(*of_B)
 
 
-def milliseconds(operation, module) -> float:
+def milliseconds(operation: str, module: ModuleType) -> float:
     """The median time of a forward on the current GPU."""
     run, times = getattr(module, operation), []
     with torch.inference_mode(False), torch.no_grad(), torch.device("cuda"):

@@ -2,6 +2,7 @@
 
 import torch
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from torch import Tensor
 
 from lm.kernels import Unsupported, triton_build, triton_scan
 
@@ -32,7 +33,15 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None):
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-1's selective scan by mamba-ssm; shapes as in lm.model.scan.selective_scan. y is
     differentiable, the final state is not: to ask for its gradient is an error.
 

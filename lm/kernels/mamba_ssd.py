@@ -3,6 +3,7 @@
 import torch
 import triton
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lm.kernels import Unsupported, triton_build, triton_ssd
@@ -24,7 +25,15 @@ def _self_check(device) -> float:
     return triton_ssd.self_check(ssd_scan, torch.float32, 1e-4 if exact else TF32)
 
 
-def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan by mamba-ssm, differentiable once; shapes as in lm.model.scan.ssd_scan.
 
     Raises:

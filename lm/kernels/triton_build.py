@@ -5,6 +5,8 @@ was imported. All is computed in fp32 whatever is read.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -14,11 +16,14 @@ from triton.runtime.errors import OutOfResources
 from lm.kernels import Unsupported
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
 MOST_COLUMNS = 65536  # of a token that one program holds: 128 a thread
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
-def usable(self_check, kernels="the Triton kernels") -> tuple[bool, str]:
+def usable(
+    self_check: Callable[[str], float], kernels: str = "the Triton kernels"
+) -> tuple[bool, str]:
     """Whether kernels run here, and if not, why not, in a sentence.
 
     Args:
@@ -51,7 +56,9 @@ def _what_is_wrong(self_check, kernels) -> str:
     return ""
 
 
-def deviation(ours, theirs, allowed) -> float:
+def deviation(
+    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], allowed: float
+) -> float:
     """The largest difference between two lists of tensors, each relative to its largest entry, as a
     multiple of what is allowed; NaN if there is one."""
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, theirs)]
@@ -59,7 +66,7 @@ def deviation(ours, theirs, allowed) -> float:
     return torch.stack(errors).max().item() / allowed
 
 
-def check(**tensors):
+def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
     """Check name=(tensor, shape); tensors that are None are left out.
 
     Raises:
@@ -79,7 +86,7 @@ def check(**tensors):
             raise TypeError(f"{name} is on {t.device}: all must be on one GPU, as {device} is")
 
 
-def check_keep(keep, x):
+def check_keep(keep: torch.Tensor | None, x: torch.Tensor) -> None:
     """Check keep (b,l), of any dtype, or None, for an x of (b,l,…). Errors: as in `check`."""
     if keep is not None:
         if keep.shape != x.shape[:2]:
@@ -88,7 +95,7 @@ def check_keep(keep, x):
             raise TypeError(f"keep is on {keep.device} and x on {x.device}")
 
 
-def launch(kernel, programs, *args, **constants):
+def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel on the device of its tensors, unless there is nothing to do.
 
     Raises:
@@ -106,25 +113,25 @@ def launch(kernel, programs, *args, **constants):
         raise Unsupported(f"{kernel.__name__} does not fit this GPU: {wrong}") from wrong
 
 
-def needs_grad(*tensors):
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def dense(t):
+def dense(t: MaybeTensor) -> MaybeTensor:
     """t, its last dimension contiguous; a copy only where it is not. None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
 
 
-def as_rows(t):
+def as_rows(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
     reach them all. None stays None."""
     if t is None:
         return None, 0
-    t = dense(t).flatten(0, -2)
-    return t, t.stride(0)
+    rows = dense(t).flatten(0, -2)
+    return rows, rows.stride(0)
 
 
-def block_for(width, per_warp=512):
+def block_for(width: int, per_warp: int = 512) -> dict[str, int]:
     """The block of a program for tokens of `width` entries, and its warps.
 
     A block has 1024 entries or more, so that narrow tokens share one. A warp has per_warp of them

@@ -6,6 +6,7 @@ Shape suffixes: b batch, l length, d channels, k taps.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import triton_build
@@ -24,7 +25,8 @@ def _self_check(device) -> float:
     before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
     theirs = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * before)
     results = [(y, *torch.autograd.grad(y.sum(), (x, taps))) for y in (short_conv(x, taps), theirs)]
-    return triton_build.deviation(*results, 1e-4)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4)
 
 
 @triton.jit
@@ -55,9 +57,21 @@ def _tap(weight, col, inside, lag, K: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+    x,
+    before,
+    segments,
+    weight,
+    bias,
+    batch,
+    at,
+    col,
+    inside,
+    length,
+    d,
+    x_batch,
+    x_time,
     K: tl.constexpr,
-):  # fmt: skip
+):
     """The convolution at times `at`, before silu."""
     total = tl.zeros([1, 1], tl.float32)
     if bias is not None:
@@ -72,9 +86,21 @@ def _convolved(
 
 @triton.jit
 def _conv_kernel(
-    x, weight, bias, segments, before, out, length, d, blocks, x_batch, x_time,
-    K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,  # in (b,l,d)
+    weight,  # in (d,K)
+    bias,  # in (d,)
+    segments,  # in (b,l)
+    before,  # in (b,K−1,d)
+    out,  # out (b,l,d)
+    length,
+    d,
+    blocks,
+    x_batch,
+    x_time,
+    K: tl.constexpr,
+    TIMES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * TIMES + tl.arange(0, TIMES)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -88,9 +114,22 @@ def _conv_kernel(
 
 @triton.jit
 def _grad_before_silu(
-    grad, x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+    grad,
+    x,
+    before,
+    segments,
+    weight,
+    bias,
+    batch,
+    at,
+    col,
+    inside,
+    length,
+    d,
+    x_batch,
+    x_time,
     K: tl.constexpr,
-):  # fmt: skip
+):
     """The gradient of `_convolved` at times `at`, zero where there is no such time."""
     value = _convolved(
         x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time, K
@@ -102,14 +141,30 @@ def _grad_before_silu(
 
 @triton.jit
 def _conv_grad_kernel(
-    x, weight, bias, segments, before, grad, dx, dbefore, partials,
-    length, d, blocks, x_batch, x_time, K: tl.constexpr, TIMES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,  # in (b,l,d)
+    weight,  # in (d,K)
+    bias,  # in (d,)
+    segments,  # in (b,l)
+    before,  # in (b,K−1,d)
+    grad,  # in (b,l,d)
+    dx,  # out (b,l,d)
+    dbefore,  # out (b,K−1,d)
+    partials,  # out, see below
+    length,
+    d,
+    blocks,
+    x_batch,
+    x_time,
+    K: tl.constexpr,
+    TIMES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """partials: (programs over time,K+1,d), what each adds to dweight and, in the last row, dbias.
 
     The convolution is computed again at every lag, from inputs that are in the cache by then: that
     costs less than keeping it, or its gradient, in memory.
     """
+    # 1. Which times of which row, and COLUMNS of its channels.
     batch = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * TIMES + tl.arange(0, TIMES)
     if before is not None:
@@ -117,9 +172,23 @@ def _conv_grad_kernel(
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = col < d
     g = _grad_before_silu(
-        grad, x, before, segments, weight, bias, batch, at, col, inside, length, d, x_batch, x_time,
+        grad,
+        x,
+        before,
+        segments,
+        weight,
+        bias,
+        batch,
+        at,
+        col,
+        inside,
+        length,
+        d,
+        x_batch,
+        x_time,
         K,
-    )  # fmt: skip
+    )
+    # 2. This program's parts of dbias and, lag by lag, of dweight.
     own = partials + tl.program_id(0).to(tl.int64) * (K + 1) * d + col
     tl.store(own + K * d, tl.sum(g, 0), mask=inside)
     for lag in tl.static_range(K):
@@ -127,12 +196,26 @@ def _conv_grad_kernel(
         if segments is not None:
             value = tl.where(_same(segments, batch, at, at - lag, length), value, 0.0)
         tl.store(own + (K - 1 - lag) * d, tl.sum(g * value, 0), mask=inside)
+    # 3. The gradient of an input: from all the times that read it.
     total = g * _tap(weight, col, inside, 0, K)
     for lag in range(1, K):
         g = _grad_before_silu(
-            grad, x, before, segments, weight, bias, batch, at + lag, col, inside, length, d,
-            x_batch, x_time, K,
-        )  # fmt: skip
+            grad,
+            x,
+            before,
+            segments,
+            weight,
+            bias,
+            batch,
+            at + lag,
+            col,
+            inside,
+            length,
+            d,
+            x_batch,
+            x_time,
+            K,
+        )
         if segments is not None:
             g = tl.where(_same(segments, batch, at + lag, at, length), g, 0.0)
         total += g * _tap(weight, col, inside, lag, K)
@@ -160,10 +243,21 @@ class _ShortConv(torch.autograd.Function):
         blocks = triton.cdiv(length, block["TIMES"])
         x = dense(x)
         launch(
-            _conv_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
-            x, weight, bias, segments, before, out, length, d, blocks, *x.stride()[:2],
-            K=k, **block,
-        )  # fmt: skip
+            _conv_kernel,
+            (b * blocks, triton.cdiv(d, block["COLUMNS"])),
+            x,
+            weight,
+            bias,
+            segments,
+            before,
+            out,
+            length,
+            d,
+            blocks,
+            *x.stride()[:2],
+            K=k,
+            **block,
+        )
         return out
 
     @staticmethod
@@ -179,16 +273,36 @@ class _ShortConv(torch.autograd.Function):
         partials = x.new_empty(b * blocks, k + 1, d, dtype=torch.float32)
         x = dense(x)
         launch(
-            _conv_grad_kernel, (b * blocks, triton.cdiv(d, block["COLUMNS"])),
-            x, weight, bias, segments, before, grad.contiguous(), dx, dbefore, partials,
-            length, d, blocks, *x.stride()[:2], K=k, **block,
-        )  # fmt: skip
+            _conv_grad_kernel,
+            (b * blocks, triton.cdiv(d, block["COLUMNS"])),
+            x,
+            weight,
+            bias,
+            segments,
+            before,
+            grad.contiguous(),
+            dx,
+            dbefore,
+            partials,
+            length,
+            d,
+            blocks,
+            *x.stride()[:2],
+            K=k,
+            **block,
+        )
         *dweight, dbias = partials.sum(0)
         dweight = torch.stack(dweight, -1).unsqueeze(1).to(weight.dtype)
         return dx, dweight, None if bias is None else dbias.to(bias.dtype), None, dbefore
 
 
-def short_conv(x, weight, bias=None, segments=None, before=None):
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
     """silu(lm.model.scan.causal_conv(x, weight, bias, segments, before)), differentiable once.
 
     Args:
@@ -201,9 +315,11 @@ def short_conv(x, weight, bias=None, segments=None, before=None):
     """
     (b, length, d), k = x.shape, weight.shape[-1]
     check(
-        x=(x, x.shape), weight=(weight, (d, 1, k)), bias=(bias, (d,)),
+        x=(x, x.shape),
+        weight=(weight, (d, 1, k)),
+        bias=(bias, (d,)),
         before=(before, (b, k - 1, d)),
-    )  # fmt: skip
+    )
     if segments is not None and (segments.dtype != torch.int64 or segments.shape != (b, length)):
         found = f"{segments.dtype} {tuple(segments.shape)}"
         raise ValueError(f"segments is {found} where torch.int64 {b, length} is expected")

@@ -20,9 +20,13 @@ the borders of tiles; within a tile everything follows at once, one state n at a
 results are the same from run to run. Nothing of size (b,l,d,n) is stored.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, triton_build
@@ -38,16 +42,40 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["length", "chunk", "chunks", "zero"])
 def _scan_kernel(
-    value, dt, A, vector, C, keep,  # inputs; vector is B
-    entering, chunk_states, chunk_decays,  # (b,k,n,d)
-    y, tiles, leaving,  # outputs (b,l,d) (b,t,n,d) (b,n,d)
-    length, chunk, chunks, d, n, zero,
-    value_row, value_time, dt_row, dt_time,
-    vector_row, vector_time, C_row, C_time,
-    REVERSE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    value,  # in (b,l,d): x
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    vector,  # in (b,l,n): B
+    C,  # in (b,l,n)
+    keep,  # in (b,l)
+    entering,  # in (b,k,n,d): the state before each chunk
+    chunk_states,  # out (b,k,n,d): what a chunk adds
+    chunk_decays,  # out (b,k,n,d): what it leaves of the state before it
+    y,  # out (b,l,d)
+    tiles,  # out (b,t,n,d): the state at the border of every tile
+    leaving,  # out (b,n,d): the state after the last chunk
+    length,
+    chunk,
+    chunks,
+    d,
+    n,
+    zero,
+    value_row,
+    value_time,
+    dt_row,
+    dt_time,
+    vector_row,
+    vector_time,
+    C_row,
+    C_time,
+    REVERSE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Walk through one chunk for BLOCK_D channels. What is None is not read or not written. With
     REVERSE from the right: the state is the cotangent p, value is grad_y and vector is C."""
+    # 1. Which chunk of which row, and BLOCK_D of its channels; their rates A (n,d) in base 2.
     row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if REVERSE and chunk_states is not None:
         c += 1  # nothing needs what leaves the first chunk to the left
@@ -59,6 +87,7 @@ def _scan_kernel(
     at_nd = at_n[:, None] * d + at_d[None, :] + zero
     rate = tl.load(A + at_nd, mask=nd_in, other=0.0).to(tl.float32) * LOG2E
 
+    # 2. Pointers to the chunk's first step, which in REVERSE is its last in time.
     begin = c * chunk
     steps = tl.minimum(chunk, length - begin)
     t = begin
@@ -73,6 +102,7 @@ def _scan_kernel(
     if REVERSE:
         value_time, dt_time, vector_time = -value_time, -dt_time, -vector_time
 
+    # 3. The state (n,d) before that step.
     h = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if entering is not None:
         h = tl.load(entering + (row * chunks + c) * n * d + at_nd, mask=nd_in, other=0.0)
@@ -81,6 +111,7 @@ def _scan_kernel(
     more = tl.where(steps > 0, d, 0)
     next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
     next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
+    # 4. Step by step: note the state at a tile's border, update it, read y from it.
     i = 0
     while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
         i += 1
@@ -119,6 +150,7 @@ def _scan_kernel(
             y += d
         total += r
 
+    # 5. What the next kernel needs of this chunk, and the state after all of them.
     if chunk_states is not None:
         at = (row * chunks + c) * n * d + at_nd
         tl.store(chunk_states + at, h, mask=nd_in)
@@ -132,9 +164,7 @@ def _scan_kernel(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _carry_kernel(
-    first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     """What each chunk adds → the state entering it, in place: states, decays (b,k,n·d), from first
     (b,n·d); with REVERSE, from the last chunk to the first."""
     row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -158,12 +188,32 @@ def _carry_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _grad_kernel(
-    x, dt, A, B, C, keep, grad_y,  # B and C as (b,n,l), l padded with zeros to whole tiles
-    h_tiles, p_tiles,  # (b,t,n,d): h entering a tile, replaced by its part of dA; p entering it
-    dx, ddt, dB, dC,  # outputs (b,l,d) (b,l,d) (d blocks,b,n,l) (d blocks,b,n,l), l padded
-    length, d, n, rows, x_row, x_time, dt_row, dt_time, grad_row, grad_time,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,  # in (b,l,d)
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    B,  # in (b,n,l), l padded with zeros to whole tiles
+    C,  # in (b,n,l), padded alike
+    keep,  # in (b,l)
+    grad_y,  # in (b,l,d)
+    h_tiles,  # in (b,t,n,d): h that enters each tile; out: the tile's part of dA
+    p_tiles,  # in (b,t,n,d): p that enters each tile, from the right
+    dx,  # out (b,l,d)
+    ddt,  # out (b,l,d)
+    dB,  # out (blocks of d,b,n,l), padded: parts to be summed
+    dC,  # out, as dB
+    length,
+    d,
+    n,
+    rows,
+    x_row,
+    x_time,
+    dt_row,
+    dt_time,
+    grad_row,
+    grad_time,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """All gradients of one tile of time and BLOCK_D channels, from the states at its borders. The
     loops over its steps are unrolled: entry j of a tuple belongs to step j, of dus and ddts to step
     TILE − 1 − j."""
@@ -176,6 +226,7 @@ def _grad_kernel(
     grad_y += row * grad_row + start * grad_time
     at_out = (row * length + start) * d + at_d
 
+    # 1. Read the tile's steps: u = Δ x, Δ and the gradient of y, each (d,).
     us, rs, gs, log_keeps, dus, ddts = (), (), (), (), (), ()
     for j in tl.static_range(TILE):
         # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
@@ -190,6 +241,8 @@ def _grad_kernel(
         dus += (tl.zeros([BLOCK_D], tl.float32),)
         ddts += (tl.zeros([BLOCK_D], tl.float32),)
 
+    # 2. State entry by state entry (n of them): forward through the tile for h, back for p and
+    #    all gradients.
     s = 0
     while s < n:
         at_state = ((row * tiles + tile) * n + s) * d + at_d
@@ -222,6 +275,7 @@ def _grad_kernel(
         tl.store(h_tiles + at_state, d_rate, mask=d_in)
         s += 1
 
+    # 3. From the gradient of u = Δ x to those of x and Δ.
     for j in tl.static_range(TILE):
         inside = at_d < tl.where(start + j < length, d, 0)
         v = tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32)
@@ -239,7 +293,7 @@ def _self_check(device) -> float:
     return self_check(selective_scan)
 
 
-def self_check(scan, with_state=True) -> float:
+def self_check(scan: Callable[..., Any], with_state: bool = True) -> float:
     """How far a scan is from a loop over time, gradients included, on a small problem: the
     `deviation`. with_state: there is a state before it, and a gradient of the one after it."""
     x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
@@ -256,7 +310,8 @@ def self_check(scan, with_state=True) -> float:
     for y, state in (scan(*inputs), (torch.stack(ys, 1), h)):
         loss = y.sum() + state.sum() if with_state else y.sum()
         results.append((y, state, *torch.autograd.grad(loss, inputs)))
-    return triton_build.deviation(*results, 1e-4)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4)
 
 
 def _blocks(d, n):
@@ -288,9 +343,13 @@ def _prepare(x, dt, A, B, C, h0, keep):
     """
     (b, length, d), n = x.shape, A.shape[-1]
     check(
-        x=(x, x.shape), dt=(dt, x.shape), A=(A, (d, n)), B=(B, (b, length, n)),
-        C=(C, (b, length, n)), h0=(h0, (b, d, n)),
-    )  # fmt: skip
+        x=(x, x.shape),
+        dt=(dt, x.shape),
+        A=(A, (d, n)),
+        B=(B, (b, length, n)),
+        C=(C, (b, length, n)),
+        h0=(h0, (b, d, n)),
+    )
     check_keep(keep, x)
     if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
         raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
@@ -316,26 +375,70 @@ def _entering(value, dt, A, vector, keep, first, chunk, reverse=False):
     outputs = dict(chunk_states=states, chunk_decays=decays)
     _launch_scan(value, dt, A, vector, keep, chunk, reverse, **outputs)
     launch(
-        _carry_kernel, (triton.cdiv(size, block), b),
-        first, states, decays, chunks, size, REVERSE=reverse, BLOCK=block, num_warps=2,
-    )  # fmt: skip
+        _carry_kernel,
+        (triton.cdiv(size, block), b),
+        first,
+        states,
+        decays,
+        chunks,
+        size,
+        REVERSE=reverse,
+        BLOCK=block,
+        num_warps=2,
+    )
     return states
 
 
 def _launch_scan(
-    value, dt, A, vector, keep, chunk, reverse=False, C=None, entering=None, chunk_states=None,
-    chunk_decays=None, y=None, tiles=None, leaving=None,
-):  # fmt: skip
+    value,
+    dt,
+    A,
+    vector,
+    keep,
+    chunk,
+    reverse=False,
+    C=None,
+    entering=None,
+    chunk_states=None,
+    chunk_decays=None,
+    y=None,
+    tiles=None,
+    leaving=None,
+):
     (b, length, d), n, chunks = value.shape, A.shape[0], _chunks(value.shape[1], chunk)
     block_d, block_n, num_warps = _blocks(d, n)
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
     launch(
-        _scan_kernel, grid,
-        value, dt, A, vector, C, keep, entering, chunk_states, chunk_decays, y, tiles, leaving,
-        length, chunk, chunks, d, n, 0, *value.stride()[:2], *dt.stride()[:2],
-        *vector.stride()[:2], *((0, 0) if C is None else C.stride()[:2]),
-        REVERSE=reverse, TILE=TILE, BLOCK_D=block_d, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+        _scan_kernel,
+        grid,
+        value,
+        dt,
+        A,
+        vector,
+        C,
+        keep,
+        entering,
+        chunk_states,
+        chunk_decays,
+        y,
+        tiles,
+        leaving,
+        length,
+        chunk,
+        chunks,
+        d,
+        n,
+        0,
+        *value.stride()[:2],
+        *dt.stride()[:2],
+        *vector.stride()[:2],
+        *((0, 0) if C is None else C.stride()[:2]),
+        REVERSE=reverse,
+        TILE=TILE,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
 
 
 def _forward(x, dt, A, B, C, h0, keep):
@@ -368,11 +471,30 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
     dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
     dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
     launch(
-        _grad_kernel, (blocks, tiles, b),
-        x, dt, A, *BC_tiles, keep, grad_y, h_tiles, p_tiles, dx, ddt, *dBC, length, d, n, b,
-        *x.stride()[:2], *dt.stride()[:2], *grad_y.stride()[:2],
-        TILE=TILE, BLOCK_D=block_d, num_warps=1,
-    )  # fmt: skip
+        _grad_kernel,
+        (blocks, tiles, b),
+        x,
+        dt,
+        A,
+        *BC_tiles,
+        keep,
+        grad_y,
+        h_tiles,
+        p_tiles,
+        dx,
+        ddt,
+        *dBC,
+        length,
+        d,
+        n,
+        b,
+        *x.stride()[:2],
+        *dt.stride()[:2],
+        *grad_y.stride()[:2],
+        TILE=TILE,
+        BLOCK_D=block_d,
+        num_warps=1,
+    )
     dB, dC = dBC.sum(1)[..., :length].transpose(2, 3)
     return dx, ddt, h_tiles.sum((0, 1)), dB, dC, dh0
 
@@ -397,7 +519,15 @@ class _SelectiveScan(torch.autograd.Function):
         return dx, ddt, dA.t(), dB, dC, None if dh0 is None else dh0.transpose(1, 2), None
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None):
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan on a GPU.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t

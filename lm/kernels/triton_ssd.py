@@ -16,9 +16,13 @@ and `_backward` the rest. Where one chunk suffices, `_output` and `_backward` wo
 over heads or chunks is written in parts and added up by torch: no atomics, the same bits each time.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, triton_build
@@ -84,11 +88,36 @@ def _between(log, resets, CHUNK: tl.constexpr):
 
 @triton.jit
 def _states(
-    v, w, dt, A, keep, states, over, length, heads, chunks, groups,
-    v_b, v_l, v_h, w_b, w_l, w_g, dt_b, dt_l, dt_h, keep_b, keep_l,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    v,  # (b,l,h,p): x, or ∂y
+    w,  # (b,l,g,n): B, or C
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    states,  # out (b,i,h,p,n)
+    over,  # out (b,i,h)
+    length,
+    heads,
+    chunks,
+    groups,
+    v_b,
+    v_l,
+    v_h,
+    w_b,
+    w_l,
+    w_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """What a chunk adds to the state that leaves it, from v = x and w = B; REVERSE: to the gradient
     of the state that enters it, from v = ∂y and w = C. states: (b,i,h,p,n), over: (b,i,h)."""
     row, chunk, head, group = _place(heads, chunks, groups)
@@ -108,9 +137,16 @@ def _states(
 
 @triton.jit
 def _carry(
-    states, over, first, last, heads, chunks,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    states,  # in and out (b,i,h,p·n)
+    over,  # in (b,i,h)
+    first,  # in (b,h,p·n)
+    last,  # out (b,h,p·n)
+    heads,
+    chunks,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Replace what every chunk adds by the state it starts from, chunk by chunk; REVERSE: the last
     chunk is the first. first, last: (b,h,p·n), the state before (None: zero) and after it all."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
@@ -133,11 +169,40 @@ def _carry(
 
 @triton.jit
 def _output(
-    x, B, C, dt, A, keep, states, y, final, length, heads, chunks, groups,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, dt_b, dt_l, dt_h, keep_b, keep_l,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    x,  # (b,l,h,p)
+    B,  # (b,l,g,n)
+    C,  # (b,l,g,n)
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    states,  # in (b,i,h,p,n)
+    y,  # out (b,l,h,p)
+    final,  # out (b,h,p,n)
+    length,
+    heads,
+    chunks,
+    groups,
+    x_b,
+    x_l,
+    x_h,
+    B_b,
+    B_l,
+    B_g,
+    C_b,
+    C_l,
+    C_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """y of a chunk from its entering state (None: zero), and the final state unless None (then the
     chunk is the only one)."""
     row, chunk, head, group = _place(heads, chunks, groups)
@@ -166,12 +231,49 @@ def _output(
 
 @triton.jit
 def _backward(
-    x, B, C, dt, A, keep, grad_y, states, grad_states, dx, ddt, dA, dB, dC, dh0,
-    length, heads, chunks, groups,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, dt_b, dt_l, dt_h, keep_b, keep_l, y_b, y_l, y_h,
-    P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
+    x,  # (b,l,h,p)
+    B,  # (b,l,g,n)
+    C,  # (b,l,g,n)
+    dt,  # (b,l,h)
+    A,  # (h,)
+    keep,  # (b,l)
+    grad_y,  # (b,l,h,p)
+    states,  # in (b,i,h,p,n)
+    grad_states,  # in (b,i,h,p,n)
+    dx,  # out (b,l,h,p)
+    ddt,  # out (b,l,h)
+    dA,  # out (b,i,h)
+    dB,  # out (b,l,h,n)
+    dC,  # out (b,l,h,n)
+    dh0,  # out (b,h,p,n)
+    length,
+    heads,
+    chunks,
+    groups,
+    x_b,
+    x_l,
+    x_h,
+    B_b,
+    B_l,
+    B_g,
+    C_b,
+    C_l,
+    C_g,
+    dt_b,
+    dt_l,
+    dt_h,
+    keep_b,
+    keep_l,
+    y_b,
+    y_l,
+    y_h,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BP: tl.constexpr,
+    BN: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """The gradients of a chunk from its entering state and that of its leaving one (None: zero).
 
     dA is (b,i,h), dB and dC are (b,l,h,n): parts to be summed. dh0: None, or the chunk is the only
@@ -179,6 +281,7 @@ def _backward(
     gradient of dt_t A is what passes step t: from j < t to k ≥ t, to the end, from the start, and
     from the start to the end.
     """
+    # 1. The chunk's decays (c,), B and C (c,n), and the forward's scores (c,c).
     row, chunk, head, group = _place(heads, chunks, groups)
     t, inside, dt_c, log, resets, to_end, from_start, over_c = _decays(
         dt, A, keep, row, chunk, head, length, dt_b, dt_l, dt_h, keep_b, keep_l, CHUNK
@@ -194,6 +297,7 @@ def _backward(
     through = 0.0
     at = tl.program_id(0).to(tl.int64)
     flat = row * length * heads + head  # of this row and head in (b,l,h)
+    # 2. BP rows of the head at a time: dx, and their shares of dscores, dB and dC.
     for first in range(0, P, BP):
         x_cp = _tile(x + row * x_b + head * x_h, x_l, t, inside, first, P, BP)
         g_cp = _tile(grad_y + row * y_b + head * y_h, y_l, t, inside, first, P, BP)
@@ -218,6 +322,7 @@ def _backward(
         x_du += tl.sum(x_cp * du, 1)
         _put(dx + flat * P, heads * P, t, inside, first, du * dt_c[:, None], P, BP)
 
+    # 3. The gradient of dt_t A: what passes step t.
     dC_cn *= from_start[:, None]
     dB_cn *= (dt_c * to_end)[:, None]
     started, ended = tl.sum(dC_cn * C_cn, 1), tl.sum(dB_cn * B_cn, 1)
@@ -271,12 +376,30 @@ def _shared(x, dt, A, B, C, keep, backward=False):
     precision = "ieee" if torch.float32 in (x.dtype, B.dtype, C.dtype) else "tf32"
     chunk, block, warps = _blocks(length, p, n, precision, backward)
     return dict(
-        x=x, dt=dt, A=A, B=B, C=C, keep=keep, length=length, heads=heads, groups=groups,
-        chunks=max(1, triton.cdiv(length, chunk)), **_strides("x", x, "blh"),
-        **_strides("dt", dt, "blh"), **_strides("B", B, "blg"), **_strides("C", C, "blg"),
-        **_strides("keep", keep, "bl"), P=p, N=n, BP=block, CHUNK=chunk, PRECISION=precision,
-        BN=max(16, triton.next_power_of_2(n)), num_warps=warps, num_stages=1,
-    )  # fmt: skip
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        keep=keep,
+        length=length,
+        heads=heads,
+        groups=groups,
+        chunks=max(1, triton.cdiv(length, chunk)),
+        **_strides("x", x, "blh"),
+        **_strides("dt", dt, "blh"),
+        **_strides("B", B, "blg"),
+        **_strides("C", C, "blg"),
+        **_strides("keep", keep, "bl"),
+        P=p,
+        N=n,
+        BP=block,
+        CHUNK=chunk,
+        PRECISION=precision,
+        BN=max(16, triton.next_power_of_2(n)),
+        num_warps=warps,
+        num_stages=1,
+    )
 
 
 def _run(kernel, rows, columns, arguments):
@@ -343,7 +466,15 @@ class _SSDScan(torch.autograd.Function):
         return own["dx"], own["ddt"], dA.sum((0, 1)).to(A.dtype), dB, dC.to(C.dtype), dh0, None
 
 
-def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Mamba-2's scan, differentiable once; lm.model.scan.ssd_scan on a GPU.
 
         S_t = keep_t exp(dt_t A_h) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head)        y_t = S_t C_t
@@ -369,9 +500,13 @@ def ssd_scan(x, dt, A, B, C, h0=None, keep=None):
     if n > MAX_STATES:
         raise Unsupported(f"B has n = {n} states: at most {MAX_STATES} fit")
     check(
-        x=(x, x.shape), dt=(dt, (b, length, h)), A=(A, (h,)), B=(B, (b, length, g, n)),
-        C=(C, (b, length, g, n)), h0=(h0, (b, h, p, n)),
-    )  # fmt: skip
+        x=(x, x.shape),
+        dt=(dt, (b, length, h)),
+        A=(A, (h,)),
+        B=(B, (b, length, g, n)),
+        C=(C, (b, length, g, n)),
+        h0=(h0, (b, h, p, n)),
+    )
     check_keep(keep, x)
     h0 = None if h0 is None else h0.contiguous()
     return _SSDScan.apply(dense(x), dt, A.contiguous(), dense(B), dense(C), h0, keep)
@@ -387,7 +522,7 @@ def _self_check(device) -> float:
     return torch.tensor([self_check(ssd_scan, *own) for own in allowed.items()]).max().item()
 
 
-def self_check(scan, dtype, allowed) -> float:
+def self_check(scan: Callable[..., Any], dtype: torch.dtype, allowed: float) -> float:
     """How far a scan is from a loop over time, gradients included, on a small problem of several
     chunks: the `deviation`."""
     x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
@@ -407,4 +542,5 @@ def self_check(scan, dtype, allowed) -> float:
         (y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves))
         for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), rounded))
     ]
-    return triton_build.deviation(*results, allowed)
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, allowed)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import triton_build
@@ -93,11 +94,30 @@ def _unit(w, eps):
 
 @triton.jit
 def _mix_kernel(
-    gates_x, gates_y, vectors_x, vectors_y, x, y, out, dots,
-    tokens, d, gx_row, gy_row, vx_row, vy_row, x_row, y_row, scale, eps,
-    RANK: tl.constexpr, ACT: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gates_x,
+    gates_y,
+    vectors_x,
+    vectors_y,
+    x,
+    y,
+    out,
+    dots,
+    tokens,
+    d,
+    gx_row,
+    gy_row,
+    vx_row,
+    vy_row,
+    x_row,
+    y_row,
+    scale,
+    eps,
+    RANK: tl.constexpr,
+    ACT: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
     one, first = live[:, None], tl.arange(0, 1)  # a column of its own, for what is one a token
     y_d = load(y, row, y_row, col, mask)
@@ -118,11 +138,35 @@ def _mix_kernel(
 
 @triton.jit
 def _mix_grad_kernel(
-    gates_x, gates_y, vectors_x, vectors_y, kept, y, dots, grad, dgates, dvectors, dx, dy,
-    tokens, d, gx_row, gy_row, vx_row, vy_row, kept_row, y_row, grad_row, scale, eps,
-    RANK: tl.constexpr, ACT: tl.constexpr, SEQUENTIAL: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    gates_x,
+    gates_y,
+    vectors_x,
+    vectors_y,
+    kept,
+    y,
+    dots,
+    grad,
+    dgates,
+    dvectors,
+    dx,
+    dy,
+    tokens,
+    d,
+    gx_row,
+    gy_row,
+    vx_row,
+    vy_row,
+    kept_row,
+    y_row,
+    grad_row,
+    scale,
+    eps,
+    RANK: tl.constexpr,
+    ACT: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """With v before a reflection and g the gradient after it, s = u·v, t = u·g:
     da = −s t, du = −a (s g + t v), hence u·du = −2 a s t; and the gradient before it is g − a t u.
     A product is undone from its end: v + a s u."""
@@ -162,9 +206,21 @@ def _mix(gates_x, gates_y, vectors_x, vectors_y, x, y, options, with_dots=False)
     tokens, d = rows[4].shape
     block = block_for(d)
     launch(
-        _mix_kernel, (triton.cdiv(tokens, block["TOKENS"]),), *rows, out, dots,
-        tokens, d, *strides, scale, eps, RANK=rank, ACT=act, SEQUENTIAL=sequential, **block,
-    )  # fmt: skip
+        _mix_kernel,
+        (triton.cdiv(tokens, block["TOKENS"]),),
+        *rows,
+        out,
+        dots,
+        tokens,
+        d,
+        *strides,
+        scale,
+        eps,
+        RANK=rank,
+        ACT=act,
+        SEQUENTIAL=sequential,
+        **block,
+    )
     return out, dots
 
 
@@ -192,14 +248,41 @@ class _Mix(torch.autograd.Function):
         tokens, d = grad.shape
         block = block_for(d)
         launch(
-            _mix_grad_kernel, (triton.cdiv(tokens, block["TOKENS"]),), *rows, dots, grad,
-            dgates, dvectors, dx, dy, tokens, d, *strides, scale, eps,
-            RANK=rank, ACT=act, SEQUENTIAL=sequential, **block,
-        )  # fmt: skip
+            _mix_grad_kernel,
+            (triton.cdiv(tokens, block["TOKENS"]),),
+            *rows,
+            dots,
+            grad,
+            dgates,
+            dvectors,
+            dx,
+            dy,
+            tokens,
+            d,
+            *strides,
+            scale,
+            eps,
+            RANK=rank,
+            ACT=act,
+            SEQUENTIAL=sequential,
+            **block,
+        )
         return *_of_sum(dgates, *gates), *_of_sum(dvectors, *vectors), dx, dy, None
 
 
-def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+def mix(
+    gates_x: Tensor,
+    gates_y: Tensor | None,
+    vectors_x: Tensor,
+    vectors_y: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    rank: int,
+    scale: float,
+    eps: float,
+    act: str,
+    sequential: bool,
+) -> Tensor:
     """x̃ = M(x − y) + y, M a product or a sum of reflections (lm.model.mixers.Reflections), with
     a = scale σ(gates_x + gates_y) and u_i = nrm(act(vectors_x + vectors_y)). Differentiable once.
 
@@ -213,10 +296,13 @@ def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, seq
     """
     *lead, d = x.shape
     check(
-        x=(x, x.shape), y=(y, x.shape), gates_x=(gates_x, (*lead, rank)),
-        gates_y=(gates_y, (*lead, rank)), vectors_x=(vectors_x, (*lead, rank * d)),
+        x=(x, x.shape),
+        y=(y, x.shape),
+        gates_x=(gates_x, (*lead, rank)),
+        gates_y=(gates_y, (*lead, rank)),
+        vectors_x=(vectors_x, (*lead, rank * d)),
         vectors_y=(vectors_y, (*lead, rank * d)),
-    )  # fmt: skip
+    )
     if act not in ACTIVATIONS:
         raise ValueError(f"unknown act `{act}`: one of {', '.join(ACTIVATIONS)}")
     inputs = gates_x, gates_y, vectors_x, vectors_y, x, y
@@ -228,9 +314,19 @@ def mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, seq
 
 @triton.jit
 def _normalise_kernel(
-    v_x, v_y, grad, out, rows, n, groups, x_row, y_row, eps,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    v_x,
+    v_y,
+    grad,
+    out,
+    rows,
+    n,
+    groups,
+    x_row,
+    y_row,
+    eps,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """A row is a group of a token. With grad, out is the gradient of v rather than nrm(v)."""
     row, col, _, mask = tile(rows, n, TOKENS, COLUMNS)
     token, start = row // groups, (row % groups * n)[:, None]
@@ -251,9 +347,20 @@ def _normalise(v_x, v_y, groups, eps, out, grad=None):
     rows, block = x.shape[0] * groups, block_for(n)
     grad = None if grad is None else grad.contiguous()
     launch(
-        _normalise_kernel, (triton.cdiv(rows, block["TOKENS"]),), x, y, grad, out,
-        rows, n, groups, x_row, y_row, eps, **block,
-    )  # fmt: skip
+        _normalise_kernel,
+        (triton.cdiv(rows, block["TOKENS"]),),
+        x,
+        y,
+        grad,
+        out,
+        rows,
+        n,
+        groups,
+        x_row,
+        y_row,
+        eps,
+        **block,
+    )
     return out
 
 
@@ -272,7 +379,7 @@ class _Normalise(torch.autograd.Function):
         return *_of_sum(_normalise(v_x, v_y, *ctx.options, dv, grad), v_x, v_y), None, None
 
 
-def normalise(v_x, v_y, groups, eps):
+def normalise(v_x: Tensor, v_y: Tensor | None, groups: int, eps: float) -> Tensor:
     """nrm(v_x + v_y) of each group of n entries (lm.model.mixers.nrm). Differentiable once.
 
     Args:
@@ -320,9 +427,26 @@ def _largest(v):
 
 @triton.jit
 def _finish_kernel(
-    o, x, D, z, weight, bias, y, out, residual, tokens, d, o_row, x_row, z_row, y_row, eps,
-    KIND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    o,
+    x,
+    D,
+    z,
+    weight,
+    bias,
+    y,
+    out,
+    residual,
+    tokens,
+    d,
+    o_row,
+    x_row,
+    z_row,
+    y_row,
+    eps,
+    KIND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row, col, live, mask = tile(tokens, d, TOKENS, COLUMNS)
     inside = col < d
     _, _, w, gate = _gated(o, x, D, z, row, col, mask, d, o_row, x_row, z_row)
@@ -338,10 +462,28 @@ def _finish_kernel(
 
 @triton.jit
 def _finish_grad_kernel(
-    o, x, D, z, weight, bias, grad, do, dx, dz, partials,
-    tokens, d, o_row, x_row, z_row, grad_row, eps,
-    KIND: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    o,
+    x,
+    D,
+    z,
+    weight,
+    bias,
+    grad,
+    do,
+    dx,
+    dz,
+    partials,
+    tokens,
+    d,
+    o_row,
+    x_row,
+    z_row,
+    grad_row,
+    eps,
+    KIND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """partials: (programs,2 or 3,d), what each adds to dD, dweight and, if there is one, dbias."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     col = tl.arange(0, COLUMNS)
@@ -389,10 +531,27 @@ def _finish(o, x, D, z, weight, bias, eps, kind, y=None):
     tokens, d = o.shape
     block = block_for(d)
     launch(
-        _finish_kernel, (triton.cdiv(tokens, block["TOKENS"]),),
-        o, x, D, z, weight, bias, y, out, residual,
-        tokens, d, o_row, x_row, z_row, y_row, eps, KIND=kind, **block,
-    )  # fmt: skip
+        _finish_kernel,
+        (triton.cdiv(tokens, block["TOKENS"]),),
+        o,
+        x,
+        D,
+        z,
+        weight,
+        bias,
+        y,
+        out,
+        residual,
+        tokens,
+        d,
+        o_row,
+        x_row,
+        z_row,
+        y_row,
+        eps,
+        KIND=kind,
+        **block,
+    )
     return out, residual
 
 
@@ -415,9 +574,26 @@ class _Finish(torch.autograd.Function):
         programs = min(MOST_PARTIALS, triton.cdiv(tokens, block["TOKENS"]))
         partials = D.new_empty(programs, 2 if bias is None else 3, d, dtype=torch.float32)
         launch(
-            _finish_grad_kernel, (programs,), o, x, D, z, weight, bias, grad,
-            do, dx, dz, partials, tokens, d, *strides, eps, KIND=kind, **block,
-        )  # fmt: skip
+            _finish_grad_kernel,
+            (programs,),
+            o,
+            x,
+            D,
+            z,
+            weight,
+            bias,
+            grad,
+            do,
+            dx,
+            dz,
+            partials,
+            tokens,
+            d,
+            *strides,
+            eps,
+            KIND=kind,
+            **block,
+        )
         dD, dweight, *dbias = partials.sum(0)
         dbias = dbias[0].to(bias.dtype) if dbias else None
         return do, dx, dD.to(D.dtype), dz, dweight.to(weight.dtype), dbias, None, None
@@ -426,16 +602,30 @@ class _Finish(torch.autograd.Function):
 def _finish_inputs(o, x, D, z, weight, bias, eps, kind, y=None):
     full, d = o.shape, o.shape[-1]
     check(
-        o=(o, full), x=(x, full), D=(D, (d,)), z=(z, full), weight=(weight, (d,)),
-        bias=(bias, (d,)), y=(y, full),
-    )  # fmt: skip
+        o=(o, full),
+        x=(x, full),
+        D=(D, (d,)),
+        z=(z, full),
+        weight=(weight, (d,)),
+        bias=(bias, (d,)),
+        y=(y, full),
+    )
     if kind not in KINDS:
         raise ValueError(f"unknown kind `{kind}`: one of {', '.join(KINDS)}")
     D, weight, bias = (None if t is None else t.contiguous() for t in (D, weight, bias))
     return o, x, D, z, weight, bias, float(eps), kind
 
 
-def finish(o, x, D, z, weight, bias, eps, kind):
+def finish(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
     """The end of an iteration (lm.model.step.finish): w = (o + D ⊙ x) ⊙ silu(z), and its LayerNorm
     (kind "layer") or RMSNorm ("rms") over d. Differentiable once.
 
@@ -451,7 +641,17 @@ def finish(o, x, D, z, weight, bias, eps, kind):
 
 
 @torch.no_grad()
-def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
+def finish_residual(
+    o: Tensor,
+    x: Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+    y: Tensor,
+) -> tuple[Tensor, Tensor]:
     """`finish` and, in the same pass, how far y was from it; no gradient.
 
     Args and errors: as in `finish`; y: (…,d) the iterate that the tokens came from.
@@ -459,4 +659,6 @@ def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
         g (…,d) fp32, and ‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token (…) fp32
         (lm.model.solver.token_residual), NaN where y or g has one.
     """
-    return _finish(*_finish_inputs(o, x, D, z, weight, bias, eps, kind, y), y)
+    checked = _finish_inputs(o, x, D, z, weight, bias, eps, kind, y)
+    o, x, D, z, weight, bias, eps, kind = checked
+    return _finish(o, x, D, z, weight, bias, eps, kind, y)

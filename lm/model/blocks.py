@@ -12,7 +12,7 @@ from torch import nn
 from .cell import Norm, Token
 from .fixed_point import FixedPointBlock, Prepared
 from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
-from .mixers import unknown
+from .mixer_base import unknown
 from .projections import Projection
 from .scan import (
     SSD_CHUNK,
@@ -213,6 +213,11 @@ class FPMamba1(FPMamba):
         """Δ_t (B_tᵀ C_t)."""
         return parts.dt * (parts.B * parts.C).sum(-1, keepdim=True)
 
+    def decay(self, s, parts):
+        """exp(Δ_t A), over channels and their n numbers."""
+        kept = torch.exp(parts.dt.unsqueeze(-1) * s.time.A).mean((-2, -1))
+        return kept if s.time.keep is None else kept * s.time.keep
+
     def norm_time(self, s, o, x, y=None):
         """LayerNorm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
         z = s.z if self.config.glu_in_loop else None
@@ -279,6 +284,11 @@ class FPMamba2(FPMamba):
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
         of_heads = (B * C).sum(-1).repeat_interleave(self.heads // self.groups, -1)
         return (parts.dt * of_heads).repeat_interleave(cfg.headdim, -1)
+
+    def decay(self, s, parts):
+        """exp(Δ_t A), over heads."""
+        kept = torch.exp(parts.dt * s.time.A).mean(-1)
+        return kept if s.time.keep is None else kept * s.time.keep
 
     def norm_time(self, s, o, x, y=None):
         """RMSNorm((o + D x̃) ⊙ silu(z)), one D per head."""
@@ -359,6 +369,10 @@ class FPRNN(FixedPointBlock):
     def own_gain(self, s, parts):
         """1 − λ_t."""
         return parts.fresh
+
+    def decay(self, s, parts):
+        """λ_t, over channels."""
+        return parts.decay.mean(-1)
 
     def norm_time(self, s, o, x, y=None):
         return o if y is None else (o, token_residual(y, o))

@@ -11,6 +11,10 @@ from .sizes import check_sizes
 
 logger = logging.get_logger(__name__)
 
+# `model_type` of our models in a config.json: the second where a mixer travels along that no other
+# code has, so that transformers takes the checkpoint's own code, if it is trusted, for ours.
+MODEL_TYPES = ("fprnn", "fprnn_own_mixer")
+
 # App. B.4: how the paper damps and stops, per block.
 PAPER_RULES = {
     "fp_mamba1": {"quantile": 0.75, "stepsize": 0.99, "stepsize_decay": 0.9},
@@ -215,7 +219,7 @@ class FPRNNConfig(PretrainedConfig):
         (0, 1); "auto": of gated_deltaproduct.
         d_ff: width inside mlp; "auto": 8/3 d_model, rounded up to 64.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
-        "selective_dense" (paper App. C.3).
+        "selective_dense" (paper App. C.3), or another that is registered (mixer_base.py).
         eigen_range: eigenvalues of Q in [−1, 1] ("signed") or in [0, 1] ("positive").
         kronecker_norm: "rows", or "spectral" to divide by the largest eigenvalue as well; "auto":
         "spectral" for fp_rnn, else "rows".
@@ -412,6 +416,14 @@ class FPRNNConfig(PretrainedConfig):
         """PreTrainedConfig.from_pretrained; refuses a `token` that is meant for the solver."""
         refuse_solver_token(kwargs)
         return super().from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs):
+        """PreTrainedConfig.get_config_dict; a model whose mixer travels along is one of ours."""
+        found, unused = super().get_config_dict(*args, **kwargs)
+        if found.get("model_type") in MODEL_TYPES:
+            found["model_type"] = cls.model_type
+        return found, unused
 
     def settle(self):
         """Replace each "auto" by what it is, and check what can be set; the model does so as well,

@@ -3,6 +3,7 @@
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r rank, w tokens of a window.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,14 @@ class Prepared(NamedTuple):
         )
 
 
+class OverTime(NamedTuple):
+    """What goes on in a layer while it reads a sequence."""
+
+    state_norm: torch.Tensor  # (b,l) ‖h_t‖₂, the recurrence's state after the token
+    gate: torch.Tensor | None  # (b,l) the mean of the mixer's gates a_t; None: it has none
+    decay: torch.Tensor  # (b,l) the mean over the state of what is kept of h_{t−1}
+
+
 class FixedPointBlock(nn.Module):
     """What the blocks share. A subclass defines the methods that raise NotImplementedError here.
 
@@ -71,6 +80,7 @@ class FixedPointBlock(nn.Module):
         self.solver_config = config  # whose solver fields hold: of a hybrid the model's
         self.solving = None  # a config whose solver fields hold instead (`model.solving`)
         self.draw_noise = gaussian  # an Adversary has its own
+        self.around_solve = nullcontext  # what each solve happens within: a clock's context, say
         self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
@@ -78,8 +88,10 @@ class FixedPointBlock(nn.Module):
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
     def __getstate__(self):
-        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it."""
-        return {**vars(self), "solving": None, "draw_noise": gaussian}
+        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it; nor
+        would one of a model whose solves are timed stop the clock of the other."""
+        own = {"solving": None, "draw_noise": gaussian, "around_solve": nullcontext}
+        return {**vars(self), **own}
 
     def prepare(self, u, seqs=Sequences()):  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
@@ -118,6 +130,11 @@ class FixedPointBlock(nn.Module):
     def state_shapes(self):
         """Of the tensors of its BlockState, without b."""
         return state_shapes(self.config)
+
+    def decay(self, s, parts):
+        """The factor by which the recurrence keeps its state, the mean over the state's numbers
+        (b,l)."""
+        raise NotImplementedError
 
     def flops_per_token(self):
         """Forward FLOPs per token (a multiply-add counts two): what runs once per solve, and what
@@ -299,6 +316,10 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
+        with self.around_solve():
+            return self._solution(s)
+
+    def _solution(self, s):
         c, width = self.settings, self.width(s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
@@ -491,6 +512,26 @@ class FixedPointBlock(nn.Module):
             mixing = mixing_norm(self.mixer, raw, s.mixer, y, power_iterations)
             lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
         return mixing.amax(-1), lipschitz
+
+    @torch.no_grad()
+    def over_time(self, u, seqs=Sequences()):  # noqa: B008
+        """OverTime at the solution that the mode and the settings give, one token after the other.
+        u: (b,l,d_model)."""
+        s = self.prepare(u, seqs)
+        y = self._solve(s).y
+        raw = s.projections.rows(shift(y, s.seqs))["mixer"]
+        gates = self.mixer.gates(raw)
+        state, norms, decays = s.seqs.state, [], []
+        for t in range(y.shape[1]):
+            window, at = s.cut(t, t + 1, state), y[:, t : t + 1]
+            x, parts, _ = self._mixed(window, at)
+            with torch.autocast(x.device.type, enabled=False):
+                _, h = self.scan_time(window, parts, x)
+                decays.append(self.decay(window, parts))
+            norms.append(torch.linalg.vector_norm(h.flatten(1), dim=-1, keepdim=True))
+            state = BlockState(y[:, t], None, h, ())
+        gate = None if gates is None else gates.mean(-1)
+        return OverTime(torch.cat(norms, 1), gate, torch.cat(decays, 1))
 
     def _flops(self, once, scan):
         """(once, per evaluation) from what the subclass counts on top of mixer, gate and the maps

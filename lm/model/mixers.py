@@ -10,9 +10,7 @@ Shape suffixes: b batch, l length, d channels (d_inner), r rank. Leading dimensi
 mixer also applies to many v per token (`matrix` does).
 """
 
-import difflib
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +18,11 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
+from .mixer_base import Mixer, MixerWeights, added, bound_of, mixer, named_mixer
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
-
-
-MIXERS = (
-    "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture", "selective_dense",
-)  # fmt: skip
-
-
-def unknown(what, name, known):
-    """A sentence on a name that is not known, with the nearest that is."""
-    near = difflib.get_close_matches(str(name), list(known), 1, 0.4)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    return f"unknown {what} `{name}`: one of {', '.join(known)}{hint}"
 
 
 def nrm(v, eps):
@@ -78,24 +65,9 @@ def largest_stretch(S, steps, eps):
     return stretch
 
 
-def _bound_of(matrices):
-    """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
-    entries = matrices.abs()
-    return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
-
-
-def added(v_x, v_y):
-    """v_x + v_y in fp32 or wider; v_y may be None."""
-    v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
-    return v_x if v_y is None else v_x + v_y
-
-
-class MixerWeights(NamedTuple):
-    """A mixer's linear map, materialised once per solve."""
-
-    first: torch.Tensor  # (m, p): P → the m first-layer outputs; m may be 0
-    bias: torch.Tensor  # (m,)
-    extra: tuple = ()  # what else the mixer needs that does not depend on the token
+def _scale(config):
+    """k, what is taken off the identity by a gate of 1."""
+    return 2.0 if config.eigen_range == "signed" else 1.0
 
 
 def _with_gates(projection, gate, like):
@@ -105,43 +77,7 @@ def _with_gates(projection, gate, like):
     return torch.cat([matrix for matrix, _ in parts]), torch.cat(biases)
 
 
-class Mixer(nn.Module):
-    """What all mixers share. Subclasses define `out_features` (m, of its layers as they are),
-    `weights(like)`, their MixerWeights (like: see `affine_map`), and `forward(raw, v, weights)`:
-    M(P; v) for raw (…,m) = P Wᵀ + bias and v (…,d)."""
-
-    out_features = 0
-    has_low_rank = False
-
-    def low_rank(self, raw, weights):
-        """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
-        return None
-
-    def reflections(self):
-        """What a kernel needs to know of a low-rank mixer that reads its vectors directly: (r, k,
-        activation, whether one follows the other, eps, κ or None). None: it is none."""
-        return None
-
-    def mix(self, raw_x, raw_y, x, y, weights):
-        """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
-        may be None. x, y: (…,d)."""
-        return self(added(raw_x, raw_y), x - y, weights) + y
-
-    def bound(self, raw, weights):
-        """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
-        eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
-        rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
-        return _bound_of(eye - rows).unsqueeze(-1)
-
-    def matrix(self, P):
-        """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
-        weights = self.weights(P)
-        raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
-        eye = torch.eye(self.d_inner, dtype=P.dtype, device=P.device)
-        eye = eye.expand(*P.shape[:-1], self.d_inner, self.d_inner)
-        return self(raw, eye, weights).transpose(-1, -2)
-
-
+@mixer("householder", "dplr")
 class Reflections(Mixer):
     """Householder products and DPLR: r unit vectors u_i, gates a_i ∈ (0,1) per token; k = 2 or 1.
 
@@ -165,6 +101,19 @@ class Reflections(Mixer):
         self.alpha_proj = WNLinear(d_arg, rank, bias=True)
         self.out_features = rank + (proj_rank or rank * d_inner)
         self.has_low_rank = True
+
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        return cls(
+            d_inner,
+            d_arg,
+            config.mixer_rank,
+            config.mixer_proj_rank,
+            config.mixer_act,
+            config.eps,
+            _scale(config),
+            sequential=config.mixer == "householder",
+        )
 
     def weights(self, like):
         if self.u_down is None:
@@ -197,6 +146,9 @@ class Reflections(Mixer):
             u = self._second_layer(u, weights)
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
+
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -self.rank :])
 
     def low_rank(self, raw, weights):
         a, u = self.vectors(raw, weights)
@@ -245,6 +197,7 @@ class Reflections(Mixer):
         return 8 * self.rank * self.d_inner + low_rank
 
 
+@mixer("kronecker")
 class Kronecker(Mixer):
     """With v reshaped to X (m₁,m₂): M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
 
@@ -263,6 +216,11 @@ class Kronecker(Mixer):
         self.gate_proj = WNLinear(d_arg, self.m1 + self.m2, bias=True)
         self.out_features = sum(self.triangles) + self.m1 + self.m2
 
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        norm = config.kronecker_norm
+        return cls(d_inner, d_arg, config.mixer_act, config.eps, _scale(config), norm)
+
     def weights(self, like):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
@@ -280,12 +238,16 @@ class Kronecker(Mixer):
         X = v.unflatten(-1, (self.m1, self.m2))
         return (X - self.scale * K1.transpose(-1, -2) @ X @ K2.transpose(-1, -2)).flatten(-2)
 
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -(self.m1 + self.m2) :])
+
     def flops_per_token(self):
         """FLOPs of one M(P; v) given P Wᵀ: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
         return 2 * (m1**3 + m2**3) + 2 * (m1 * m1 * m2 + m1 * m2 * m2)
 
 
+@mixer("monarch")
 class Monarch(Mixer):
     """Block-diagonal: d/r blocks of size r, each δ − k a S δ with S = T Tᵀ / (largest column norm +
     eps), T upper triangular from act(P Wᵀ), a = σ(·) per block."""
@@ -298,6 +260,11 @@ class Monarch(Mixer):
         self.uv_proj = WNLinear(d_arg, self.blocks * self.triangle)
         self.gate_proj = WNLinear(d_arg, self.blocks, bias=True)
         self.out_features = self.blocks * (self.triangle + 1)
+
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        size = config.mixer_rank
+        return cls(d_inner, d_arg, size, config.mixer_act, config.eps, _scale(config))
 
     def weights(self, like):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
@@ -315,14 +282,18 @@ class Monarch(Mixer):
         X = v.unflatten(-1, (self.blocks, self.size))
         return (X - (self._blocks(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
 
+    def gates(self, raw):
+        return torch.sigmoid(raw[..., -self.blocks :])
+
     def bound(self, raw, weights):
         """The largest of the blocks'."""
-        return _bound_of(self._blocks(raw)).amax(-1, keepdim=True)
+        return bound_of(self._blocks(raw)).amax(-1, keepdim=True)
 
     def flops_per_token(self):
         return self.blocks * (2 * self.size**3 + 4 * self.size**2)
 
 
+@mixer("nonselective")
 class NonSelective(Mixer):
     """An orthogonal Q that depends on no token: M(P; v) = v Qᵀ."""
 
@@ -346,6 +317,7 @@ class NonSelective(Mixer):
         return 2 * self.d_inner**2
 
 
+@mixer("selective_dense")
 class SelectiveDense(Mixer):
     """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token."""
 
@@ -354,6 +326,10 @@ class SelectiveDense(Mixer):
         self.d_inner, self.act, self.eps = d_inner, ACTIVATIONS[act], eps
         self.out_features = d_inner * (d_inner + 1) // 2
         self.uv_proj = WNLinear(d_arg, self.out_features)
+
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        return cls(d_inner, d_arg, config.mixer_act, config.eps)
 
     def weights(self, like):
         first, bias = affine_map(self.uv_proj, like)
@@ -368,6 +344,7 @@ class SelectiveDense(Mixer):
         return 2 * self.d_inner**3 + (2 + 2 * POWER_STEPS["selective_dense"]) * self.d_inner**2
 
 
+@mixer("mixture")
 class Mixture(Mixer):
     """One-reflection householder and kronecker in turn, r of them, one after the other."""
 
@@ -376,6 +353,15 @@ class Mixture(Mixer):
         self.parts = nn.ModuleList(parts)
         self.d_inner = parts[0].d_inner
         self.out_features = sum(p.out_features for p in parts)
+
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        names = ["householder", "kronecker"] * config.mixer_rank
+        parts = [
+            named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
+            for name in names[: config.mixer_rank]
+        ]
+        return cls(parts)
 
     def weights(self, like):
         weights = [p.weights(like) for p in self.parts]
@@ -387,6 +373,10 @@ class Mixture(Mixer):
         for part, part_raw, part_weights in zip(self.parts, raws, weights.extra):
             v = part(part_raw, v, part_weights)
         return v
+
+    def gates(self, raw):
+        raws = raw.split([p.out_features for p in self.parts], dim=-1)
+        return torch.cat([part.gates(of) for part, of in zip(self.parts, raws)], -1)
 
     def flops_per_token(self):
         return sum(p.flops_per_token() for p in self.parts)
@@ -421,6 +411,10 @@ class Contractive(Mixer):
         found = self.mixer.reflections()
         return None if found is None else (*found[:-1], self.kappa)
 
+    def gates(self, raw):
+        """Those of the mixer, before it is pulled towards the identity."""
+        return self.mixer.gates(raw)
+
     def forward(self, raw, v, weights):
         mixed = self.mixer(raw, v, weights)
         return v - self._shrink(raw, weights) * (v - mixed)
@@ -432,36 +426,12 @@ class Contractive(Mixer):
         return self.mixer.flops_per_token() + 3 * self.d_inner
 
 
-def _one_mixer(name, rank, config, d_inner, d_arg):
-    act, eps = config.mixer_act, config.eps
-    scale = 2.0 if config.eigen_range == "signed" else 1.0
-    if name in ("householder", "dplr"):
-        sequential = name == "householder"
-        return Reflections(
-            d_inner, d_arg, rank, config.mixer_proj_rank, act, eps, scale, sequential
-        )
-    if name == "kronecker":
-        return Kronecker(d_inner, d_arg, act, eps, scale, config.kronecker_norm)
-    if name == "monarch":
-        return Monarch(d_inner, d_arg, rank, act, eps, scale)
-    if name == "nonselective":
-        return NonSelective(d_inner, d_arg)
-    if name == "selective_dense":
-        return SelectiveDense(d_inner, d_arg, act, eps)
-    raise ValueError(unknown("mixer", name, MIXERS))
-
-
 def build_mixer(config, d_inner, d_arg):
     """The mixer named by `config.mixer`; d_arg is the width of P.
 
     Raises:
-        ValueError: an unknown name (FPRNNConfig refuses sizes that a mixer cannot have).
+        ValueError: an unknown name, sizes that the mixer cannot have (FPRNNConfig refuses those
+            that a built-in one cannot have).
     """
-    if config.mixer == "mixture":
-        names = ["householder", "kronecker"] * config.mixer_rank
-        mixer = Mixture(
-            [_one_mixer(name, 1, config, d_inner, d_arg) for name in names[: config.mixer_rank]]
-        )
-    else:
-        mixer = _one_mixer(config.mixer, config.mixer_rank, config, d_inner, d_arg)
-    return mixer if config.contractive is None else Contractive(mixer, config.contractive)
+    made = named_mixer(config.mixer, config, d_inner, d_arg)
+    return made if config.contractive is None else Contractive(made, config.contractive)

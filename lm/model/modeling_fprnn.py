@@ -42,11 +42,13 @@ from .loss import (
     shifted,
     weighted_penalty,
 )
+from .mixer_base import NORMED
 from .mixers import added
 from .names import let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
+from .own_mixers import build_mixer
 from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
 from .projections import Projections
@@ -75,20 +77,11 @@ _TRAVELS = (
     GatedDeltaNet,
     gated_delta_rule,
     delta_rule,
+    build_mixer,
 )
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
 # names that it was loaded with.)
-NORMED = (
-    "u_down",
-    "u_proj",
-    "alpha_proj",
-    "uv_proj",
-    "gate_proj",
-    "bc_y_proj",
-    "dt_y_proj",
-    "z_y_proj",
-)
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 

@@ -119,9 +119,9 @@ def count(stories: dict[str, list[Story]]) -> dict[int, dict[str, Count]]:
     out: dict[int, dict[str, Count]] = {}
     for split, some in stories.items():
         for story in some:
-            n = out.setdefault(story.task, {}).get(split, Count(0, 0, 0))
-            more = (1, len(story.answers), len(story.tokens))
-            out[story.task][split] = Count(*(a + b for a, b in zip(n, more)))
+            so_far = out.setdefault(story.task, {}).get(split, Count(0, 0, 0))
+            of_story = (1, len(story.answers), len(story.tokens))
+            out[story.task][split] = Count(*(a + b for a, b in zip(so_far, of_story)))
     return out
 
 
@@ -164,8 +164,8 @@ def _parse(path: Path) -> list[list[Line]]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
-        line = path.read_bytes()[: e.start].count(b"\n") + 1
-        raise BabiError(f"{path}:{line}: not UTF-8") from None
+        number = path.read_bytes()[: e.start].count(b"\n") + 1
+        raise BabiError(f"{path}:{number}: not UTF-8") from None
     except OSError as e:
         raise BabiError(f"{path} cannot be read: {e.strerror}") from None
     stories: list[list[Line]] = []

@@ -78,26 +78,40 @@ def _arc(name: str, metric: str) -> SuiteTask:
 
 TASKS = {
     "lambada_openai": SuiteTask(
-        "lambada", "acc", {"lambada_openai": "test"}, ("text",),
-        _has_last_word, "`text` of two words at least",
+        "lambada",
+        "acc",
+        {"lambada_openai": "test"},
+        ("text",),
+        _has_last_word,
+        "`text` of two words at least",
     ),
     "hellaswag": SuiteTask(
-        "hellaswag", "acc_norm", {"hellaswag_val": "validation"},
+        "hellaswag",
+        "acc_norm",
+        {"hellaswag_val": "validation"},
         ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-        _ending_is_known, "`label` the number of one of the `endings`, from 0",
+        _ending_is_known,
+        "`label` the number of one of the `endings`, from 0",
     ),
     "piqa": SuiteTask(
-        "piqa", "acc", {"piqa_val": "validation"}, ("goal", "sol1", "sol2", "label"),
-        _solution_is_known, "`label` 0 or 1",
+        "piqa",
+        "acc",
+        {"piqa_val": "validation"},
+        ("goal", "sol1", "sol2", "label"),
+        _solution_is_known,
+        "`label` 0 or 1",
     ),
     "arc_easy": _arc("arc_easy", "acc"),
     "arc_challenge": _arc("arc_challenge", "acc_norm"),
     "winogrande": SuiteTask(
-        "winogrande", "acc", {"winogrande_val": "validation"},
+        "winogrande",
+        "acc",
+        {"winogrande_val": "validation"},
         ("sentence", "option1", "option2", "answer"),
-        _option_is_known, "`answer` \"1\" or \"2\", and `sentence` with a _",
+        _option_is_known,
+        '`answer` "1" or "2", and `sentence` with a _',
     ),
-}  # fmt: skip
+}
 
 
 class Source(NamedTuple):
@@ -128,8 +142,8 @@ def choose(tasks: list[str], data: Path | str | None) -> dict[str, Source]:
     folder = Path(data).expanduser()
     if not folder.is_dir():
         raise SuiteError(f"no folder of evaluation data at {folder}")
-    found = {name: _find(folder, name) for name in chosen}
-    missing = [name for name, source in found.items() if source is None]
+    found = {name: source for name in chosen if (source := _find(folder, name)) is not None}
+    missing = [name for name in chosen if name not in found]
     if missing:
         wanted = "; ".join(f"{name}: {_names(name)}" for name in missing)
         there = [name for name in chosen if name not in missing]
@@ -232,6 +246,8 @@ def _from_file(name: str, source: Source) -> dict:
     """lm-eval's definition of a task, with its documents from a file: only what says where they
     are is replaced. As the one member of a group: there lm-eval puts what is given over the task's
     own definition, by itself in its place."""
+    if source.path is None:
+        raise ValueError(f"the source of {name} is no file")
     rows = list(_rows(name, source.path))
 
     def documents(**_):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
 
 from lm.errors import UserError
+from lm.named_class import is_place, load_class
 
 IGNORE = -100  # a label that is not scored
 SPLITS = ("train", "valid", "test")
@@ -30,6 +32,9 @@ class Batch(NamedTuple):
 
 class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
+
+    A subclass is made with the `task` section of a YAML; it must set `vocab_size` and `chance`, and
+    define `sample` (whose labels are its oracle) and `held_apart`. docs/extending.md has one.
 
     Training, validation and test have no sample in common wherever `held_apart` says so
     (synthetic/tasks/splits.py); samples of other lengths are in `Batch.shared`, by their hashes,
@@ -79,36 +84,142 @@ class Task:
             "sequence_accuracy": (right | ~due).all(1).astype(float)[due.any(1)],
         }
 
+    def token_name(self, number: int) -> str:
+        """An input's id as it is shown, and typed."""
+        return str(number)
+
+    def answer_name(self, number: int) -> str:
+        """An answer's id as it is shown."""
+        return self.token_name(number)
+
+    def typed(self, words: list[str]) -> Batch:
+        """A sequence that somebody typed, with the answers that the task's oracle gives: a batch of
+        one, without padding.
+
+        Raises:
+            TaskError: a word that the task has not, or no sequence of it; or sequences of this task
+                cannot be typed.
+        """
+        raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
         """Of a metric with several items a sequence, the row of the batch that each is of: such
         items are not independent. Other metrics are left out."""
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
 
-# name in a config → (file, class, arguments)
-TASKS = {
-    "word_problem": ("word_problem", "WordProblem"),
-    "copy": ("copying", "Copying"),
-    "prefix_ngram": ("copying", "Copying"),
-    "suffix_ngram": ("copying", "Copying"),
-    "duplicate_ngram": ("copying", "Copying"),
-    "mod_arithmetic": ("formal_language", "ModularArithmetic"),
-    "mod_arithmetic_brackets": ("formal_language", "ModularArithmetic"),
-    "parity": ("formal_language", "Parity"),
-    "even_pairs": ("formal_language", "EvenPairs"),
-    "cycle_navigation": ("formal_language", "CycleNavigation"),
-    "catbabi": ("catbabi", "CatBabi"),
-}
+TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
-def build(task) -> Task:
+def task(*names: str):
+    """A decorator that registers a subclass of Task under these names, which `task.name` may then
+    have. One that is not in this folder can also be named as `module:Class`.
+
+    Raises:
+        TaskError: what is decorated is no Task or lacks a method; a name that another has.
+    """
+
+    def decorated(cls):
+        check_class(cls)
+        for name in names:
+            other = TASKS.setdefault(name, cls)
+            if _place(other) != _place(cls):
+                raise TaskError(
+                    f"task `{name}` is {_place(other)} already: register {_place(cls)} under"
+                    " another name"
+                )
+            TASKS[name] = cls
+        return cls
+
+    return decorated
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def check_class(cls: type) -> None:
+    """Raises TaskError where a class cannot be a task."""
+    if not issubclass(cls, Task):
+        raise TaskError(
+            f"{_place(cls)} is no task: it must be derived from Task, of synthetic.tasks"
+        )
+    if cls.batch is not Task.batch:  # of one long stream, which has no samples
+        return
+    calls = {
+        "sample": "sample(self, rng, batch_size, lengths, split)",
+        "held_apart": "held_apart(self, length)",
+    }
+    missing = [call for name, call in calls.items() if getattr(cls, name) is getattr(Task, name)]
+    if missing:
+        raise TaskError(
+            f"{_place(cls)} has no method {' and none '.join(missing)}: a task must define"
+            f" {' and '.join(calls.values())} (docs/extending.md)"
+        )
+
+
+def registered_tasks() -> list[str]:
+    """The names that `@task` has registered: those of the files here, and others that were imported
+    before."""
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
+    return list(TASKS)
+
+
+def build(section) -> Task:
     """`synthetic.config.Task` → the dataset it names.
 
     Raises:
-        TaskError: an unknown group, folders with missing files, sizes no task can have.
+        TaskError: an unknown group, folders with missing files, sizes no task can have; a class of
+            one's own that lacks something.
+        ConfigError: no such module or class.
     """
-    module, name = TASKS[task.name]
-    return getattr(import_module(f"synthetic.tasks.{module}"), name)(task)
+    if is_place(section.name):
+        cls = load_class(section.name, "task.name")
+        check_class(cls)
+    else:
+        registered_tasks()
+        cls = TASKS[section.name]
+    made = cls(section)
+    missing = [name for name in ("vocab_size", "chance") if not hasattr(made, name)]
+    if missing:
+        raise TaskError(
+            f"task `{section.name}` has no {' and no '.join(missing)}: its class, or its __init__,"
+            " must set vocab_size (how many ids there are) and chance (the accuracy of guessing)"
+        )
+    return made
+
+
+def check_batch(name: str, task: Task, batch: Batch) -> None:
+    """Refuse a batch that would stop a run in its middle, or be scored wrongly.
+
+    Args: name: of the task, for messages.
+    Raises:
+        TaskError: arrays of several shapes, ids that are no whole numbers from 0 to vocab_size − 1,
+            no label, or no metric of the name that `headline` gives.
+    """
+    shape = batch.input_ids.shape
+    for what, values in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+        if values.ndim != 2 or values.shape != shape or values.dtype.kind not in "iu":
+            raise TaskError(
+                f"task `{name}`: {what} are {values.dtype} of shape {values.shape}: both input_ids"
+                " and labels must be whole numbers, (sequences, length) each"
+            )
+        wrong = values[(values < 0) | (values >= task.vocab_size)]
+        wrong = wrong[wrong != IGNORE] if what == "labels" else wrong
+        if len(wrong):
+            raise TaskError(
+                f"task `{name}`: {what} have {wrong[0]}, and vocab_size is {task.vocab_size}: ids"
+                f" run from 0 to {task.vocab_size - 1}"
+            )
+    if not (batch.labels != IGNORE).any():
+        raise TaskError(f"task `{name}`: no label of a batch is due: all of them are {IGNORE}")
+    metrics = task.score(batch.labels, batch)
+    if task.headline not in metrics:
+        raise TaskError(
+            f"task `{name}`: its headline is {task.headline}, and its score has"
+            f" {', '.join(metrics)}: it must be one of these"
+        )
 
 
 def draw_lengths(

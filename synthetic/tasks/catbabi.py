@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lm.tasks import babi
-from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError
+from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError, task
 
 
 class _Corpus(NamedTuple):
@@ -38,6 +38,7 @@ def _questions(story: babi.Story) -> list[tuple[int, str]]:
     return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
 
 
+@task("catbabi")
 class CatBabi(Task):
     """bAbI (task.data: see `python -m lm.tasks.babi --help`) in segments that continue each other.
 
@@ -95,6 +96,9 @@ class CatBabi(Task):
             tokens[start : start + len(story.tokens)] = [index[token] for token in story.tokens]
             kinds[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, kinds, starts)
+
+    def token_name(self, number: int) -> str:
+        return self.vocabulary[number]
 
     def check_length(self, length: int) -> None:
         if length < 1:

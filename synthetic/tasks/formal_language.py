@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
+from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits, task
 
 
 class FormalLanguage(Task):
@@ -100,11 +100,43 @@ class FormalLanguage(Task):
             "accuracy": right,
         }
 
+    def token_name(self, number: int) -> str:
+        return self.text([number])
+
+    def answer_name(self, number: int) -> str:
+        return str(number)
+
+    def typed(self, words: list[str]) -> Batch:
+        """The symbols as they are written, with or without spaces between them."""
+        ids = np.array([self._ids(words)], int).reshape(1, -1)
+        self.check_length(ids.shape[1])
+        return self.label(ids, self.answers(ids), np.array([ids.shape[1]]))
+
+    def _ids(self, words: list[str]) -> list[int]:
+        """Of each symbol its id; where one begins as another does, the longer one is meant.
+
+        Raises:
+            TaskError: something that is no symbol.
+        """
+        numbers = {symbol: number for number, symbol in enumerate(self.characters)}
+        longest_first = sorted(numbers, key=len, reverse=True)
+        found = []
+        for rest in " ".join(words).split():
+            while rest:
+                symbol = next((s for s in longest_first if rest.startswith(s)), None)
+                if symbol is None:
+                    known = " ".join(self.characters)
+                    raise TaskError(f"`{rest}` is no symbol of {self.name}: these are {known}")
+                found.append(numbers[symbol])
+                rest = rest.removeprefix(symbol)
+        return found
+
     def text(self, ids: np.ndarray) -> str:
         """Ids as characters; padding is `_`."""
         return "".join("_" if i == self.pad else self.characters[i] for i in map(int, ids))
 
 
+@task("parity")
 class Parity(FormalLanguage):
     """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
     Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
@@ -116,6 +148,7 @@ class Parity(FormalLanguage):
         return ids.cumsum(1) % 2
 
 
+@task("even_pairs")
 class EvenPairs(FormalLanguage):
     """Is the number of `ab` and `ba` together even (1) or odd (0)? That is, are the first and the
     last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
@@ -128,6 +161,7 @@ class EvenPairs(FormalLanguage):
         return (ids == ids[:, :1]).astype(int)
 
 
+@task("cycle_navigation")
 class CycleNavigation(FormalLanguage):
     """Where on a cycle of `task.modulus` places, from place 0, do the moves lead? Moves are stay
     (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
@@ -146,6 +180,7 @@ class CycleNavigation(FormalLanguage):
         return np.array([0, 1, -1])[ids].cumsum(1) % self.modulus
 
 
+@task("mod_arithmetic", "mod_arithmetic_brackets")
 class ModularArithmetic(FormalLanguage):
     """The value, modulo `task.modulus`, of an expression that ends with `=`: `modular_arithmetic`
     and `modular_arithmetic_brackets` of Delétang et al. 2023 (arXiv 2207.02098), with the `=` and
@@ -218,6 +253,42 @@ class ModularArithmetic(FormalLanguage):
         ids[rows, drawn] = self.equals
         answers[rows, drawn] = answers[rows, drawn - 1]
         return self.label(ids, answers, drawn + 1)._replace(shared=shared)
+
+    def typed(self, words: list[str]) -> Batch:
+        """An expression, with its `=` or without."""
+        ids = self._ids(words)
+        if ids and ids[-1] == self.equals:
+            ids = ids[:-1]
+        self.check_length(len(ids))
+        text = "".join(self.characters[i] for i in ids)
+        value = self._value_typed(ids, text)
+        row = np.array([[*ids, self.equals]])
+        answers = np.full(row.shape, value)
+        if not self.brackets:
+            answers[:, :-1] = self._values(row[:, :-1])
+        return self.label(row, answers, np.array([row.shape[1]]))
+
+    def _value_typed(self, ids: list[int], text: str) -> int:
+        """What the oracle says of an expression, which must be one of this task's."""
+        if self.brackets:
+            before = [self.open, *ids]  # + and * stand behind a digit or a closed bracket
+            follows = [*range(self.modulus), self.close]
+            signs = (self.plus, self.times)
+            is_ours = all(
+                last in follows for last, i in zip(before, ids, strict=False) if i in signs
+            )
+        else:
+            by_turns = [i < self.modulus for i in ids[::2]] + [
+                i in self.operators for i in ids[1::2]
+            ]
+            is_ours = all(by_turns)
+        try:
+            if is_ours:
+                return oracle_arithmetic(text, self.modulus)
+        except (SyntaxError, KeyError, AttributeError):
+            pass
+        example = "(2+(1-3))" if self.brackets else "2+1*3"
+        raise TaskError(f"{text} is no expression of {self.name}: one is {example}")
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import Batch, Task, TaskError, splits
+from . import Batch, Task, TaskError, splits, task
 
 MAX_ORDER = 5040  # S7; its table has 25 million entries
 
@@ -113,6 +113,22 @@ def group(name: str) -> Group:
     return whole
 
 
+def element_names(name: str) -> list[str]:
+    """What the elements of a group of this name are called, in their order. A permutation: where
+    1, 2, 3, … go, as in 213; a number modulo n: itself; of a product both, as in 213,4."""
+    names = [""]
+    for part in name.split("_x_"):
+        n = int(part[1:])
+        if part[0] == "Z":
+            own = [str(i) for i in range(n)]
+        else:
+            ordered = permutations(n, even=part[0] == "A") + 1
+            own = ["".join(map(str, p)) for p in ordered]
+        names = [f"{left},{right}" if left else right for left in names for right in own]
+    return names
+
+
+@task("word_problem")
 class WordProblem(Task):
     """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
     2024, "The Illusion of State in State-Space Models", whose files `task.csv` reads)."""
@@ -124,6 +140,7 @@ class WordProblem(Task):
         self.vocab_size, self.chance = self.group.order, 1 / self.group.order
         # Words of different splits differ within this many elements; shorter ones are shared.
         self.opening = splits.opening_length(lambda length: self.group.order**length)
+        self.names = element_names(task.group)
         self.csv = task.csv
         self.rows = None  # of the file: split → inputs and targets, (rows,length) each
         if task.csv is not None:
@@ -139,6 +156,21 @@ class WordProblem(Task):
 
     def held_apart(self, length: int) -> bool:
         return self.opening is not None and length >= self.opening
+
+    def token_name(self, number: int) -> str:
+        return self.names[number]
+
+    def typed(self, words: list[str]) -> Batch:
+        """Elements by their names, see `element_names`."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        elements = [name for word in words for name in word.split()]
+        for name in elements:
+            if name not in numbers:
+                some = ", ".join(self.names[:6]) + (", …" if len(self.names) > 6 else "")
+                raise TaskError(f"`{name}` is no element of {self.group.name}: these are {some}")
+        self.check_length(len(elements))
+        ids = np.array([[numbers[name] for name in elements]])
+        return Batch(ids, self.group.products(ids))
 
     def sample(self, rng, batch_size, lengths, split) -> Batch:
         # Every prefix is a word too: one length serves a batch, drawn anew for each.

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 COMMANDS = (
     "train", "plan", "prepare", "tokenizer", "sweep", "compare", "export", "import-reference",
-    "import-mamba", "eval", "generate", "agree", "budget", "report", "doctor",
+    "import-mamba", "eval", "generate", "inspect", "agree", "budget", "report", "watch",
+    "doctor", "check-mixer",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.

@@ -80,6 +80,13 @@ def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
 
 
+def test_a_comparison_is_not_taken_for_a_run():
+    path = ROOT / "configs/lm/compare/tiny.yaml"
+    with pytest.raises(ConfigError) as refused_file:
+        config.load(path)
+    assert str(refused_file.value).endswith(f"not the config of one run: fprnn compare {path}")
+
+
 def test_every_error_is_named_at_once():
     message = refused({"optim": {"lr": -1}, "train": {"steps": "many", "stps": 3}})
     assert all(key in message for key in ("`optim.lr`", "`train.steps`", "`train.stps`"))
@@ -118,6 +125,7 @@ def test_every_error_is_named_at_once():
         ({1: 2}, ["keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
+        ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
         ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
         ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
         ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from lm import console, metrics
 from lm.config import Config
-from lm.log import Writer
+from lm.log import TRACKERS, Writer, describe, grouped
 from lm.metrics import (
-    Busy,
     Spikes,
     Throughput,
     fixed_point_metrics,
@@ -54,8 +53,10 @@ def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
 
 def test_only_a_probe_has_iterations():
     assert fixed_point_metrics([PROBED])["num_iters"] == {
-        "mean": [5, 10], "median": [4, 10], "max": [9, 10],
-    }  # fmt: skip
+        "mean": [5, 10],
+        "median": [4, 10],
+        "max": [9, 10],
+    }
 
 
 def test_fixed_point_metrics_gather_over_ranks():
@@ -237,6 +238,20 @@ def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     assert speed.read(1.0) == {"tokens_per_s": 10.0, "spent": spent}  # no peak, no MFU
 
 
+def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: None)
+    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    clock.seconds += 50
+    speed.skip()
+    for _ in range(2):
+        clock.seconds += 4
+        speed.count(100, 8)
+        clock.seconds += 1000  # a validation
+        speed.skip()
+    read = speed.read(1.0)
+    assert read["tokens_per_s"] == 25.0 and read["spent"]["seconds"] == 8.0
+
+
 def test_a_baseline_without_a_flops_formula_has_no_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
     speed = Throughput(None, world_size=1)
@@ -320,10 +335,99 @@ def test_tensorboard_files_hold_what_was_written(tmp_path):
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    names = {"loss", "probe/num_iters/mean/layer0", "probe/num_iters/mean/layer1"}
-    assert set(events.Tags()["scalars"]) == names
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
-    assert [e.value for e in events.Scalars("probe/num_iters/mean/layer1")] == [2.5, 2.5]
+    layers = [f"solver/layer{i}/probe/num_iters/mean" for i in range(2)]
+    assert set(events.Tags()["scalars"]) == {"train/loss", *layers}
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert [e.value for e in events.Scalars(layers[1])] == [2.5, 2.5]
+
+
+def test_numbers_are_grouped_by_what_they_are_of():
+    """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
+    assert grouped(
+        {
+            "step": 3,
+            "loss": 2.0,
+            "lr": 0.1,
+            "tokens_per_s": 9.0,
+            "spent": {"seconds": 4.0},
+            "breakdown": {"data": 0.5},
+            "failed": [0.0, 0.25],
+            "layers": [1, 3],
+            "anything_new": 7,
+            "data_share": {"web": 0.5},
+            "z": "text",
+        }
+    ) == {
+        "train/loss": 2.0,
+        "train/lr": 0.1,
+        "time/tokens_per_s": 9.0,
+        "time/spent/seconds": 4.0,
+        "time/breakdown/data": 0.5,
+        "solver/layer1/failed": 0.0,
+        "solver/layer3/failed": 0.25,
+        "train/anything_new": 7,
+        "data/data_share/web": 0.5,
+    }
+    assert grouped(
+        {
+            "step": 3,
+            "validation": {"loss": 2.0, "sources": {"web": {"loss": 1.0}}, "bytes": None},
+            "probe": {"failed": [0.5], "num_iters": {"max": [9]}, "layers": [2]},
+            "ema": {"loss": 1.5},
+        }
+    ) == {
+        "validation/loss": 2.0,
+        "validation/sources/web/loss": 1.0,
+        "validation/ema/loss": 1.5,
+        "solver/layer2/probe/failed": 0.5,
+        "solver/layer2/probe/num_iters/max": 9,
+    }
+    tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
+    assert grouped(tried) == {
+        "validation/metrics/acc": 0.5,
+        "validation/layer0/failed": 0.25,
+        "time/seconds": 2.0,
+    }
+
+
+@pytest.mark.parametrize("fault", ["init", "log", "close"])
+def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch, capsys, fault):
+    logged = []
+
+    class Failing:
+        def __init__(self, *_):
+            self._fail_at("init")
+
+        def log(self, step, numbers):
+            self._fail_at("log")
+
+        def close(self):
+            self._fail_at("close")
+
+        def _fail_at(self, what):
+            if what == fault:
+                raise ConnectionError("the server is gone")
+
+    class Working:
+        def __init__(self, *_): ...
+
+        def log(self, step, numbers):
+            logged.append((step, numbers))
+
+        def close(self):
+            logged.append("closed")
+
+    monkeypatch.setitem(TRACKERS, "wandb", Failing)
+    monkeypatch.setitem(TRACKERS, "tensorboard", Working)
+    writer = Writer(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 1.0})
+    writer.close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("warning") == 1
+    assert said.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
+    assert logged == [(1, {"train/loss": 1.0}), (2, {"train/loss": 1.0}), "closed"]
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
@@ -335,7 +439,7 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
-    run = writer.wandb
+    run = writer.trackers["wandb"].run
     writer.write(record(1))
     writer.close()
     assert run.settings.mode == "offline"
@@ -344,7 +448,9 @@ def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
     deadline = time.monotonic() + 15  # wandb's own process writes it
     while len(text := files[0].read_bytes()) < 100 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert b"probe/num_iters/mean/layer1" in text and b"fp_mamba1" in text  # metrics and config
+    assert (
+        b"solver/layer1/probe/num_iters/mean" in text and b"fp_mamba1" in text
+    )  # metrics and config
     assert read_metrics(tmp_path) == [record(1)]
 
 
@@ -373,19 +479,67 @@ def now(monkeypatch):
 
 
 def test_on_a_pipe_every_text_is_a_plain_line(screen, now):
+    """A compilation of a minute before the first update, a suspended hour and a validation of half
+    a minute after each tenth: what is left is known from the fifth update of this process on. By
+    the clock it is 8 s an update in the long run, so 8 h 48 min at the end."""
     file = screen(terminal=False)
-    with console.Progress("training", total=10, start=2, unit="updates") as bar:
-        now.seconds += 6
-        bar.update(4, text="loss 3.2")
-        now.seconds += 294
-        bar.update(5, text="[loss] 3.1")  # no markup: brackets stay
-        bar.update(10, text="done")
-    assert file.getvalue().splitlines() == [
-        "training 4/10 updates  loss 3.2  18 s left",
-        "training 5/10 updates  [loss] 3.1  8.3 min left",
-        "training 10/10 updates  done",
+    with console.Progress("training", 4000, 2, "updates", every_s=600) as bar:
+        for step in range(3, 42):
+            now.seconds += {3: 60, 10: 3600}.get(step, 5) + 30 * (step % 10 == 1)
+            bar.update(step, text="[loss] 3.1" if step in (3, 6, 7, 12, 41) else None)
+        now.seconds += 5 * 3959
+        bar.update(4000, text="done")
+    lines = file.getvalue().splitlines()
+    assert lines == [
+        "training 3/4000 updates  [loss] 3.1",  # no markup: brackets stay
+        "training 6/4000 updates  [loss] 3.1",
+        "training 7/4000 updates  [loss] 3.1  5 h 33 min left",
+        "training 10/4000 updates  5 h 32 min left",
+        "training 12/4000 updates  [loss] 3.1  10 h 17 min left",
+        "training 41/4000 updates  [loss] 3.1  9 h 10 min left",
+        "training 4000/4000 updates  done",
     ]
     assert "\x1b" not in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.2, "0 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (3000, "50 min"),
+        (3 * 3600 + 290, "3 h 05 min"),
+        (6_956_340, "80 d 12 h"),
+    ],
+)
+def test_durations_are_plain(seconds, text):
+    assert console.duration(seconds) == text
+
+
+def test_the_pace_forgets_what_was_undone():
+    pace = console.Pace(passed_over=0, fewest=1, enough_s=0)
+    for seconds, done in ((0, 0), (10, 10), (11, 4), (17, 10)):  # rolled back to 4
+        pace.at(seconds, done)
+    assert pace.left(20) == pytest.approx(10 * 16 / 16)
+    pace.at(5, 12)  # by another clock
+    assert len(pace.spans) == 2
+
+
+def test_what_a_person_watches_is_labelled():
+    record = {
+        "loss": 2.0,
+        "perplexity": 7.389,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_s": 12345.6,
+    }
+    assert describe(record) == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    solved = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
+    assert describe(solved, [8.62, 4.1]).endswith(
+        "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
+    )
+    assert "ℓ* 4.5 (1.0 to 8.0)" in describe(record, [float(i) for i in range(1, 9)])
 
 
 def test_on_a_pipe_updates_without_a_text_are_rare(screen, now):
@@ -439,12 +593,3 @@ def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
     assert imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
     assert imbalance(4.0, others) == {"imbalance": 0.25}
     assert imbalance(3.0, lambda t: t) == {}
-
-
-def test_busy_counts_what_happens_within_and_begins_anew():
-    busy = Busy("cpu")
-    for _ in range(2):
-        with busy.working():
-            time.sleep(0.02)
-    time.sleep(0.05)
-    assert 0.04 <= busy.read() < 0.06 and busy.read() == 0.0

@@ -253,7 +253,7 @@ BESIDES = [("configs/lm/demo.yaml", "engine.zero_stage=0", "model.gradient_check
 )
 def test_the_plan_is_what_a_real_update_takes(run):
     """DeepSpeed's engine in a process of its own, its allocations as torch's profiler sees them."""
-    command = [sys.executable, "benchmarks/memory.py", "--one", *run]
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", *run]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads(done.stdout.strip().splitlines()[-1])

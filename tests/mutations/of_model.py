@@ -4,6 +4,7 @@ from tests.mutations import Mutation
 
 ORACLE = "tests/lm/model/test_oracle.py"
 MIXERS = "lm/model/mixers.py"
+MIXER_BASE = "lm/model/mixer_base.py"
 LAYERS = "lm/model/layers.py"
 STEP = "lm/model/step.py"
 BLOCKS = "lm/model/blocks.py"
@@ -67,7 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "x̃ = M(x − y) + x",
-        MIXERS, "return self(added(raw_x, raw_y), x - y, weights) + y",
+        MIXER_BASE, "return self(added(raw_x, raw_y), x - y, weights) + y",
         "return self(added(raw_x, raw_y), x - y, weights) + x",
         iteration("fp_mamba2-kronecker"),
     ),
@@ -174,7 +175,7 @@ MUTATIONS = [
     ),
     Mutation(
         "‖·‖_∞ alone bounds a matrix",
-        MIXERS, "(entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()",
+        MIXER_BASE, "(entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()",
         "entries.sum(-1).amax(-1)",
         iteration("fp_mamba1-contractive_kronecker"),
     ),

@@ -15,8 +15,12 @@ from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING
 
 from lm.tasks import babi
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 def line(story: list[babi.Line]) -> str:
@@ -44,7 +48,9 @@ def documents(stories: list[list[babi.Line]], choices: list[str], count: int, se
     return out
 
 
-def load(qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_):
+def load(
+    qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_: object
+) -> DatasetDict:
     """lm-eval's `custom_dataset` for bAbI's task `qa`: `test` is scored, `train` gives few-shot
     examples; the choices are all answers that the task has in any split.
 

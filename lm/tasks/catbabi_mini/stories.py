@@ -11,6 +11,10 @@ lm-eval loads this file by its path: it imports nothing of the package, and defi
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 PEOPLE = ("Mary", "John", "Sandra", "Daniel")
 PLACES = ("kitchen", "garden", "office", "bathroom", "hallway", "bedroom")
@@ -158,7 +162,7 @@ def documents(count: int, seed: int | str) -> list[dict]:
     ]
 
 
-def load(num_docs: int = 200, seed: int = 2026, **_):
+def load(num_docs: int = 200, seed: int = 2026, **_: object) -> DatasetDict:
     """lm-eval's `custom_dataset`: `test` is scored, `train` gives few-shot examples. The
     arguments can be set on its command line: --metadata '{"num_docs": 1000}'."""
     from datasets import Dataset, DatasetDict

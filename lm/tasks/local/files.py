@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict
 
 
 def read(name: str, keys: tuple[str, ...]) -> list[dict]:
@@ -47,7 +51,7 @@ def read(name: str, keys: tuple[str, ...]) -> list[dict]:
     return rows
 
 
-def text(**_):
+def text(**_: object) -> DatasetDict:
     """lm-eval's `custom_dataset` for plain text: each .txt file of the folder is a document.
 
     Raises:
@@ -73,12 +77,12 @@ def _dataset(split: str, rows: list[dict]):
     return DatasetDict({split: Dataset.from_list(rows)})
 
 
-def lambada(**_):
+def lambada(**_: object) -> DatasetDict:
     """lm-eval's `custom_dataset` for LAMBADA: lambada_openai.jsonl, rows of {"text"}."""
     return _dataset("test", read("lambada_openai.jsonl", ("text",)))
 
 
-def arc_easy(**_):
+def arc_easy(**_: object) -> DatasetDict:
     """lm-eval's `custom_dataset` for ARC-Easy: arc_easy_val.jsonl, the validation split with the
     hub's columns."""
     return _dataset("validation", read("arc_easy_val.jsonl", ("question", "choices", "answerKey")))

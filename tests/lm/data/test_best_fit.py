@@ -15,9 +15,9 @@ from lm import config
 from lm.data import best_fit
 from lm.data.best_fit import BestFitRows, document_ends, pack, waste
 from lm.data.corpora import prepare_sources
+from lm.data.errors import DataError
 from lm.data.loader import MapLoader, build
 from lm.data.packing import IGNORE, micro_batch
-from lm.data.sources import DataError
 from lm.plan import plan
 
 EOS = 0

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.config import Data
+from lm.data.errors import DataError
 from lm.data.loader import MapLoader, build, validation_blocks
 from lm.data.packing import IGNORE, block_count, encode_documents
 from lm.data.prepare import prepare
-from lm.data.sources import DataError, is_validation
+from lm.data.sources import is_validation
 from lm.data.stream import StreamLoader, merge_states
 
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))

@@ -15,12 +15,13 @@ from lm import config
 from lm.config import Data
 from lm.data.ahead import prepare_config, summary
 from lm.data.corpora import open_sources, prepare_sources
+from lm.data.errors import DataError
 from lm.data.loader import MapLoader, build
 from lm.data.mixture import parts, shares, tokenizer_bytes
 from lm.data.mixture_loader import STRATA, Drawing, MixtureLoader
 from lm.data.packing import IGNORE
 from lm.data.shuffled import PlainRows, ShuffledBlocks
-from lm.data.sources import DataError, is_validation
+from lm.data.sources import is_validation
 from lm.data.stream import StreamLoader
 from lm.data.tokenizer import _training_texts
 from lm.plan import _what, describe, plan

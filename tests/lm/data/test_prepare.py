@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from lm.data import integrity
+from lm.data.errors import DataError
 from lm.data.packing import encode_documents
 from lm.data.prepare import open_corpus, prepare
-from lm.data.sources import DataError, is_validation
+from lm.data.sources import is_validation
 from lm.outputs import OutputError
 
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from lm.data.errors import DataError
 from lm.data.readers import ReaderError, Readers
-from lm.data.sources import DataError
 from lm.data.stream import ShuffledStream, StreamLoader
 
 COUNT = "tests.lm.data.counter:counter"

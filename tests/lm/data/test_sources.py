@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lm.config import Data
+from lm.data.errors import DataError
 from lm.data.sources import (
     MAX_DOCUMENT,
     MIN_DOCUMENT,
-    DataError,
     builtin_documents,
     cut_at_blank_lines,
     documents,

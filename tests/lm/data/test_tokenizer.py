@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from lm.data.errors import DataError
 from lm.data.packing import encode_documents
-from lm.data.sources import DataError, is_validation
+from lm.data.sources import is_validation
 from lm.data.tokenizer import EOS, PAD, _training_texts, load_tokenizer
 
 EDGE_CASES = [

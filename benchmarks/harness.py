@@ -9,8 +9,9 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -24,14 +25,15 @@ except ImportError:
     triton = None
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 
 # glibc gives large temporaries back to the system after every operation, and each new one costs
 # page faults. This keeps the memory, for all that is measured alike.
 MALLOC = {
-    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**26),
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": str(2**26),
     "MALLOC_ARENA_MAX": "1",
-}  # fmt: skip
+}
 
 
 class Shape(NamedTuple):
@@ -47,10 +49,10 @@ class Shape(NamedTuple):
     d_state: int = 16
 
     @property
-    def tokens(self):
+    def tokens(self) -> int:
         return self.batch * self.length
 
-    def words(self):
+    def words(self) -> str:
         return (
             f"{self.layers} layers, D {self.d_model}, N {self.d_state}, householder {self.rank},"
             f" batch {self.batch} × {self.length} tokens, vocabulary {self.vocab}, {self.dtype}"
@@ -64,7 +66,7 @@ SHAPES = {
 }
 
 
-def parser(doc, repeats=15, shape="small"):
+def parser(doc: str, repeats: int = 15, shape: str = "small") -> argparse.ArgumentParser:
     """The options that every script has; see `parse`. shape: the default of --shape."""
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--shape", default=shape, help=f"of {', '.join(SHAPES)}; or several: A,B")
@@ -75,19 +77,21 @@ def parser(doc, repeats=15, shape="small"):
     p.add_argument("--threads", type=numbers, default=[1], help="1,2: once with each (CPU)")
     p.add_argument("--repeats", type=int, default=repeats)
     p.add_argument(
-        "--clock", choices=("wall", "cpu"), default="wall",
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
         help="cpu: processor seconds, for one thread beside other jobs",
-    )  # fmt: skip
+    )
     p.add_argument("--rows", default="", help="only those with one of these in the name: A|B")
     p.add_argument("--json", help="also write the numbers here")
     return p
 
 
-def numbers(text):
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def parse(p):
+def parse(p: argparse.ArgumentParser) -> argparse.Namespace:
     """The options, `shapes` as Shapes, `shape` the first of them, and `device` as a torch.device;
     seeds the generators. The process starts itself again with MALLOC, once."""
     a = p.parse_args()
@@ -112,7 +116,7 @@ def parse(p):
     return a
 
 
-def thread_counts(a):
+def thread_counts(a: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """Set the number of threads, and say what it is, for each that was asked for."""
     for count in a.threads:
         if count:
@@ -120,7 +124,7 @@ def thread_counts(a):
         yield count, f"{count} thread{'s' * (count > 1)}" if count else device_name(a.device)
 
 
-def wanted(a, functions):
+def wanted(a: argparse.Namespace, functions: dict[str, Any]) -> dict[str, Any]:
     """Those that --rows names; all without it."""
     parts = [part for part in a.rows.split("|") if part]
     return {n: f for n, f in functions.items() if not parts or any(part in n for part in parts)}
@@ -129,12 +133,12 @@ def wanted(a, functions):
 # Timing
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def seconds_of(fn, a, inner=1):
+def seconds_of(fn: Callable[[], Any], a: argparse.Namespace, inner: int = 1) -> float:
     """Seconds of one call; of the mean of `inner` calls in a row."""
     device = a.device
     if device.type == "cuda":
@@ -152,7 +156,12 @@ def seconds_of(fn, a, inner=1):
     return (a.now() - began) / inner
 
 
-def shortest(functions, a, inner=1, most=20.0):
+def shortest(
+    functions: dict[str, Callable[[], Any]],
+    a: argparse.Namespace,
+    inner: int = 1,
+    most: float = 20.0,
+) -> tuple[dict[str, float | None], dict[str, Any]]:
     """Call the functions in turn a.repeats times; one that has taken `most` seconds sits out the
     rest, after two. The first call of each warms up; one that takes so long is not called again.
 
@@ -196,7 +205,7 @@ class Ceilings(NamedTuple):
     vector: float
     exps: float
 
-    def words(self):
+    def words(self) -> str:
         return (
             f"copy {self.bytes / 1e9:.1f} GB/s, products {self.gemm / 1e9:,.0f} GFLOP/s, other"
             f" {self.vector / 1e9:,.0f} GFLOP/s, {self.exps / 1e9:.2f} G exp/s"
@@ -229,7 +238,7 @@ def _chain(a, exp, rounds=1024, block=1024):
 
 
 @torch.no_grad()
-def ceilings(a):
+def ceilings(a: argparse.Namespace) -> Ceilings:
     """Measure `Ceilings` with the present number of threads."""
     device, cuda = a.device, a.device.type == "cuda"
 
@@ -269,17 +278,17 @@ class Cost(NamedTuple):
     vector: float = 0.0
     exps: float = 0.0
 
-    def seconds(self, limits):
+    def seconds(self, limits: Ceilings) -> float:
         """The least time: whichever of the four takes longest."""
         return max(amount / most for amount, most in zip(self, limits))
 
 
-def scan_cost(tokens, d, n):
+def scan_cost(tokens: int, d: int, n: int) -> Cost:
     """The selective scan: reads x̃, Δ, B, C, writes o; h = exp(Δ A) h + Δ x̃ B, o = h C."""
     return Cost(4 * tokens * (3 * d + 2 * n), 0, 7 * tokens * d * n, tokens * d * n)
 
 
-def iteration_costs(shape, tokens):
+def iteration_costs(shape: Shape, tokens: int) -> dict[str, Cost]:
     """One iteration f(y) of FP-Mamba-1 on so many tokens, part by part, each reading what it needs
     and writing what it makes once. Products and what they make (the x parts too) are in the dtype,
     all else in fp32.
@@ -300,7 +309,7 @@ def iteration_costs(shape, tokens):
     }
 
 
-def iteration_seconds(shape, tokens, limits):
+def iteration_seconds(shape: Shape, tokens: int, limits: Ceilings) -> float:
     """The least time of one iteration: that of its parts, one after the other."""
     return sum(cost.seconds(limits) for cost in iteration_costs(shape, tokens).values())
 
@@ -308,7 +317,7 @@ def iteration_seconds(shape, tokens, limits):
 # What comes out
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -318,7 +327,7 @@ def device_name(device):
         return platform.processor() or platform.machine()
 
 
-def commit():
+def commit() -> str | None:
     """The commit measured, with + where files differ from it; None outside a checkout."""
 
     def git(*arguments):
@@ -332,7 +341,7 @@ def commit():
         return None
 
 
-def machine(a):
+def machine(a: argparse.Namespace) -> dict[str, Any]:
     from importlib.metadata import version
 
     return {
@@ -347,7 +356,7 @@ def machine(a):
     }
 
 
-def title(a, limits, threads):
+def title(a: argparse.Namespace, limits: Ceilings, threads: str) -> str:
     m = a.machine
     clock = ", processor seconds" if a.clock == "cpu" else ""
     return (
@@ -356,7 +365,7 @@ def title(a, limits, threads):
     )
 
 
-def show(heading, rows):
+def show(heading: str, rows: list[dict[str, str]]) -> None:
     """Print rows, dicts of text, as a Markdown table under a heading."""
     table = Table(box=box.MARKDOWN)
     for i, name in enumerate(rows[0]):
@@ -367,19 +376,19 @@ def show(heading, rows):
     Console(width=160).print(table)
 
 
-def ms(seconds):
+def ms(seconds: float | None) -> str:
     return "out of memory" if seconds is None else f"{seconds * 1e3:,.{2 if seconds < 1 else 0}f}"
 
 
-def ratio(base, seconds):
+def ratio(base: float | None, seconds: float | None) -> str:
     return "–" if not base or not seconds else f"{base / seconds:.2f}×"
 
 
-def share(bound, seconds):
+def share(bound: float, seconds: float | None) -> str:
     return "–" if seconds is None else f"{bound / seconds:.0%}"
 
 
-def write_json(a, rows, **more):
+def write_json(a: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:
     """--json: the machine, the arguments, the rows."""
     if a.json:
         record = {"machine": a.machine, "arguments": a.arguments, **more, "rows": rows}

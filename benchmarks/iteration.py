@@ -1,18 +1,19 @@
 """One iteration f(y) of one layer, part by part: plain, our kernels, and the paper's procedure.
 
-python benchmarks/step.py [--shape small --threads 1,2 --json FILE]
-python benchmarks/step.py --shape 160m            # on a GPU
+python -m benchmarks.iteration [--shape small --threads 1,2 --json FILE]
+python -m benchmarks.iteration --shape 160m            # on a GPU
 
 `bound` is the least time that the machine needs for the part, from bytes, FLOPs and exponentials by
-formula (common.py); `of bound` the share of it that our kernels reach. On a CPU what one part
+formula (harness.py); `of bound` the share of it that our kernels reach. On a CPU what one part
 writes may still be in the cache when the next reads it, as it is for a copy of the same size.
 """
 
 import functools
 
-import contenders
 import torch
-from common import (
+
+from benchmarks import contenders, paper
+from benchmarks.harness import (
     ceilings,
     iteration_costs,
     iteration_seconds,
@@ -28,10 +29,8 @@ from common import (
     wanted,
     write_json,
 )
-
 from lm.model.scan import selective_scan
-from lm.model.solver import relative_residual
-from lm.model.state import Sequences, shift
+from lm.model.state import shift
 
 WHOLE = "iteration"
 GRADIENT = "prepare and iteration, with backward"
@@ -64,7 +63,7 @@ def parts(block, s, y, autocast):
 
 
 def functions(a):
-    """{(part, version): function}."""
+    """{(part, version): function}, and the function of one iteration by the paper's procedure."""
     block, u, y = problem(a)
     narrow = a.shape.dtype == "bf16"
     autocast = functools.partial(
@@ -81,11 +80,14 @@ def functions(a):
             block.step(block.prepare(u), y).sum().backward()
         block.zero_grad()
 
-    def paper():
+    def paper_iteration():
         """The paper's iteration: f, the residual, the damped update."""
-        g = contenders.PaperFPMamba1.step(block, None, y)
-        return relative_residual(y, g), 0.99 * g + 0.01 * y
+        f = by_the_paper.evaluate(inputs, y)
+        return paper.relative_residual(y, f), 0.99 * f + 0.01 * y
 
+    by_the_paper = contenders.paper_block(block)
+    with torch.no_grad(), autocast():
+        inputs = by_the_paper.inputs(u)
     found = {}
     for version in ("plain", "auto"):
         with contenders.kernels(version), autocast():
@@ -94,19 +96,14 @@ def functions(a):
             for part, fn in parts(block, s, y, autocast).items():
                 found[part, version] = functools.partial(no_gradient, version, fn)
             found[GRADIENT, version] = functools.partial(with_gradient, version)
-    block.__class__ = contenders.PaperFPMamba1
-    with torch.no_grad(), contenders.kernels("plain"), autocast():
-        block.prepare(u, Sequences())  # keeps its inputs
-    return found, block, functools.partial(no_gradient, "plain", paper)
+    return found, functools.partial(no_gradient, "plain", paper_iteration)
 
 
 def measure(a, limits, inner):
-    found, block, paper = functions(a)
-    block.__class__ = contenders.FPMamba1
+    found, paper_iteration = functions(a)
     names = {f"{part}, {version}": fn for (part, version), fn in found.items()}
     seconds, _ = shortest(wanted(a, names), a, inner)
-    block.__class__ = contenders.PaperFPMamba1
-    by_paper = shortest({"paper": paper}, a)[0]["paper"]
+    by_paper = shortest({"paper": paper_iteration}, a)[0]["paper"]
     costs = iteration_costs(a.shape, a.shape.tokens)
     bounds = {part: cost.seconds(limits) for part, cost in costs.items()}
     bounds[WHOLE] = iteration_seconds(a.shape, a.shape.tokens, limits)
@@ -120,7 +117,7 @@ def measure(a, limits, inner):
     return rows
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=25)
     p.add_argument("--inner", type=int, default=5, help="calls in a row that one time is of")
     a = parse(p)
@@ -132,7 +129,9 @@ def main():
         everything += [dict(row, threads=count) for row in rows]
         cells = [
             {
-                "": row["part"], "plain, ms": ms(row["plain"]), "kernels, ms": ms(row["kernels"]),
+                "": row["part"],
+                "plain, ms": ms(row["plain"]),
+                "kernels, ms": ms(row["kernels"]),
                 "vs plain": ratio(row["plain"], row["kernels"]),
                 "paper's, ms": ms(row["paper"]) if row["paper"] else "–",
                 "vs paper's": ratio(row["paper"], row["kernels"]),
@@ -140,7 +139,7 @@ def main():
                 "of bound": share(row["bound"], row["kernels"]) if row["bound"] else "–",
             }
             for row in rows
-        ]  # fmt: skip
+        ]
         show(title(a, limits, threads), cells)
     write_json(a, everything, ceilings=measured)
 

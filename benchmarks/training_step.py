@@ -1,20 +1,21 @@
 """One full training step (forward, backward, clip, AdamW): ours, the paper's procedure, Mamba.
 
-python benchmarks/train.py [--shape small,words --threads 1,2 --json FILE]
-python benchmarks/train.py --lengths 256,512,1024,2048,4096 --plot FILE   # time against the length
+python -m benchmarks.training_step [--shape small,words --threads 1,2 --json FILE]
+python -m benchmarks.training_step --lengths 256,512,1024 --plot FILE   # time against the length
 
 All fixed-point rows have the same weights (seeded, never trained: that decides ℓ*) and the same
 batch. `bound` is the least time that the machine needs, from bytes, FLOPs and exponentials by
-formula (common.py) for as many evaluations; `of bound` the share of it reached. With --lengths,
+formula (harness.py) for as many evaluations; `of bound` the share of it reached. With --lengths,
 `saved` is what the forward of the layers keeps for the backward (not the head's logits).
 """
 
 import functools
 
-import contenders
 import torch
-from common import ceilings as measure_ceilings
-from common import (
+
+from benchmarks import contenders, paper
+from benchmarks.harness import ceilings as measure_ceilings
+from benchmarks.harness import (
     iteration_seconds,
     ms,
     parse,
@@ -28,7 +29,7 @@ from common import (
     wanted,
     write_json,
 )
-from common import numbers as number_list
+from benchmarks.harness import numbers as number_list
 
 OURS, ONE_STEP = "exact gradient", "exact token, one-step gradient"
 PAPER_ROW = "paper's procedure"
@@ -40,15 +41,15 @@ def trainers(a):
     s, device = a.shape, a.device
     of_ours = contenders.Trainer(contenders.ours(s), s, device, loss_only=True)
     options = {
-        OURS: contenders.EXACT,
-        ONE_STEP: contenders.EXACT | {"gradient": "one_step"},
-        f"{PAPER_ROW}, our kernels": contenders.PAPER,
-        PAPER_ROW: contenders.PAPER | {"scan": "plain"},
+        OURS: contenders.EXACT_FIELDS,
+        ONE_STEP: contenders.EXACT_FIELDS | {"gradient": "one_step"},
+        f"{PAPER_ROW}, our kernels": contenders.PAPER_FIELDS,
     }
+    scans = {PAPER_ROW: contenders.chunked_scan}
     if device.type == "cuda":
-        options[f"{PAPER_ROW}, our scan"] = contenders.PAPER | {"scan": "auto"}
+        scans[f"{PAPER_ROW}, our scan"] = contenders.fastest_scan
     else:
-        options[f"{PAPER_ROW}, loop over time"] = contenders.PAPER | {"scan": "loop"}
+        scans[f"{PAPER_ROW}, loop over time"] = paper.scan_over_time
 
     def one_step(option):
         with contenders.running(of_ours.model, **option):
@@ -56,6 +57,9 @@ def trainers(a):
 
     functions = {name: functools.partial(one_step, option) for name, option in options.items()}
     owners = dict.fromkeys(functions, of_ours)
+    for name, scan in scans.items():
+        owners[name] = contenders.Trainer(contenders.paper_model(of_ours.model, scan), s, device)
+        functions[name] = owners[name].step
     others = {OUR_MAMBA: (contenders.our_mamba, dict(loss_only=True))}
     if device.type == "cpu" or contenders.present("mamba_ssm") or s.length <= 256:
         others[MAMBA] = contenders.their_mamba, {}
@@ -82,7 +86,8 @@ def peak_memory(fn, trainer):
 def bound(a, name, trainer, evaluations, limits):
     """The least time of a step: `evaluations`, three for the one that is differentiated, and three
     times what is computed once; None for a model that does not say."""
-    model, tokens = trainer.model, a.shape.tokens
+    model = getattr(trainer.model, "weights", trainer.model)  # the paper's procedure borrows ours
+    tokens = a.shape.tokens
     if evaluations is None or name == OUR_MAMBA:
         return None
     once = sum(block.flops_per_token()[0] for block in contenders.blocks(model))
@@ -163,7 +168,7 @@ def scaling(a, limits):
         ids = torch.randint(a.shape.vocab, (a.shape.batch, length)).to(a.device)
         for row in found:
             if row["name"] == OURS:
-                row["saved_bytes"] = saved_bytes(model, ids, **contenders.EXACT)
+                row["saved_bytes"] = saved_bytes(model, ids, **contenders.EXACT_FIELDS)
         rows += found
     a.shape = whole
     return rows
@@ -199,50 +204,67 @@ def plot(series, a, path):
     figure.savefig(path, dpi=150)
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=8, shape="small,words")
     p.add_argument("--lengths", type=number_list, help="256,512,…: the scaling instead")
     p.add_argument("--plot", help="draw the scaling here")
     a = parse(p)
     if a.lengths and not a.rows:  # transformers' backward is quadratic on a CPU
         a.rows = f"{OURS}|{OUR_MAMBA}"
-    everything, measured = [], {}
+    everything: list[dict] = []
+    measured = {}
     for count, threads in thread_counts(a):
         limits = measure_ceilings(a)
         measured[count] = limits._asdict()
-        if not a.lengths:
-            for shape in a.shapes:
-                a.shape = shape
-                rows = measure(a, limits)
-                named = dict(shape=a.shape._asdict(), threads=count)
-                everything += [named | row for row in rows]
-                show(title(a, limits, threads), table(rows))
-            continue
-        rows = scaling(a, limits)
+        rows = shown_lengths(a, limits, threads) if a.lengths else shown_shapes(a, limits, threads)
         everything += [dict(row, threads=count) for row in rows]
-        series = {}
-        for name in dict.fromkeys(row["name"] for row in rows):
-            points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
-            points = [point for point in points if point[1] is not None]
-            if len(points) > 1:
-                series[name] = (*zip(*points), straight(*zip(*points)))
-        cells = [
-            {
-                "length": f"{row['length']:,}", "": row["name"], "ms": ms(row["seconds"]),
-                "µs a token": f"{1e6 / row['tokens_per_second']:.1f}",
-                "saved, MiB": f"{row['saved_bytes'] / 2**20:.1f}" if "saved_bytes" in row else "–",
-                "bytes a token": f"{row['saved_bytes'] / (row['length'] * a.shape.batch):,.0f}"
-                if "saved_bytes" in row else "–",
-            }
-            for row in rows if row["seconds"] and row["name"] in series
-        ]  # fmt: skip
-        show(title(a, limits, threads), cells)
-        for name, (*_, (slope, intercept, worst)) in series.items():
-            line = f"{slope * 1e3:.4f} ms a token of length + {intercept * 1e3:.1f} ms"
-            print(f"{name}: {line}; no point is further than {worst:.1%} from it")
-        if a.plot:
-            plot(series, a, a.plot)
     write_json(a, everything, ceilings=measured)
+
+
+def shown_shapes(a, limits, threads):
+    """Measures every shape, prints a table of each, and returns the rows of all."""
+    found = []
+    for shape in a.shapes:
+        a.shape = shape
+        rows = measure(a, limits)
+        show(title(a, limits, threads), table(rows))
+        found += [dict(row, shape=shape._asdict()) for row in rows]
+    return found
+
+
+def shown_lengths(a, limits, threads):
+    """Measures every length, prints a table and the lines through them, and returns the rows."""
+    rows = scaling(a, limits)
+    series = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        points = [(r["length"], r["seconds"]) for r in rows if r["name"] == name]
+        points = [point for point in points if point[1] is not None]
+        if len(points) > 1:
+            series[name] = (*zip(*points), straight(*zip(*points)))
+    cells = []
+    for row in rows:
+        if not row["seconds"] or row["name"] not in series:
+            continue
+        saved = row.get("saved_bytes")
+        cells.append(
+            {
+                "length": f"{row['length']:,}",
+                "": row["name"],
+                "ms": ms(row["seconds"]),
+                "µs a token": f"{1e6 / row['tokens_per_second']:.1f}",
+                "saved, MiB": "–" if saved is None else f"{saved / 2**20:.1f}",
+                "bytes a token": "–"
+                if saved is None
+                else f"{saved / (row['length'] * a.shape.batch):,.0f}",
+            }
+        )
+    show(title(a, limits, threads), cells)
+    for name, (*_, (slope, intercept, worst)) in series.items():
+        line = f"{slope * 1e3:.4f} ms a token of length + {intercept * 1e3:.1f} ms"
+        print(f"{name}: {line}; no point is further than {worst:.1%} from it")
+    if a.plot:
+        plot(series, a, a.plot)
+    return rows
 
 
 if __name__ == "__main__":

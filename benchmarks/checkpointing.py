@@ -1,7 +1,7 @@
 """How long a checkpoint holds training up: seconds of an update, of a save's copy, of all of it.
 
-    python benchmarks/save.py                  # the paper's 160M model, updates of 128 tokens
-    python benchmarks/save.py --config configs/lm/demo.yaml --tokens 256
+    python -m benchmarks.checkpointing        # the paper's 160M model, updates of 128 tokens
+    python -m benchmarks.checkpointing --config configs/lm/demo.yaml --tokens 256
 
 An update of so few tokens is the shortest there is to hide a save behind: real ones take longer.
 """
@@ -30,9 +30,13 @@ def main() -> None:
     p.add_argument("--folder", help="on the disk to be measured (default: a temporary one)")
     args = p.parse_args()
     overrides = (
-        "train.global_batch_size=null", "train.micro_batch_size=1", "train.precision=fp32",
-        f"data.seq_len={args.tokens}", "solver={}", "model.gradient_checkpointing=false",
-    )  # fmt: skip
+        "train.global_batch_size=null",
+        "train.micro_batch_size=1",
+        "train.precision=fp32",
+        f"data.seq_len={args.tokens}",
+        "solver={}",
+        "model.gradient_checkpointing=false",
+    )
     cfg = load(args.config, overrides)
     ranks = ds.start(cfg)
     available(ranks.device.type)

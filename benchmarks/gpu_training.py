@@ -1,7 +1,7 @@
 """The demo model trained in bf16 by a plain loop, with kernels, and for a few updates without; then
 saved, loaded and generating. A part of `make gpu-check`.
 
-python benchmarks/gpu_train.py [--device cuda --updates 200 --plain 20 --json FILE]
+python -m benchmarks.gpu_training [--device cuda --updates 200 --plain 20 --json FILE]
 
 It needs torch, transformers, tokenizers and PyYAML alone. Exits with 1 when a check fails.
 """
@@ -22,7 +22,6 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.kernels import available
 from lm.metrics import fixed_point_metrics, probe
 from lm.model.configuration_fprnn import FPRNNConfig
@@ -84,10 +83,14 @@ def build(cfg, bpe):
     longest = max(2048, cfg["data"]["seq_len"])
     return FPRNNForCausalLM(
         FPRNNConfig(
-            **cfg["model"], **cfg.get("solver", {}), vocab_size=vocab_size,
-            max_position_embeddings=longest, eos_token_id=eos, pad_token_id=eos,
+            **cfg["model"],
+            **cfg.get("solver", {}),
+            vocab_size=vocab_size,
+            max_position_embeddings=longest,
+            eos_token_id=eos,
+            pad_token_id=eos,
         )
-    )  # fmt: skip
+    )
 
 
 def optimiser(cfg, model, updates):
@@ -118,17 +121,22 @@ def accumulation(cfg):
     return cfg["train"]["global_batch_size"] // cfg["train"]["micro_batch_size"]
 
 
-def train(cfg, bpe, ids, device, updates, of):
-    """So many updates of a run of `of`.
+def train(cfg, bpe, ids, device, updates, schedule_updates):
+    """The first `updates` updates of a run whose schedule is for `schedule_updates`.
 
     Returns:
         the model, and a record: losses, gradient norms, tokens/s, peak memory, the solver's needs.
     """
     model = build(cfg, bpe).to(device).train()
-    adamw, schedule = optimiser(cfg, model, of)
-    micro, length = cfg["train"]["micro_batch_size"], cfg["data"]["seq_len"]
-    accumulate, generator = accumulation(cfg), torch.Generator().manual_seed(0)
-    on_gpu, losses, norms, stats, began = device == "cuda", [], [], [], None
+    adamw, schedule = optimiser(cfg, model, schedule_updates)
+    micro = cfg["train"]["micro_batch_size"]
+    length = cfg["data"]["seq_len"]
+    accumulate = accumulation(cfg)
+    generator = torch.Generator().manual_seed(0)
+    on_gpu = device == "cuda"
+    losses = []
+    norms = []
+    stats = []  # of the last updates' micro-batches
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     for update in range(1, updates + 1):
@@ -151,13 +159,14 @@ def train(cfg, bpe, ids, device, updates, of):
         if update == min(WARM, updates // 2):
             if on_gpu:
                 torch.cuda.synchronize()
-            began, before = time.perf_counter(), update
+            began = time.perf_counter()
+            warm_updates = update
         if update % max(1, updates // 10) == 0:
             print(f"update {update}: loss {losses[-1].item():.3f}", flush=True)
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    tokens = (updates - before) * micro * length * accumulate
+    tokens = (updates - warm_updates) * micro * length * accumulate
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     with torch.autocast(device, torch.bfloat16):
         probed = probe(model, block[:, :-1])
@@ -217,7 +226,7 @@ def check(ours, plain, after, fall, new):
     return wrong, {"fell": fell, "apart_from_plain": apart}
 
 
-def main():
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--updates", type=int, default=200)
@@ -236,7 +245,7 @@ def main():
     for name, updates in (("plain", a.plain), (a.kernels, a.updates)):
         os.environ["FPRNN_KERNELS"] = name
         print(f"{updates} updates; kernels: {available(a.device)}", flush=True)
-        model, records[name] = train(cfg, bpe, ids, a.device, updates, of=a.updates)
+        model, records[name] = train(cfg, bpe, ids, a.device, updates, a.updates)
     ours, plain = records[a.kernels], records["plain"]
     after = saved_and_generating(model, bpe, ids, a.device, a.new)
     wrong, figures = check(ours, plain, after, a.fall, a.new)

@@ -1,6 +1,6 @@
 """The exact token on this CPU: a layer's whole solve, forward and backward, in evaluations of f.
 
-python benchmarks/cell.py [--threads 1 --json FILE]
+python -m benchmarks.exact_token [--threads 1 --json FILE]
 
 `f` is one evaluation of the layer's map on all tokens at once, block.step without a gradient: a
 product, mixer, scan and norm. All three are timed in turn, in one run, so that the ratios hold on a
@@ -9,9 +9,10 @@ busy machine too. Decoding: one token of every sequence, from the state before i
 
 import math
 
-import contenders
 import torch
-from common import (
+
+from benchmarks import contenders
+from benchmarks.harness import (
     SHAPES,
     Shape,
     ceilings,
@@ -25,7 +26,6 @@ from common import (
     title,
     write_json,
 )
-
 from lm.kernels import cpu_cell
 
 CASES = {
@@ -49,17 +49,33 @@ def arguments(block, shape, decoding):
     columns = r * d + r + 2 * n
     layout = cpu_cell.Layout(0, r * d, r * d + r, r * d + r + n)
     options = cpu_cell.Options(
-        rank=r, scale=2.0, act=c.mixer_act, sequential=True, eps=c.eps, contractive=None,
-        bc_norm=True, groups=1, norm="layer", norm_eps=c.out_norm_epsilon, adjoint_clip=math.inf,
-    )  # fmt: skip
+        rank=r,
+        scale=2.0,
+        act=c.mixer_act,
+        sequential=True,
+        eps=c.eps,
+        contractive=None,
+        bc_norm=True,
+        groups=1,
+        norm="layer",
+        norm_eps=c.out_norm_epsilon,
+        adjoint_clip=math.inf,
+    )
     tokens = shape.batch, shape.length
     tensors = dict(
-        raw=0.5 * torch.randn(*tokens, columns), weight_y=torch.randn(columns, d) / d**0.5,
-        x=s.x, dt=s.time[0], A=s.time[1], keep=None, gate=torch.rand(*tokens, d),
-        D=torch.ones(d), norm_weight=torch.ones(d), norm_bias=torch.zeros(d),
+        raw=0.5 * torch.randn(*tokens, columns),
+        weight_y=torch.randn(columns, d) / d**0.5,
+        x=s.x,
+        dt=s.time[0],
+        A=s.time[1],
+        keep=None,
+        gate=torch.rand(*tokens, d),
+        D=torch.ones(d),
+        norm_weight=torch.ones(d),
+        norm_bias=torch.zeros(d),
         y0=torch.randn(shape.batch, d) if decoding else None,
         h0=torch.randn(shape.batch, n, d).mT if decoding else None,
-    )  # fmt: skip
+    )
     return (layout, options), tensors, s
 
 
@@ -89,7 +105,7 @@ def functions(shape, decoding):
     return found if decoding else {**found, "kept": kept, "both": both}
 
 
-def main():
+def main() -> None:
     p = parser(__doc__, repeats=25)
     a = parse(p)
     rows = []
@@ -105,14 +121,15 @@ def main():
             rows.append(dict(took, case=name, threads=count, backward=backward))
             cells.append(
                 {
-                    "": name, "f, ms": ms(took["f"]), "forward, ms": ms(took["forward"]),
+                    "": name,
+                    "f, ms": ms(took["f"]),
+                    "forward, ms": ms(took["forward"]),
                     "forward, in f": ratio(took["forward"], took["f"]),
                     "backward, ms": "–" if decoding else ms(backward),
-                    "backward, in forwards": "–" if decoding
-                    else ratio(backward, took["forward"]),
+                    "backward, in forwards": "–" if decoding else ratio(backward, took["forward"]),
                     "kept, in forwards": "–" if decoding else ratio(took["kept"], took["forward"]),
                 }
-            )  # fmt: skip
+            )
         show(title(a, ceilings(a), threads), cells)
     write_json(a, rows)
 

@@ -1,15 +1,15 @@
 """One full training step of stacks with other layers (`model.layers`), against all Mamba.
 
-python benchmarks/layers.py [--patterns "mamba*4|mamba*3 fp_mamba1" --json FILE]
+python -m benchmarks.hybrid_stacks [--patterns "mamba*4|mamba*3 fp_mamba1" --json FILE]
 
 Same width, depth and batch; the gradient of fixed-point layers is exact; the first pattern is what
 the others are compared with.
 """
 
-import contenders
 import torch
-from common import ms, parse, parser, shortest, show, wanted, write_json
 
+from benchmarks import contenders
+from benchmarks.harness import ms, parse, parser, shortest, show, wanted, write_json
 from lm.model.patterns import pattern_of
 
 PATTERNS = (
@@ -30,7 +30,7 @@ def trainer(pattern, a):
     return contenders.Trainer(model, shape, a.device, loss_only=True)
 
 
-def main():
+def main() -> None:
     p = parser(__doc__)
     p.add_argument("--patterns", default="|".join(PATTERNS), help="P|P|…: the layers")
     a = parse(p)

@@ -1,18 +1,15 @@
-"""Making synthetic batches against training on them: `python benchmarks/generation.py`.
+"""Making synthetic batches against training on them: `python -m benchmarks.synthetic_batches`.
 
 Both in one run, so that their ratio means something on a busy machine.
 """
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from synthetic import tasks
 from synthetic.build import build
 from synthetic.config import Config

@@ -1,4 +1,4 @@
-"""Streaming from a stand-in hub on the loopback device: `python benchmarks/stream.py`.
+"""Streaming from a stand-in hub on the loopback device: `python -m benchmarks.hub_stream`.
 
 Bytes that 1 to 8 readers fetch together (a process each), what resuming costs, and which share of
 single flipped bits is found with and without checksums of pages.
@@ -8,7 +8,6 @@ import argparse
 import io
 import itertools
 import random
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,9 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lm.config import Data
-from lm.data.sources import DataError, builtin_documents, documents
+from lm.data.errors import DataError
+from lm.data.sources import builtin_documents, documents
 from tests.lm.data.loopback import Hub, corpus_bytes_served, run, serving
 
 READER = """
@@ -71,16 +70,21 @@ def traffic(hub: dict, home: Path, readers: int, whole: int) -> None:
             for index in range(count)
         )
         fetched = corpus_bytes_served()
-        print(f"{count} readers: {found} documents, {fetched / 1e6:.2f} MB, "
-              f"{fetched / whole:.3f} times the corpus", flush=True)  # fmt: skip
+        print(
+            f"{count} readers: {found} documents, {fetched / 1e6:.2f} MB, "
+            f"{fetched / whole:.3f} times the corpus",
+            flush=True,
+        )
 
 
 def resuming(hub: dict, home: Path, after: int, row_group: float) -> None:
     state, _ = run(HEAD.format(documents=after), home, **hub)
     Hub.served.clear()
     seconds, _ = run(RESUMED.format(state=state), home, **hub)
-    print(f"resumed after {after} documents: the first in {float(seconds):.2f} s, "
-          f"{corpus_bytes_served() / row_group:.2f} row groups fetched")  # fmt: skip
+    print(
+        f"resumed after {after} documents: the first in {float(seconds):.2f} s, "
+        f"{corpus_bytes_served() / row_group:.2f} row groups fetched"
+    )
 
 
 def flips(trials: int, folder: Path) -> None:
@@ -99,8 +103,10 @@ def flips(trials: int, folder: Path) -> None:
                 used += list(documents(Data(source="parquet", path=str(path)))) != column
             except DataError:
                 found += 1
-        print(f"one bit flipped, {compression}, page checksums {'yes' if checksums else 'no'}: "
-              f"{found} of {trials} found, {used} used as text")  # fmt: skip
+        print(
+            f"one bit flipped, {compression}, page checksums {'yes' if checksums else 'no'}: "
+            f"{found} of {trials} found, {used} used as text"
+        )
 
 
 def main() -> None:
@@ -116,8 +122,12 @@ def main() -> None:
     whole = sum(len(data) for name, data in made.items() if name.startswith("sample/"))
     print(f"{a.files} files, {a.files * a.groups} row groups, {whole / 1e6:.1f} MB")
     with tempfile.TemporaryDirectory() as home, serving(made) as hub:
-        resuming(hub, Path(home), 50_000 if a.files * a.groups * a.rows > 50_000 else a.rows + 1,
-                 whole / a.files / a.groups)  # fmt: skip
+        resuming(
+            hub,
+            Path(home),
+            50_000 if a.files * a.groups * a.rows > 50_000 else a.rows + 1,
+            whole / a.files / a.groups,
+        )
         traffic(hub, Path(home), a.readers, whole)
         flips(a.trials, Path(home))
 

@@ -1,0 +1,1 @@
+"""What a model makes of one text or word: measured, then drawn as a page or in a terminal."""

@@ -1,0 +1,273 @@
+"""What a channel mixer is, and the register of those there are: `@mixer("name")`.
+
+docs/extending.md has a mixer of one's own from beginning to end.
+
+Shape suffixes: b batch, l length, d channels (d_inner), p width of P, m outputs of the mixer's map.
+"""
+
+import copy
+import difflib
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MIXERS = {}  # name → class: the built-in ones, and those that were registered since
+
+# What a subclass must define, and how it is called.
+METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
+# Layers of these names are weight-normalised ones, whose `weight` had this name until version 0.1:
+# `from_pretrained` takes a parameter so called for one of theirs.
+NORMED = (
+    "u_down",
+    "u_proj",
+    "alpha_proj",
+    "uv_proj",
+    "gate_proj",
+    "bc_y_proj",
+    "dt_y_proj",
+    "z_y_proj",
+)
+
+
+class MixerError(ValueError):
+    """A mixer that is not known, cannot be registered, or cannot be made for a layer."""
+
+
+class MixerWeights(NamedTuple):
+    """A mixer's linear map, materialised once per solve."""
+
+    first: torch.Tensor  # (m, p): P → the m first-layer outputs; m may be 0
+    bias: torch.Tensor  # (m,)
+    extra: tuple = ()  # what else the mixer needs that does not depend on the token
+
+
+def added(v_x, v_y):
+    """v_x + v_y in fp32 or wider; v_y may be None."""
+    v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
+    return v_x if v_y is None else v_x + v_y
+
+
+def bound_of(matrices):
+    """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
+    entries = matrices.abs()
+    return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
+
+
+class Mixer(nn.Module):
+    """A channel mixer: M(P; v) = Q_t v, linear in v, for a matrix Q_t that depends on P alone.
+
+    A subclass must define
+        `__init__(self, d_inner, d_arg)`, or `from_config` where it reads more; it sets `d_inner`
+        (d) and `out_features` (m, of its layers as they are). d_arg is p, the width of P.
+        `weights(self, like)` → its MixerWeights. like: see `layers.affine_map`.
+        `forward(self, raw, v, weights)` → M(P; v), (…,d), of raw = P Wᵀ + bias (…,m) and v (…,d).
+        Leading dimensions are free and broadcast: one raw may be given with many v.
+    and may define
+        `from_config`: how it is made from the model's configuration.
+        `flops_per_token`: what one M(P; v) costs; `bound`: how far Q_t is from the identity.
+        `has_low_rank = True` and `low_rank`: I − Q_t in the form that a token's own equation is
+        solved by in closed form. Without it y itself is iterated, with Q_t held fixed; both have
+        the exact gradient.
+        `gates`: what `fprnn inspect` draws of it.
+        `reflections`: what a compiled kernel needs; `mix`: where Q x + (I − Q) y is had for less.
+    """
+
+    out_features = 0
+    has_low_rank = False
+
+    @classmethod
+    def from_config(cls, config, d_inner, d_arg):
+        """The mixer of a model.
+
+        Args: config: the FPRNNConfig of the layer. d_inner: d. d_arg: p.
+        Raises:
+            ValueError: sizes that it cannot have; the message begins with the field's name.
+        """
+        return cls(d_inner, d_arg)
+
+    def weights(self, like):
+        """The MixerWeights of the parameters as they are. like: see `layers.affine_map`."""
+        raise NotImplementedError
+
+    def forward(self, raw, v, weights):
+        """M(P; v) (…,d). raw: (…,m) = P Wᵀ + bias. v: (…,d)."""
+        raise NotImplementedError
+
+    def flops_per_token(self):
+        """FLOPs of one M(P; v) given P Wᵀ, a multiply-add counting two: here those of a product
+        with a full matrix, which are those of few mixers."""
+        return 2 * self.d_inner**2
+
+    def low_rank(self, raw, weights):
+        """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
+        return None
+
+    def reflections(self):
+        """What a kernel needs to know of a low-rank mixer that reads its vectors directly: (r, k,
+        activation, whether one follows the other, eps, κ or None). None: it is none."""
+        return None
+
+    def gates(self, raw):
+        """Its gates a_t = σ(·) of every token, (…,·); None: it has none. raw: (…,m)"""
+        return None
+
+    def mix(self, raw_x, raw_y, x, y, weights):
+        """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
+        may be None. x, y: (…,d)."""
+        return self(added(raw_x, raw_y), x - y, weights) + y
+
+    def bound(self, raw, weights):
+        """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
+        eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
+        rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
+        return bound_of(eye - rows).unsqueeze(-1)
+
+    def matrix(self, P):
+        """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
+        weights = self.weights(P)
+        raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
+        eye = torch.eye(self.d_inner, dtype=P.dtype, device=P.device)
+        eye = eye.expand(*P.shape[:-1], self.d_inner, self.d_inner)
+        return self(raw, eye, weights).transpose(-1, -2)
+
+
+# The register.
+
+
+def mixer(*names):
+    """A decorator that registers a subclass of Mixer under these names, which `model.mixer` may
+    then have; one that is not of this folder also under `module:Class`.
+
+    Raises:
+        MixerError: what is decorated is no Mixer, or lacks a method; a name that another has.
+    """
+
+    def decorated(cls):
+        for name in names if is_built_in(cls) else (*names, place_of(cls)):
+            register(name, cls)
+        return cls
+
+    return decorated
+
+
+def register(name, cls):
+    """Have `model.mixer: name` stand for a subclass of Mixer.
+
+    Raises:
+        MixerError: as `mixer`.
+    """
+    _check_class(cls)
+    other = MIXERS.get(name)
+    if other is not None and place_of(other) != place_of(cls):
+        raise MixerError(
+            f"mixer `{name}` is {place_of(other)} already: register {place_of(cls)} under another"
+            " name"
+        )
+    MIXERS[name] = cls
+
+
+def place_of(cls):
+    """`module:Class`, where a class is."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_built_in(cls):
+    """Whether a class is in a file beside this one."""
+    return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+
+
+def _check_class(cls):
+    if not (isinstance(cls, type) and issubclass(cls, Mixer)):
+        raise MixerError(
+            f"{getattr(cls, '__qualname__', cls)} is no mixer: it must be a class derived from"
+            " Mixer, of lm.model.mixer_base"
+        )
+    missing = [call for name, call in METHODS.items() if getattr(cls, name) is getattr(Mixer, name)]
+    if missing:
+        raise MixerError(
+            f"{place_of(cls)} has no method {' and none '.join(missing)}: a mixer must define"
+            f" {' and '.join(METHODS.values())} (docs/extending.md)"
+        )
+    if cls.from_config.__func__ is Mixer.from_config.__func__:
+        try:
+            inspect.signature(cls).bind(1, 1)
+        except TypeError as e:
+            raise MixerError(
+                f"{place_of(cls)} cannot be made as {cls.__name__}(d_inner, d_arg) ({e}): give it"
+                " __init__(self, d_inner, d_arg), or a classmethod from_config(cls, config,"
+                " d_inner, d_arg)"
+            ) from None
+    if cls.has_low_rank and cls.low_rank is Mixer.low_rank:
+        raise MixerError(
+            f"{place_of(cls)} says has_low_rank and has no method low_rank(self, raw, weights):"
+            " define it, or leave has_low_rank False"
+        )
+
+
+def unknown(what, name, known):
+    """A sentence on a name that is not known, with the nearest that is."""
+    near = difflib.get_close_matches(str(name), list(known), 1, 0.4)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"unknown {what} `{name}`: one of {', '.join(known)}{hint}"
+
+
+def named_mixer(name, config, d_inner, d_arg, **fields):
+    """The registered mixer of a name, made for a layer. fields: of the config, which are others.
+
+    Raises:
+        MixerError: no such mixer; sizes that it cannot have; what the class makes is none.
+    """
+    if name not in MIXERS:
+        raise MixerError(_not_registered(name))
+    if fields:
+        config = copy.copy(config)
+        for field, value in fields.items():
+            setattr(config, field, value)
+    if is_built_in(MIXERS[name]):
+        return MIXERS[name].from_config(config, d_inner, d_arg)
+    try:
+        made = MIXERS[name].from_config(config, d_inner, d_arg)
+    except ValueError as e:
+        raise MixerError(f"mixer `{name}`: {e}") from e
+    _check_made(made, name, d_inner, d_arg)
+    return made
+
+
+def _not_registered(name):
+    if ":" not in str(name):
+        return unknown("mixer", name, [known for known in MIXERS if ":" not in known])
+    return (
+        f"mixer `{name}` is not registered: a model's configuration imports no module. Import"
+        f" {str(name).partition(':')[0]}, whose class is decorated with @mixer, before the model is"
+        " made; or load the checkpoint with the code that travels with it (trust_remote_code=True)"
+    )
+
+
+def _check_made(made, name, d_inner, d_arg):
+    """Say now, by name, what would fail in the middle of a forward pass, or be loaded wrongly."""
+    if not isinstance(made, Mixer):
+        raise MixerError(f"mixer `{name}`: from_config made a {type(made).__name__}, no Mixer")
+    if getattr(made, "d_inner", None) != d_inner:
+        raise MixerError(
+            f"mixer `{name}`: its d_inner is {getattr(made, 'd_inner', 'missing')}: __init__ must"
+            f" set self.d_inner = d_inner, here {d_inner}"
+        )
+    for parameter, _ in made.named_parameters():
+        *_, layer, last = ("", *parameter.split("."))
+        if layer in NORMED and last == "weight":
+            raise MixerError(
+                f"mixer `{name}`: a parameter called {parameter} would not be found again by"
+                f" from_pretrained, which takes {layer} for a WNLinear: use one, or another name"
+            )
+    with torch.no_grad():
+        weights = made.weights(next(made.parameters(), torch.zeros(1)))
+    shapes = tuple(weights.first.shape), tuple(weights.bias.shape)
+    wanted = (made.out_features, d_arg), (made.out_features,)
+    if shapes != wanted:
+        raise MixerError(
+            f"mixer `{name}`: weights(like) gives a map and a bias of shapes {shapes}: with"
+            f" out_features = {made.out_features} and d_arg = {d_arg} they must be {wanted}"
+        )

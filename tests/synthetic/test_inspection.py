@@ -1,0 +1,185 @@
+"""Looking inside a run of the suite: names and typed words of every task, answers, ℓ*, command."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lm.inspection.page import page
+from lm.metrics import probe
+from lm.run_dir import RunDir
+from synthetic import config, tasks
+from synthetic.build import build, load_run
+from synthetic.cli import main
+from synthetic.inspection import inspect_batch
+from synthetic.tasks import IGNORE, TaskError
+from synthetic.tasks.word_problem import element_names, group
+from synthetic.train import train
+
+SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them
+
+
+def task_of(name: str, **fields) -> tasks.Task:
+    return tasks.build(config.Task(name=name, **fields))
+
+
+@pytest.mark.parametrize(
+    "name, fields, lengths",
+    [
+        ("word_problem", {"group": "A5"}, (7,)),
+        ("word_problem", {"group": "S3_x_Z4"}, (7,)),
+        ("parity", {}, (5,)),
+        ("even_pairs", {"supervision": "every"}, (5,)),
+        ("cycle_navigation", {"modulus": 12}, (6,)),
+        ("mod_arithmetic", {"supervision": "every"}, (1, 9)),
+        ("mod_arithmetic", {"modulus": 13}, (9,)),
+        ("mod_arithmetic_brackets", {}, (1, 2, 3, 4, 9, 14)),
+        ("copy", {"alphabet": 5}, (4,)),
+        ("duplicate_ngram", {"alphabet": 5}, (8,)),
+        ("prefix_ngram", {"alphabet": 5}, (8,)),
+        ("suffix_ngram", {"alphabet": 5, "ngram": 3}, (9,)),
+    ],
+)
+def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengths):
+    task = task_of(name, **fields)
+    for length in lengths:
+        for seed in range(4):
+            drawn = task.batch(seed, "test", 0, 1, (length, length))
+            names = [task.token_name(number) for number in drawn.input_ids[0]]
+            typed = task.typed(names if name in SPACED else ["".join(names)])
+            assert typed.mask is None
+            assert np.array_equal(typed.input_ids, drawn.input_ids), names
+            assert np.array_equal(typed.labels, drawn.labels), names
+
+
+def test_names_of_elements_multiply_as_permutations_do():
+    for name in ("S4", "A5"):
+        names, of = element_names(name), group(name)
+        assert len(set(names)) == of.order and names[of.identity] == "12345"[: int(name[1])]
+        rng = np.random.default_rng(0)
+        for i, j in rng.integers(of.order, size=(20, 2)):
+            first, then = names[i], names[j]
+            product = "".join(then[int(image) - 1] for image in first)
+            assert names[of.table[i, j]] == product
+    assert element_names("S3_x_Z4")[:5] == ["123,0", "123,1", "123,2", "123,3", "132,0"]
+
+
+@pytest.mark.parametrize(
+    "name, word, says",
+    [
+        ("word_problem", "213 999", "`999` is no element of S3: these are 123, 132"),
+        ("parity", "012", "`2` is no symbol of parity: these are 0 1"),
+        ("mod_arithmetic", "1+2+", "has no expressions of length 4"),
+        ("mod_arithmetic", "12+", "12\\+ is no expression"),
+        ("mod_arithmetic_brackets", "(1+", "is no expression of .* one is"),
+        ("mod_arithmetic_brackets", "(+1)", "is no expression"),
+        ("mod_arithmetic_brackets", "1(2)", "is no expression"),
+        ("copy", "ab1", "no prompt of copy"),
+        ("copy", "$ab|b", "the answer to \\$ab\\| is ab\\., not b"),
+        ("prefix_ngram", "$ab|abc|", "has no 2 letters after ab"),
+        ("suffix_ngram", "abcde", "begins with no prompt .* one is \\$abcde\\|ab"),
+    ],
+)
+def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):
+    with pytest.raises(TaskError, match=says):
+        task_of(name).typed(word.split())
+
+
+def test_a_task_without_an_oracle_for_words_says_how_to_see_one():
+    with pytest.raises(TaskError, match="--length N draws one"):
+        tasks.Task().typed(["x"])
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("c") / "c.yaml"
+    model = {"d_model": 16, "d_state": 4, "n_layer": 2}
+    path.write_text(json.dumps({"name": "u", "model": model, "task": {"supervision": "every"}}))
+    cfg = config.load(path)
+    task = tasks.build(cfg.task)
+    return build(cfg, task, 16)[0].eval(), task
+
+
+def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
+    model, task = untrained
+    batch = task.typed(["213", "231 321", "123", "312"])
+    found = inspect_batch(model, task, batch, "u")
+    ids = torch.from_numpy(batch.input_ids)
+    report = probe(model, ids)
+    assert torch.equal(found.layers.iterations, report.token_iters[:, 0])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0]
+    labels = batch.labels[0].tolist()
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="none")
+    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-5)
+    right = (logits.argmax(-1) == torch.tensor(labels)).tolist()
+    assert [answer.is_right for answer in found.answers] == right
+    assert [token.shown for token in found.tokens] == ["213", "231", "321", "123", "312"]
+    # First 213, then 231: 1 → 2 → 3, 2 → 1 → 2, 3 → 3 → 1.
+    assert [answer.right for answer in found.answers][:2] == ["213", "321"]
+    assert found.bits_per_byte is None and found.following == []
+    text = page(found)
+    classes = [part.split("'")[0] for part in text.split("<span class='token ")[1:]]
+    assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in right]
+    assert ("✗" in text.split("</section>")[0]) == (not all(right))
+
+
+def test_a_prediction_beyond_the_tasks_vocabulary_has_a_name():
+    task = task_of("word_problem", group="Z2")
+    model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
+    found = inspect_batch(model, task, task.typed(["1 0"]), "z")
+    for guess in (guess for row in found.guesses for guess in row):  # five of eight, two the task's
+        assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
+
+
+def test_where_no_answer_is_due_there_is_none_to_be_wrong():
+    task = task_of("parity")
+    torch.manual_seed(0)
+    cfg = config.Config(name="p", task=config.Task(name="parity"))
+    model = build(cfg, task, 16)[0].eval()
+    found = inspect_batch(model, task, task.typed(["0110"]), "p")
+    assert [answer.is_right for answer in found.answers][:3] == [None] * 3
+    assert found.answers[3].right == "0" and found.scored == 1
+    assert task.typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
+
+
+def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(
+        json.dumps(
+            {
+                "name": "t",
+                "out_dir": str(tmp_path / "runs"),
+                "model": {"d_model": 16, "d_state": 4},
+                "task": {"group": "Z3"},
+                "optim": {"lr": 1e-2, "warmup": 1},
+                "train": {"steps": 2, "batch_size": 4, "length": 4},
+                "eval": {"every": 2, "lengths": "4", "examples": 4, "batch_size": 4},
+            }
+        )
+    )
+    train(config.load(tmp_path / "c.yaml"))
+    run = str(tmp_path / "runs/t")
+    capsys.readouterr()
+    assert main(["inspect", run, "1", "2", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert f"page: {RunDir(run).path / 'inspect.html'}" in printed
+    _, task, model, _ = load_run(run)
+    found = inspect_batch(model, task, task.typed(["1 2 0"]), "t")
+    cells = [
+        f"{token.shown}={answer.predicted}{'✓' if answer.is_right else '✗'}"
+        for token, answer in zip(found.tokens, found.answers, strict=True)
+    ]
+    assert printed.startswith(" ".join(cells)) and [a.right for a in found.answers] == list("100")
+    assert main(["inspect", run, "--length", "6", "--out", "p.html"]) == 0
+    assert "tokens: 6" in capsys.readouterr().out
+    for arguments in ([], ["1", "--length", "3"], ["4"], ["--length", "100000"]):
+        assert main(["inspect", run, *arguments]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1
+
+    from lm.cli import main as lm_main
+
+    assert lm_main(["inspect", run, "1"]) == 1
+    assert f"`fprnn-synthetic inspect {run}`" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""A mixer and a task of one's own: the files of docs/extending.md, typed, trained and exported."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from lm import config_model
+from lm.build import build_model
+from lm.check_mixer import check_mixer
+from lm.config import Config, ConfigError
+from lm.config import build as build_config
+from lm.export import ExportError, export, write_export
+from lm.model import mixer_base
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from synthetic import config as synthetic_config
+from synthetic import tasks
+from synthetic.train import train as train_synthetic
+from tests import running
+from tests.hf.test_hf_export import elsewhere
+from tests.running import ROOT
+
+PLACE = "my_mixer:Rotations"
+SIZES = {"vocab_size": 40, "d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8}
+
+
+def blocks() -> dict[str, str]:
+    """File name → text of the page's files, each of which begins with its name."""
+    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"```\w+\n# ([\w.]+)\n(.*?)```", page, re.S))
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A folder with the page's files, in which one is; what they register is forgotten again."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in blocks().items():
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    for register in (mixer_base.MIXERS, tasks.TASKS):
+        for name, cls in list(register.items()):
+            monkeypatch.setitem(register, name, cls)
+    yield folder
+    for name in [n for n in set(sys.modules) - before if n.startswith(("my_", "evil"))]:
+        del sys.modules[name]
+    for register, home in ((mixer_base.MIXERS, "lm."), (tasks.TASKS, "synthetic.")):
+        for name in [n for n, cls in register.items() if not cls.__module__.startswith(home)]:
+            del register[name]
+
+
+def model_of(**fields):
+    """A model as a YAML with these keys of `model` makes it."""
+    sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8}
+    cfg = build_config({"model": {**sizes, **fields}, "data": {"seq_len": 16}})
+    torch.manual_seed(0)
+    return build_model(cfg, 40, 2, 0)
+
+
+def typed(folder, name, old, new):
+    """One of the page's files, in which something is written otherwise, under another name."""
+    text = (folder / f"{name}.py").read_text(encoding="utf-8")
+    assert text.count(old) >= 1
+    (folder / f"{name}_2.py").write_text(text.replace(old, new).replace('("', '("other_'))
+
+
+# Mixers.
+
+
+def test_the_page_has_the_files_that_are_tried():
+    assert blocks().keys() == {"my_mixer.py", "my_tasks.py", "lights.yaml"}
+
+
+def test_the_names_that_are_read_as_text_are_those_that_are_registered():
+    built_in = [n for n, cls in mixer_base.MIXERS.items() if mixer_base.is_built_in(cls)]
+    assert config_model._built_in_mixers() == built_in and len(built_in) == 7
+
+
+def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
+    """Among it the gradient against differences of the loss, in fp64."""
+    found = {f.what: f for f in check_mixer(PLACE)}
+    assert all(f.holds is not False for f in found.values()), found
+    told = ("gradient of all parameters", "gradient of the mixer's", "no token sees a later one")
+    assert all(found[name].holds for name in told), found
+
+
+@pytest.mark.parametrize(
+    "old, new, what",
+    [
+        ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
+        ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
+        ("dim=-1).flatten(-2)", "dim=-1).flatten(-2).relu()", "Q v is linear in v"),
+    ],
+    ids=["gradient", "bound", "linear"],
+)  # fmt: skip
+def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
+    typed(page, "my_mixer", old, new)
+    found = {f.what: f.holds for f in check_mixer("my_mixer_2:Rotations", "fp_rnn")}
+    assert found[what] is False
+
+
+def test_a_model_by_the_decorators_name_and_in_one_layer_of_a_pattern(page):
+    whole = model_of(mixer=PLACE)
+    by_name = FPRNNForCausalLM(FPRNNConfig(**SIZES, mixer="rotations"))
+    assert by_name.state_dict().keys() == whole.state_dict().keys()
+    layers = ["mamba", {"fp_mamba1": {"mixer": PLACE}}]
+    one = model_of(layers=layers).fixed_point_blocks()
+    assert [type(block.mixer).__name__ for block in one] == ["Rotations"]
+    assert whole.flops_per_token(1) != model_of().flops_per_token(1)
+
+
+LOAD = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+assert not any(name.startswith(("lm", "my_")) for name in sys.modules if name[:3] != "lm_")
+for path in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+    mixer = type(model.fixed_point_blocks()[0].mixer)
+    assert mixer.__module__.startswith("transformers_modules"), mixer.__module__
+    ids = torch.tensor(json.loads(sys.argv[1]))
+    logits = model(ids).logits
+    grown = model.generate(ids[:1], max_new_tokens=2, do_sample=False)
+    model.save_pretrained(path + "-again")
+    again = AutoModelForCausalLM.from_pretrained(path + "-again", trust_remote_code=True).eval()
+    assert torch.equal(again(ids).logits, logits)
+print(json.dumps([logits.tolist(), grown.tolist(), mixer.__name__]))
+"""
+
+
+def test_the_mixer_travels_with_the_export(page, tmp_path):
+    model = model_of(mixer=PLACE).eval()
+    out = write_export(model, tmp_path / "out", None, "rotations", "A test.")
+    assert "from .layers import WNLinear, affine_map" in (out / "my_mixer.py").read_text()
+    assert "its author's own" in (out / "README.md").read_text()
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 4, 11]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        grown = model.generate(ids[:1], max_new_tokens=2, do_sample=False)
+    (logits, theirs, name), _ = elsewhere(LOAD, tmp_path, json.dumps(ids.tolist()), str(out))
+    torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-5)
+    assert theirs == grown.tolist() and name == "Rotations"
+    # In this process, with our package and its registered classes: by its own code where trusted.
+    from lm.exported import load_model
+
+    again = load_model(out).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, expected)
+    assert type(again).__module__.startswith("transformers_modules")
+    ours = FPRNNForCausalLM.from_pretrained(out).eval()  # my_mixer is imported here
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, expected)
+
+
+def test_a_checkpoint_imports_no_module(page, tmp_path):
+    """Neither by its config.json nor by its own code, unless that is trusted."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (page / "evil.py").write_text("raise SystemExit('it ran')\n")
+    config = FPRNNConfig(**SIZES, mixer="evil:Mixer")
+    with pytest.raises(ValueError, match="configuration imports no module"):
+        FPRNNForCausalLM(config)
+    plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
+    described = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**described, "mixer": "evil:Mixer"}))
+    with pytest.raises(ValueError, match="mixer `evil:Mixer` is not registered"):
+        AutoModelForCausalLM.from_pretrained(plain)
+    own = write_export(model_of(mixer=PLACE), tmp_path / "own", None, "x", "")
+    for kind in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            kind.from_pretrained(own, trust_remote_code=False)
+    assert "evil" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("def weights(", "def weighs(", "has no method weights(self, like): a mixer must define"),
+        ("def forward(", "def apply(", "has no method forward(self, raw, v, weights)"),
+        ("(Mixer):", "(torch.nn.Module):", "is no mixer: it must be a class derived from Mixer"),
+        ("d_inner, d_arg):\n", "d_inner):\n", "give it __init__(self, d_inner, d_arg), or a"),
+        ("self.d_inner = d_inner", "self.d = d_inner", "must set self.d_inner = d_inner, here 32"),
+        ("self.out_features = d_inner // 2", "self.out_features = 3", "must be ((3, 64), (3,))"),
+        ("angle_proj = WNLinear", "gate_proj = torch.nn.Linear", "would not be found again"),
+        ("if d_inner % 2", "if d_inner % 3", "mixer `my_mixer_2:Rotations`: d_inner = expand"),
+        ("import math", "import my_nothing", "cannot be imported: ModuleNotFoundError: No module"),
+        ("import math", "import math)", "my_mixer_2.py:1)"),
+        ("class Rotations", "class Rotation", "did you mean `my_mixer_2:Rotation`?"),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new, words):
+    typed(page, "my_mixer", old, new)
+    if "gate_proj" in new:
+        path = page / "my_mixer_2.py"
+        path.write_text(path.read_text().replace("self.angle_proj", "self.gate_proj"))
+    with pytest.raises(ConfigError) as e:
+        model_of(mixer="my_mixer_2:Rotations")
+    assert words in str(e.value)
+
+
+def test_names_are_refused_with_the_nearest_and_only_once_given(page):
+    with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine nor where Python"):
+        model_of(mixer="my_mixr:Rotations")
+    with pytest.raises(ConfigError, match=r"unknown mixer `dprl`: .*; did you mean `dplr`\?"):
+        model_of(mixer="dprl")
+    with pytest.raises(ConfigError, match=r"model.layers, fp_mamba1: mixer is 'dprl'"):
+        model_of(layers=[{"fp_mamba1": {"mixer": "dprl"}}])
+    path = page / "my_mixer_2.py"
+    path.write_text((page / "my_mixer.py").read_text().replace('"rotations"', '"householder"'))
+    with pytest.raises(ConfigError, match=r"mixer `householder` is lm.model.mixers:Reflections"):
+        model_of(mixer="my_mixer_2:Rotations")
+    assert mixer_base.place_of(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
+
+
+@pytest.mark.parametrize(
+    "name, line, words",
+    [
+        ("my_mixer_2", "import my_tasks", "imports my_tasks from"),
+        ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
+        ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
+        ("my_mixer_2", "from lm.errors import UserError", "write `from lm.model.FILE"),
+        ("layers", "import math", "so does the layers.py that every export has: rename its file"),
+    ],
+)
+def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(
+    page, tmp_path, name, line, words
+):
+    text = (page / "my_mixer.py").read_text().replace('"rotations"', '"other"')
+    (page / f"{name}.py").write_text(f"{line}\n{text}")
+    try:
+        model = model_of(mixer=f"{name}:Rotations")
+        with pytest.raises(ExportError) as e:
+            write_export(model, tmp_path / "out", None, "x", "")
+    finally:
+        sys.modules.pop("layers", None)
+    assert words in str(e.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkeypatch):
+    environment = {**running.ENV, "PYTHONPATH": f"{ROOT}:{page}"}
+    monkeypatch.setattr(running, "ENV", environment)
+    overrides = (
+        f"model.mixer={PLACE}",
+        "model.contractive=0.3",
+        "checkpoint.every=2",
+        "optim.schedule=constant",
+        "data.val_tokens=32",
+    )
+    running.run(tmp_path / "runs", *overrides, "train.steps=4")
+    records, _ = running.run(tmp_path / "runs", *overrides, "train.steps=6", "resume=auto")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(r["loss"]) for r in records)
+    out = export(tmp_path / "runs/tiny", tmp_path / "hf")
+    from lm.generate import generate
+
+    assert generate(out, "The", max_new_tokens=3, temperature=0)
+
+
+# Tasks.
+
+
+def lights(tmp_path, *overrides):
+    small = ("model.d_model=16", "model.d_state=4", "train.batch_size=8", "train.length=10")
+    scored = ("eval.lengths=4,10", "eval.examples=16", "eval.batch_size=8", "checkpoint.every=2")
+    place = f"out_dir={tmp_path}/runs"
+    return synthetic_config.load("lights.yaml", (place, *small, *scored, *overrides))
+
+
+def test_the_pages_task_says_the_right_answers_and_holds_its_splits_apart(page, tmp_path):
+    cfg = lights(tmp_path)
+    assert yaml.safe_load((page / "lights.yaml").read_text())["task"]["name"] == cfg.task.name
+    made = tasks.build(cfg.task)
+    found = {split: made.batch(0, split, 0, 64, (10, 10)) for split in tasks.SPLITS}
+    for batch in found.values():
+        for ids, labels in zip(batch.input_ids, batch.labels):
+            on = [False, False]
+            for token, label in zip(ids, labels):
+                if token < 2:
+                    on[token] = not on[token]
+                assert label == on[0] + 2 * on[1]
+    openings = [{tuple(r[: made.opening]) for r in b.input_ids} for b in found.values()]
+    assert made.held_apart(10) and not openings[0] & (openings[1] | openings[2])
+    assert not made.held_apart(4) and len(made.batch(0, "test", 0, 8, (4, 4)).shared) == 8
+
+
+def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path):
+    steps = (f"model.mixer={PLACE}", "model.contractive=0.3", "optim.warmup=1")
+    whole = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "name=whole"))
+    train_synthetic(lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
+    again = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "optim.schedule=constant"))
+    assert again["updates"] == whole["updates"] == 4
+    assert [row["length"] for row in whole["eval"]] == [4, 10]
+    assert whole["task"] == "my_tasks:Lights" and whole["chance"] == 0.25
+    assert whole["eval"][1]["in_training"]["count"] == 0
+    assert {"token_accuracy", "sequence_accuracy"} <= whole["eval"][0]["metrics"].keys()
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("def sample(", "def samples(", "no method sample(self, rng, batch_size, lengths, split)"),
+        ("def held_apart(", "def apart(", "has no method held_apart(self, length)"),
+        ("(Task):", ":", "is no task: it must be derived from Task"),
+        ("self.chance =", "self.luck =", "has no chance: its class, or its __init__, must set"),
+        ("max(2**self.n, self.n + 1)", "2", "and vocab_size is 2: ids run from 0 to 1"),
+        ("@ 2 **", "@ 2.0 **", "labels are float64 of shape (8, 10): both input_ids and labels"),
+        ("class Lights", "class Light", "did you mean `my_tasks_2:Light`?"),
+    ],
+)  # fmt: skip
+def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, old, new, words):
+    from synthetic.train import _check
+
+    typed(page, "my_tasks", old, new)
+    with pytest.raises((tasks.TaskError, ConfigError)) as e:
+        cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
+        _check(cfg, tasks.build(cfg.task), [10])
+    assert words in str(e.value)
+
+
+def test_options_are_of_ones_own_task_and_names_are_known(page, tmp_path):
+    with pytest.raises(ConfigError, match=r"`options` is for a task of your own.*parity reads"):
+        lights(tmp_path, "task.name=parity")
+    with pytest.raises(ConfigError, match=r"unknown task `parrity`.*did you mean `parity`\?"):
+        lights(tmp_path, "task.name=parrity")
+    with pytest.raises(tasks.TaskError, match=r"task.options.n is 9"):
+        tasks.build(lights(tmp_path, "task.options={n: 9}").task)
+    assert Config().model.mixer == "householder"
