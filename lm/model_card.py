@@ -52,7 +52,8 @@ def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
     facts = Facts(data=_data(run, cfg), datasets=_datasets(cfg))
     facts.training = _training(run, cfg, manifest)
     measured = [r for r in read_metrics(run.path) if r["step"] == step]
-    scores = [r.get("ema" if ema else "validation") for r in measured if "validation" in r]
+    weights = "ema" if ema else "validation"
+    scores = [r[weights] for r in measured if weights in r]
     facts.validation = known(_validation, scores[-1] if scores else {}) or [
         "Not validated at this update."
     ]
@@ -102,7 +103,8 @@ def _source(source: Data) -> str:
     if source.source == "fineweb":
         page = f"https://huggingface.co/datasets/{source.dataset}"
         return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
-    return f"{source.source} files, `{Path(source.path).name}`"
+    name = Path(source.path or "").name
+    return f"{source.source} files, `{name}`"
 
 
 def _manifest(found: dict) -> list[str]:
