@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-slow lint golden gpu-check clean
+.PHONY: demo test test-slow lint docs golden gpu-check clean
 
 demo: .venv/ready
 	PY=$(BIN)/python bash launch/demo.sh
@@ -19,6 +19,10 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as pages, into build/docs; a link that leads nowhere is an error.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 golden: .venv/ready
 	$(BIN)/python -m tests.golden $(or $(DIR),tests/golden)
@@ -35,7 +39,7 @@ gpu-check:
 	@echo "installing torch (once)"
 	$(PIP) torch
 	@echo "installing everything else (once)"
-	$(PIP) -e '.[train,eval,dev]'
+	$(PIP) -e '.[train,eval,docs,dev]'
 	touch $@
 
 clean:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import lm
 from lm.errors import UserError
 from lm.generate import PAPER, GenerationError, load_exported
+from lm.measured import add_measured
 from lm.outputs import check_file, write_json
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def agree(
     tight = rows.pop("tight")
     results |= {"num_iters": tight.pop("num_iters"), "tight": tight, "schedules": rows}
     write_json(path, results)
+    if out is None:
+        add_measured(checkpoint)
     return results
 
 

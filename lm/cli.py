@@ -131,9 +131,30 @@ def _sweep_status(args) -> int:
 
 
 def _export(args) -> int:
-    from lm.export import export
+    from lm.export import ExportError, export
 
-    print(export(args.run, args.out, args.checkpoint, args.ema))
+    if args.out is None and args.push is None:
+        raise ExportError("OUT is missing: the folder to export to (only --push does without)")
+    if args.public and args.push is None:
+        raise ExportError("--public is of --push REPO: without it nothing is uploaded")
+    if args.push is None:
+        print(export(args.run, args.out, args.checkpoint, args.ema, args.licence))
+        return 0
+    from lm import push
+
+    if args.out is None and (args.checkpoint or args.ema or args.licence):
+        raise ExportError(
+            "--checkpoint, --ema and --licence are of an export: give RUN and OUT, or push the"
+            " export as it is without them"
+        )
+    folder = args.run
+    if args.out is None:
+        push.check_export(folder)
+    place = push.find(args.push, args.public)
+    if args.out is not None:
+        folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence)
+        print(folder)
+    print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
     return 0
 
 
@@ -358,11 +379,26 @@ def _add_sweep(commands) -> None:
 
 
 def _add_export(commands) -> None:
-    c = commands.add_parser("export", help="run directory → HuggingFace directory")
+    c = commands.add_parser(
+        "export",
+        help="run directory → HuggingFace directory",
+        description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
+        " leaves this machine without --push, which says what it uploads and where. `fprnn export"
+        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` and"
+        " `fprnn agree` have added to its card.",
+    )
     c.add_argument("run", metavar="RUN")
-    c.add_argument("out", metavar="OUT")
+    c.add_argument("out", metavar="OUT", nargs="?")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
+    c.add_argument(
+        "--licence", metavar="ID",
+        help="of the weights, as the hub names it: apache-2.0, … (default: unknown)",
+    )  # fmt: skip
+    c.add_argument("--push", metavar="REPO", help="then upload it to the hub as OWNER/NAME")
+    c.add_argument(
+        "--public", action="store_true", help="with --push: for everybody (default: private)"
+    )
     c.set_defaults(run_command=_export)
 
 

@@ -54,8 +54,9 @@ def registered_mixers() -> list[str]:
     """The names that `@mixer` has registered. Where the model's code is not loaded these are the
     built-in ones, and they are read from their file as text: a configuration needs no torch."""
     register = sys.modules.get("lm.model.mixer_base")
-    loaded = register is not None and "lm.model.mixers" in sys.modules
-    return list(register.MIXERS) if loaded else _built_in_mixers()
+    if register is None or "lm.model.mixers" not in sys.modules:
+        return _built_in_mixers()
+    return list(register.MIXERS)
 
 
 @cache

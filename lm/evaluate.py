@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lm
 from lm.errors import UserError, missing_package
 from lm.exported import load_model, load_tokenizer
+from lm.measured import add_measured
 from lm.metrics import failures, fixed_point_metrics
 from lm.outputs import check_file, write_json
 from lm.tasks import TASKS_DIR, paper
@@ -115,6 +116,8 @@ def evaluate(
     if sources is not None:
         results["suite"] = paper.scores(sources, results["tasks"], limit)
     write_json(path, results)
+    if out is None:
+        add_measured(checkpoint)
     return results
 
 

@@ -1,57 +1,67 @@
 """Run directory → HuggingFace directory."""
 
+from __future__ import annotations
+
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm import travelling
 from lm.outputs import check_folder, read_json, writing
 from lm.travelling import ExportError
 
+if TYPE_CHECKING:
+    from lm.config import Config
+    from lm.model_card import Facts
+
 __all__ = ["ExportError", "export", "write_export"]
 
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [{model_type}]
----
-# {name}
-
-{origin}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
-```
-"""
-
-
-def export(run_dir: Path, out: Path, checkpoint: Path | None = None, ema: bool = False) -> Path:
+def export(
+    run_dir: Path,
+    out: Path,
+    checkpoint: Path | None = None,
+    ema: bool = False,
+    licence: str | None = None,
+) -> Path:
     """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
     that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
 
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
-            (train.ema) in their place.
+            (train.ema) in their place. licence: of the weights, as the hub names it; None: not
+            said.
     Raises:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
             checkpoint is of another model than the run's config.yaml describes, or has no
-            average of the weights.
+            average of the weights; a licence that is no name of one.
         OutputError: `out` cannot be written.
     """
+    from lm import model_card
     from lm.run_dir import RunDir
 
     run, out = RunDir(run_dir), Path(out)
     _refuse_without_run(run)
     _refuse_if_other(out)
+    check_licence(licence)
     trained = load_trained(run_dir, checkpoint, ema)
-    return write_export(trained.model, out, run.tokenizer, trained.name, trained.origin)
+    facts = model_card.of_run(run, trained.config, trained.manifest, ema)
+    return write_export(
+        trained.model, out, run.tokenizer, trained.name, trained.origin, facts, licence
+    )
+
+
+def check_licence(name: str | None) -> None:
+    """Raises ExportError where it cannot be a licence's name on the hub."""
+    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ExportError(
+            f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
+            " mit, cc-by-4.0 or other"
+        )
 
 
 class Trained(NamedTuple):
@@ -61,6 +71,8 @@ class Trained(NamedTuple):
     tokenizer: object
     name: str  # of the run
     origin: str  # sentences on where its weights come from
+    config: Config
+    manifest: dict  # of the checkpoint
 
 
 def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
@@ -78,7 +90,7 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
-    step = checkpoints.verify(path)["step"]
+    manifest = checkpoints.verify(path)
     cfg = load(run.config)
     tokenizer = load_tokenizer(cfg, run.path)
     model = build_model(
@@ -92,13 +104,13 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
             f"{path} is of another model than {run.config} describes ({first}): a"
             " run's config.yaml must stay as it was trained"
         ) from None
-    origin = f"Trained with fprnn for {step} updates."
+    origin = f"Trained with fprnn for {manifest['step']} updates."
     if run.init_from.is_file():
         began = read_json(run.init_from, ("path", "what"))
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
     if ema:
         origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
-    return Trained(model, tokenizer, cfg.name, origin)
+    return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
 def _refuse_without_run(run) -> None:
@@ -125,9 +137,20 @@ def _put_average(model, path: Path) -> float:
     return saved["decay"]
 
 
-def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: str) -> Path:
+def write_export(
+    model,
+    out: Path,
+    tokenizer: Path | None,
+    name: str,
+    origin: str,
+    facts: Facts | None = None,
+    licence: str | None = None,
+) -> Path:
     """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
 
+    Args:
+        origin: where the weights come from, in sentences. facts: of their training; None: they were
+            not trained here. licence: of the weights, as the hub names it; None: not said.
     Raises:
         ExportError: `out` holds something that is no export (an earlier export is replaced), or the
             model has a mixer of its author's own that cannot travel.
@@ -135,7 +158,9 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
     """
     from transformers.utils import logging
 
+    from lm import measured, model_card
     from lm.data.tokenizer import RECORD
+    from lm.foreign import TOKENIZER
 
     logging.disable_progress_bar()
     out = Path(out)
@@ -155,8 +180,9 @@ def write_export(model, out: Path, tokenizer: Path | None, name: str, origin: st
         if own_files:
             files = ", ".join(name for name in own_files if name != travelling.REGISTER)
             origin += f" Its mixer is its author's own and travels along: {files}."
-        card = CARD.format(model_type=model.config.model_type, name=name, origin=origin)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
+        card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
+        (new / measured.CARD).write_text(card, encoding="utf-8")
         if out.exists():
             shutil.rmtree(out)
         os.replace(new, out)

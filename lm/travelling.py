@@ -133,11 +133,12 @@ def _flattened(path: Path, ours: set[str]) -> str:
                     f"{where} imports {'.' * node.level}{node.module or ''}, a module of its own"
                     f" package: {_alone(path)}"
                 )
-            if node.module.split(".")[0] == "lm":
+            module = node.module or ""
+            if module.split(".")[0] == "lm":
                 line = lines[node.lineno - 1]
                 lines[node.lineno - 1] = _flat_import(line, node, where, ours)
             else:
-                _check_installed(node.module, where, path)
+                _check_installed(module, where, path)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 where = f"{path}:{node.lineno}"

@@ -25,6 +25,7 @@ FLOORS = {
         "errors",
         "kernels",
         "lease",
+        "measured",
         "metrics",
         "muon",
         "named_class",
@@ -47,8 +48,8 @@ FLOORS = {
     3: ("build", "checkpoint", "deepspeed_json", "log", "sweep_status"),
     4: ("activations", "continuing", "ema", "engine", "foreign", "reports", "watch"),
     5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
-    6: ("check_mixer", "cost", "init_from", "validation"),
-    7: ("preflight",),
+    6: ("check_mixer", "cost", "init_from", "model_card", "validation"),
+    7: ("preflight", "push"),
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
     10: ("reference", "agree", "cli_eval", "cli_import", "cli_watch", "compare", "facade"),
@@ -172,6 +173,8 @@ def test_nothing_imports_upward(path):
 CIRCLES = {
     # A Config holds what warmups defines; of Config warmups names the type alone, for the checker.
     frozenset({"lm.config", "lm.warmups"}),
+    # An Inspection shows itself, by functions that read one; they are imported when it does.
+    frozenset({"lm.inspection.result", "lm.inspection.page", "lm.inspection.words"}),
 }
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MIXERS = {}  # name → class: the built-in ones, and those that were registered since
+# Name → class: the built-in ones, and those that were registered since.
+MIXERS: dict[str, type] = {}
 
 # What a subclass must define, and how it is called.
 METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
@@ -256,7 +257,8 @@ def _check_made(made, name, d_inner, d_arg):
             f" set self.d_inner = d_inner, here {d_inner}"
         )
     for parameter, _ in made.named_parameters():
-        *_, layer, last = ("", *parameter.split("."))
+        parts = ["", *parameter.split(".")]
+        layer, last = parts[-2:]
         if layer in NORMED and last == "weight":
             raise MixerError(
                 f"mixer `{name}`: a parameter called {parameter} would not be found again by"
