@@ -100,7 +100,7 @@ def _trained_state(run: RunDir) -> dict:
     return saved
 
 
-def trained_on(run_dir: Path) -> tuple[config.Task, set[int] | None]:
+def trained_on(run_dir: str | Path) -> tuple[config.Task, set[int] | None]:
     """The task that a run was trained on, and the `Batch.shared` of all its training batches (None
     of a run that did not keep them).
 
@@ -122,7 +122,7 @@ class Loaded(NamedTuple):
     precision: str  # "fp32" or "bf16"
 
 
-def load_run(run_dir: Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a trained run, with overrides of its config.
 
     Raises:

@@ -170,7 +170,10 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     command.add_argument("run", metavar="RUN")
     command.add_argument("word", nargs="*", metavar="WORD")
     command.add_argument(
-        "--length", type=Whole(), metavar="N", help="draw a test sequence of this length instead"
+        "--length",
+        type=Whole(),
+        metavar="N",
+        help="draw a test sequence of this length, at least 1, instead",
     )
     command.add_argument(
         "--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)"

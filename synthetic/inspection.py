@@ -34,7 +34,7 @@ def inspect_run(
             " sequences, and not both"
         )
     cfg, task, model, precision = load_run(run_dir)
-    if words:
+    if length is None:
         batch = task.typed(words)
     else:
         task.check_length(length)

@@ -483,7 +483,11 @@ class Training:
         return result
 
     def close(self) -> None:
-        """End the save under way and the log, whatever happened and however far `start` came."""
+        """End loaders, profile, the save under way and the log, however far `start` came."""
+        if hasattr(self, "batches"):
+            # The loader processes end when their iterator goes. The profile refers back to this
+            # object, so it would go only at the exit, which waits for them for ever.
+            del self.batches
         if hasattr(self, "profile"):
             self.profile.close()
         if hasattr(self, "checkpoints"):

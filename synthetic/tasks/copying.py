@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from string import ascii_letters, digits
 from typing import TypeVar
 
@@ -75,7 +76,7 @@ class Copying(Task):
         extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
         return length + extra[self.name] if self.name in extra else 2 * length + 3
 
-    def text(self, ids: np.ndarray) -> str:
+    def text(self, ids: Iterable[int]) -> str:
         """Ids as characters, one each."""
         special = {self.start: "$", self.bar: "|", self.end: ".", self.pad: "*"}
         return "".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -148,7 +149,7 @@ class FormalLanguage(Task):
                 rest = rest.removeprefix(symbol)
         return found
 
-    def text(self, ids: np.ndarray) -> str:
+    def text(self, ids: Iterable[int]) -> str:
         """Ids as characters; padding is `_`."""
         return "".join("_" if i == self.pad else self.characters[i] for i in map(int, ids))
 

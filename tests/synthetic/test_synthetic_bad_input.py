@@ -206,7 +206,7 @@ def options() -> list[tuple[str, argparse.Action]]:
 
 def test_every_number_has_a_range_that_its_help_states():
     numbers = [a for _, a in options() if isinstance(a.type, Whole | Number)]
-    assert {a.dest for a in numbers} == {"job_index", "seeds", "jobs"}
+    assert {a.dest for a in numbers} == {"job_index", "seeds", "jobs", "length", "seed"}
     assert not any(a.type in (int, float) for _, a in options())
     for action in numbers:
         assert "at least" in action.help or "from 0 on" in action.help
