@@ -312,7 +312,7 @@ class ModularArithmetic(FormalLanguage):
         try:
             if is_ours:
                 return oracle_arithmetic(text, self.modulus)
-        except (SyntaxError, KeyError, AttributeError):
+        except (SyntaxError, KeyError, ValueError):
             pass
         example = "(2+(1-3))" if self.brackets else "2+1*3"
         raise TaskError(f"{text} is no expression of {self.name}: one is {example}")
@@ -398,7 +398,11 @@ class ModularArithmetic(FormalLanguage):
 
 
 def oracle_arithmetic(text: str, modulus: int) -> int:
-    """The value of an expression, up to its `=` if it has one, as Python reads it."""
+    """The value of an expression, up to its `=` if it has one, as Python reads it.
+
+    Raises:
+        SyntaxError, KeyError, ValueError: it is no expression of digits, + - * and brackets.
+    """
     functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
     def value(node: ast.expr) -> int:
