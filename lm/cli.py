@@ -176,9 +176,16 @@ def _generate(args) -> int:
     if args.out:
         check_file(args.out)
     text = generate(
-        args.checkpoint, args.prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed,
-        args.schedule, args.tol, args.max_iters,
-    )  # fmt: skip
+        args.checkpoint,
+        args.prompt,
+        args.max_new_tokens,
+        args.temperature,
+        args.top_k,
+        args.seed,
+        args.schedule,
+        args.tol,
+        args.max_iters,
+    )
     print(text)
     if args.out:
         with writing(args.out):
@@ -252,23 +259,34 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
         "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
     )
     c.add_argument(
-        "--tol", type=Number(), default=0.01,
+        "--tol",
+        type=Number(),
+        default=0.01,
         help="relative residual of the schedules that iterate, above 0 (default: 0.01; paper has"
         " the checkpoint's own)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--sequences", type=Whole(), default=8, metavar="N",
+        "--sequences",
+        type=Whole(),
+        default=8,
+        metavar="N",
         help="how many, at least 1 (default: 8)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--length", type=Whole(), default=256, metavar="L",
+        "--length",
+        type=Whole(),
+        default=256,
+        metavar="L",
         help="their tokens, at least 1, beyond what it was trained on too (default: 256)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--batch-size", type=Whole(), default=4, metavar="B",
+        "--batch-size",
+        type=Whole(),
+        default=4,
+        metavar="B",
         help="sequences solved at once, at least 1 (default: 4); the paper's stopping depends on"
         " it",
-    )  # fmt: skip
+    )
     c.add_argument(
         "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
     )
@@ -277,28 +295,37 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
 def _add_planned_for(c: argparse.ArgumentParser) -> None:
     """What `plan` and `train --dry-run` plan for."""
     c.add_argument(
-        "--gpus", type=Whole(1, 1_000_000), metavar="N",
+        "--gpus",
+        type=Whole(1, 1_000_000),
+        metavar="N",
         help="GPUs to plan for, in all, at least 1 (default: train.world_size, or those launched)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--nodes", type=Whole(1, 1_000_000), metavar="M",
+        "--nodes",
+        type=Whole(1, 1_000_000),
+        metavar="M",
         help="hosts that they are in, evenly, at least 1 (default: 8 GPUs each)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--gpu", metavar="NAME",
+        "--gpu",
+        metavar="NAME",
         help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; cpu: this machine (default:"
         " the one here, else a100-80g)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--utilisation", type=Number(), metavar="U",
+        "--utilisation",
+        type=Number(),
+        metavar="U",
         help="share of the card's peak that is reached, above 0 and at most 1 (default: 0.25, an"
         " assumption)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--evaluations", type=Number(), metavar="E",
+        "--evaluations",
+        type=Number(),
+        metavar="E",
         help="evaluations of a token in every layer, above 0, for the hours (default: 1 where"
         " tokens are solved one by one, else 10, an assumption)",
-    )  # fmt: skip
+    )
 
 
 def _add_train(commands) -> None:
@@ -314,9 +341,11 @@ def _add_train(commands) -> None:
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
     _add_planned_for(c)
     c.add_argument(
-        "--job-index", type=Whole(0), metavar="I",
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
         help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
-    )  # fmt: skip
+    )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_train)
 
@@ -370,9 +399,10 @@ def _add_sweep(commands) -> None:
     )
     c.add_argument("config", metavar="YAML")
     c.add_argument(
-        "--status", action="store_true",
+        "--status",
+        action="store_true",
         help="of each point: done, running, stopped, failed or missing; how far, and why",
-    )  # fmt: skip
+    )
     c.add_argument("--json", action="store_true", help="the status for a program to read")
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_sweep)
@@ -392,9 +422,10 @@ def _add_export(commands) -> None:
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.add_argument(
-        "--licence", metavar="ID",
+        "--licence",
+        metavar="ID",
         help="of the weights, as the hub names it: apache-2.0, … (default: unknown)",
-    )  # fmt: skip
+    )
     c.add_argument("--push", metavar="REPO", help="then upload it to the hub as OWNER/NAME")
     c.add_argument(
         "--public", action="store_true", help="with --push: for everybody (default: private)"
@@ -426,13 +457,19 @@ def _add_generate(commands) -> None:
         "--max-new-tokens", type=Whole(), default=64, metavar="N", help="at least 1 (default: 64)"
     )
     c.add_argument(
-        "--temperature", type=Number(zero=True), default=0.8, metavar="T",
+        "--temperature",
+        type=Number(zero=True),
+        default=0.8,
+        metavar="T",
         help="at least 0, which is greedy (default: 0.8)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--top-k", type=Whole(0), default=50, metavar="K",
+        "--top-k",
+        type=Whole(0),
+        default=50,
+        metavar="K",
         help="draw from the K likeliest tokens; 0: from all (default: 50)",
-    )  # fmt: skip
+    )
     c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
     c.add_argument(
         "--schedule",
@@ -440,14 +477,17 @@ def _add_generate(commands) -> None:
         " paper (default: the checkpoint's)",
     )
     c.add_argument(
-        "--tol", type=Number(),
+        "--tol",
+        type=Number(),
         help="relative residual at which a token has converged, above 0 (default: the"
         " checkpoint's)",
-    )  # fmt: skip
+    )
     c.add_argument(
-        "--max-iters", type=Whole(), metavar="N",
+        "--max-iters",
+        type=Whole(),
+        metavar="N",
         help="iterations a token may have, at least 1 (default: the checkpoint's)",
-    )  # fmt: skip
+    )
     c.add_argument("--out", help="also write the text to this file")
     c.set_defaults(run_command=_generate)
 
@@ -478,9 +518,12 @@ def _add_budget(commands) -> None:
     )
     _add_solved_text(c, "paper, window:16, parallel")
     c.add_argument(
-        "--iterations", type=counts, metavar="N,N,…", default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+        "--iterations",
+        type=counts,
+        metavar="N,N,…",
+        default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
         help="values of ℓmax, each at least 1 (default: 1,2,3,4,6,8,12,16,24,32)",
-    )  # fmt: skip
+    )
     c.add_argument("--out", metavar="DIR", help="folder of eval/ and figures/ (default: CKPT)")
     c.set_defaults(run_command=_budget)
 

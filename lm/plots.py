@@ -53,52 +53,69 @@ def draw(run_dir: Path) -> list[Path]:
     train = having(records, "loss")
     if not train:
         raise PlotError(f"{run_dir}/metrics.jsonl holds no training step: train first")
-    folder = run_dir / "figures"
-    folder.mkdir(exist_ok=True)
-    paths = [folder / "loss.png"]
+    figures = {"loss": _loss(run_dir.name, train, having(records, "validation"))}
+    probed = having(records, "probe")
+    if probed:
+        figures["iterations"] = _iterations(run_dir.name, probed)
+    return _saved(figures, run_dir / "figures")
 
-    figure, axes = _axes(f"{run_dir.name}: loss", "cross-entropy (nats per token)")
-    steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
+
+def _saved(figures: dict, folder: Path) -> list[Path]:
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for name, figure in figures.items():
+        # Beside the axes: the curves may lie anywhere inside.
+        figure.legend(loc="outside right upper", fontsize="small")
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=140)
+        plt.close(figure)
+    return paths
+
+
+def _loss(name: str, train: list[dict], validation: list[dict]):
+    """Of training and validation over the updates, and the n-gram models' beside it."""
+    figure, axes = _axes(f"{name}: loss", "cross-entropy (nats per token)")
+    steps = [r["step"] for r in train]
+    losses = [r["loss"] for r in train]
     axes.plot(steps, losses, color="tab:blue", lw=0.8, alpha=0.5, label="training")
     span = smoothing_span(len(losses))
     if span > 1:
         smooth = running_mean(losses, span)
         axes.plot(steps, smooth, color="tab:blue", lw=1.8, label=f"mean of the last {span + 1}")
-    validation = having(records, "validation")
-    if validation:
-        axes.plot(
-            [r["step"] for r in validation], [r["validation"]["loss"] for r in validation],
-            "o-", color="tab:orange", lw=1.2, ms=4, label="validation",
-        )  # fmt: skip
-    baselines = validation[-1].get("baselines", {}) if validation else {}
-    for (name, perplexity), style in zip(baselines.items(), itertools.cycle(["--", ":", "-."])):
-        axes.axhline(math.log(perplexity), color="gray", ls=style, lw=1.2, label=name)
-    if validation:
-        _add_bits_per_byte(axes, validation[-1]["validation"])
-    # Beside the axes: the curves may lie anywhere inside.
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(paths[0], dpi=140)
+    if not validation:
+        return figure
+    axes.plot(
+        [r["step"] for r in validation],
+        [r["validation"]["loss"] for r in validation],
+        "o-",
+        color="tab:orange",
+        lw=1.2,
+        ms=4,
+        label="validation",
+    )
+    baselines = validation[-1].get("baselines", {})
+    for (label, perplexity), style in zip(baselines.items(), itertools.cycle(["--", ":", "-."])):
+        axes.axhline(math.log(perplexity), color="gray", ls=style, lw=1.2, label=label)
+    _add_bits_per_byte(axes, validation[-1]["validation"])
+    return figure
 
-    probed = having(records, "probe")
-    if probed:
-        title = f"{run_dir.name}: iterations to the fixed point"
-        figure, axes = _axes(title, "ℓ* (mean, shade: to max)")
-        steps = [r["step"] for r in probed]
-        counts = [r["probe"]["num_iters"] for r in probed]
-        layers = len(counts[0]["mean"])
-        numbers = probed[-1]["probe"].get("layers", range(layers))
-        for i in range(layers):
-            shade = i / max(1, layers - 1)
-            color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
-            mean = [count["mean"][i] for count in counts]
-            most = [count["max"][i] for count in counts]
-            axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {numbers[i]}")
-            axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
-        axes.set_ylim(bottom=0)
-        figure.legend(loc="outside right upper", fontsize="small")
-        paths.append(folder / "iterations.png")
-        figure.savefig(paths[1], dpi=140)
-    import matplotlib.pyplot as plt
 
-    plt.close("all")
-    return paths
+def _iterations(name: str, probed: list[dict]):
+    """ℓ* of each layer over the updates."""
+    title = f"{name}: iterations to the fixed point"
+    figure, axes = _axes(title, "ℓ* (mean, shade: to max)")
+    steps = [r["step"] for r in probed]
+    counts = [r["probe"]["num_iters"] for r in probed]
+    layers = len(counts[0]["mean"])
+    numbers = probed[-1]["probe"].get("layers", range(layers))
+    for i in range(layers):
+        shade = i / max(1, layers - 1)
+        color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
+        mean = [count["mean"][i] for count in counts]
+        most = [count["max"][i] for count in counts]
+        axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {numbers[i]}")
+        axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
+    axes.set_ylim(bottom=0)
+    return figure

@@ -3,7 +3,7 @@
 Shape suffixes: b batch, l length, h heads, e channels of a head; t keys, those of a state included.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ class AttentionState(NamedTuple):
     positions: torch.Tensor  # (b,t) of each key; UNSEEN: padding, or of a document that is over
     next_position: torch.Tensor  # (b,) of the token to come
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> "AttentionState":
         """The state of these rows (k,) of the batch."""
         return AttentionState(*(field[rows] for field in self))
 
@@ -33,7 +33,7 @@ class Attention(PlainLayer):
     """softmax(q kᵀ / √e) v over the tokens up to the query in its document, the last
     `attention_window` of them where that is set."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
         self.heads = heads_of(config)
@@ -42,11 +42,11 @@ class Attention(PlainLayer):
         self.v_proj = nn.Linear(d, d, bias=False)
         self.out_proj = nn.Linear(d, d, bias=False)
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[int, ...]]:
         head = self.heads, self.config.d_model // self.heads
         return [(-1, *head), (-1, *head), (-1,), ()]
 
-    def run(self, u, seqs):
+    def run(self, u: torch.Tensor, seqs: Any) -> tuple[torch.Tensor, AttentionState | None]:
         # 1. Queries, keys, values (b,l,h,e), and the position of each token (b,l) in its row.
         q, k, v = (
             proj(u).unflatten(-1, (self.heads, -1))
@@ -120,19 +120,19 @@ class Attention(PlainLayer):
         keys, values = (t[:, drop:].detach().clone() for t in (keys, values))
         return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
 
-    def flops_per_token(self, length):
+    def flops_per_token(self, length: int) -> int:
         """A query looks at half of the sequence on average, or at its window."""
         c = self.config
         looked_at = min(length / 2, c.attention_window or float("inf"))
         return 8 * c.d_model**2 + int(4 * c.d_model * looked_at)
 
 
-def positions_of_keys(positions, seqs):
+def positions_of_keys(positions: torch.Tensor, seqs: Any) -> torch.Tensor:
     """The tokens' positions (b,l) as those of keys: UNSEEN at padding."""
     return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, UNSEEN)
 
 
-def rotated(x, positions):
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021): channels i and i + e/2 of a head turn by
     position · ROPE_BASE^(−2i/e).
 

@@ -3,7 +3,8 @@
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,9 @@ class MambaTime(NamedTuple):
     A: torch.Tensor  # (d,n) or (h,) rates
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, else 1
     decays: tuple | torch.Tensor | None  # made once for all evaluations; None: by each
-    make_decays: object  # (dt, A, keep) → decays
+    make_decays: Callable[..., Any]  # (dt, A, keep) → decays
 
-    def cut(self, start, end):
+    def cut(self, start: int, end: int) -> "MambaTime":
         """Of the tokens start ≤ t < end."""
         dt, keep = (None if t is None else t[:, start:end] for t in (self.dt, self.keep))
         decays = None if dt is None else self.make_decays(dt, self.A, keep)
@@ -102,25 +103,27 @@ class FPMamba(FixedPointBlock):
         A = -torch.exp(self.A_log.to(dtype))
         return A.t().contiguous().t() if A.dim() == 2 else A  # as the CPU's scan reads it
 
-    def parts_of(self, s, rows):
+    def parts_of(self, s: Prepared, rows: dict[str, torch.Tensor]) -> MambaParts:
         cfg, dt = self.config, s.time.dt
         B, C = rows["B"], rows["C"]
         if cfg.bc_norm:
             B, C = (normalise(v, None, self.groups, cfg.eps) for v in (B, C))
         return MambaParts(self._dt(rows["delta"], s.seqs) if dt is None else dt, B, C)
 
-    def in_units_of_y(self, noise):
+    def in_units_of_y(self, noise: torch.Tensor | None) -> torch.Tensor | None:
         return None if noise is None else noise * self.out_norm().weight
 
     def _gate(self, s):
         """silu(z), where the gate is in the loop."""
         return F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None
 
-    def token(self, s, history, own):
+    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
         gain = own + self._D().to(own.dtype)
         return Token(s.x, history, gain, self._gate(s), self.out_norm())
 
-    def compiled(self, s, reflections, adjoint):
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if s.time.dt is None:
             return None
         cfg, x = self.config, s.x
@@ -170,7 +173,7 @@ class FPMamba(FixedPointBlock):
 class FPMamba1(FPMamba):
     """FP-Mamba-1 (paper Eq. 12–13): Mamba made dense by iterating mixer and selective scan."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, n = config.d_inner, config.d_state
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
@@ -184,7 +187,7 @@ class FPMamba1(FPMamba):
         self.out_norm = EndLayerNorm(d, eps=config.out_norm_epsilon)
         self.gate_in_loop = config.glu_in_loop
 
-    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+    def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         cfg = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x = seqs.masked(x)
@@ -203,22 +206,26 @@ class FPMamba1(FPMamba):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
         return seqs.masked(F.softplus(self.dt_proj(delta)))
 
-    def scan_time(self, s, parts, x):
+    def scan_time(
+        self, s: Prepared, parts: MambaParts, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t."""
         _, A, keep, decays, _ = s.time
         dt, B, C = parts
         return selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
 
-    def own_gain(self, s, parts):
+    def own_gain(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """Δ_t (B_tᵀ C_t)."""
         return parts.dt * (parts.B * parts.C).sum(-1, keepdim=True)
 
-    def decay(self, s, parts):
+    def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over channels and their n numbers."""
         kept = torch.exp(parts.dt.unsqueeze(-1) * s.time.A).mean((-2, -1))
         return kept if s.time.keep is None else kept * s.time.keep
 
-    def norm_time(self, s, o, x, y=None):
+    def norm_time(
+        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """LayerNorm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
         z = s.z if self.config.glu_in_loop else None
         return self.out_norm(o, x, self.D, z, y)
@@ -227,7 +234,7 @@ class FPMamba1(FPMamba):
         """(d,)"""
         return self.D
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> tuple[int, int]:
         c, d = self.config, self.config.d_inner
         once, to_dt = 2 * d * (c.dt_rank + 2 * c.d_state), 2 * c.dt_rank * d
         once += 2 * d * c.d_conv if c.use_short_conv else 0
@@ -238,7 +245,7 @@ class FPMamba1(FPMamba):
 class FPMamba2(FPMamba):
     """FP-Mamba-2: heads with a scalar decay and a (headdim × n) state; B, C per group."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
@@ -251,7 +258,7 @@ class FPMamba2(FPMamba):
         self._add_y_projections(bc // 2, self.heads)
         self.out_norm = EndRMSNorm(d, config.out_norm_epsilon)
 
-    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+    def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         d, bc = self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
         xbc = seqs.masked(xbc)
@@ -270,7 +277,9 @@ class FPMamba2(FPMamba):
         acc = torch.promote_types(delta.dtype, torch.float32)
         return seqs.masked(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
 
-    def scan_time(self, s, parts, x):
+    def scan_time(
+        self, s: Prepared, parts: MambaParts, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t."""
         cfg, (_, A, keep, decays, _) = self.config, s.time
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
@@ -278,19 +287,21 @@ class FPMamba2(FPMamba):
         o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep, decays)
         return o.flatten(-2), h
 
-    def own_gain(self, s, parts):
+    def own_gain(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """Δ_t (B_tᵀ C_t) of every head, and so of each of its channels."""
         cfg = self.config
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
         of_heads = (B * C).sum(-1).repeat_interleave(self.heads // self.groups, -1)
         return (parts.dt * of_heads).repeat_interleave(cfg.headdim, -1)
 
-    def decay(self, s, parts):
+    def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over heads."""
         kept = torch.exp(parts.dt * s.time.A).mean(-1)
         return kept if s.time.keep is None else kept * s.time.keep
 
-    def norm_time(self, s, o, x, y=None):
+    def norm_time(
+        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """RMSNorm((o + D x̃) ⊙ silu(z)), one D per head."""
         return self.out_norm(o, x, self._D(), s.z, y)
 
@@ -298,7 +309,7 @@ class FPMamba2(FPMamba):
         """(d,)"""
         return self.D.repeat_interleave(self.config.headdim)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> tuple[int, int]:
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         once = 2 * (d + bc) * c.d_conv if c.use_short_conv else 0
@@ -313,7 +324,7 @@ class VectorTime(NamedTuple):
     x: torch.Tensor  # (b,l,d) what `finish` reads besides the states
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, else 1
 
-    def cut(self, start, end):
+    def cut(self, start: int, end: int) -> "VectorTime":
         """Of the tokens start ≤ t < end."""
         return VectorTime(*(None if t is None else t[:, start:end] for t in self))
 
@@ -321,7 +332,7 @@ class VectorTime(NamedTuple):
 class FPRNN(FixedPointBlock):
     """FP-RNN, the didactic model: a vector state h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t (Eq. 6)."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_inner
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
@@ -334,7 +345,7 @@ class FPRNN(FixedPointBlock):
         self.c_proj = nn.Linear(2 * d, d, bias=False)
         self.out_norm = RMSNorm(d, config.out_norm_epsilon)
 
-    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+    def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         x0, z = self.in_proj(u).chunk(2, dim=-1)
         x0 = seqs.masked(x0)
         tail = self._tail(x0, seqs)  # the four convolutions read the same
@@ -358,31 +369,37 @@ class FPRNN(FixedPointBlock):
         time = VectorTime(decay, fresh, x, keep)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
 
-    def parts_of(self, s, rows):
+    def parts_of(self, s: Prepared, rows: dict[str, torch.Tensor]) -> VectorTime:
         return s.time
 
-    def scan_time(self, s, parts, x):
+    def scan_time(
+        self, s: Prepared, parts: VectorTime, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
         h = linear_scan(parts.decay, parts.fresh * x, s.seqs.before("h"))
         return h, h[:, -1]
 
-    def own_gain(self, s, parts):
+    def own_gain(self, s: Prepared, parts: VectorTime) -> torch.Tensor:
         """1 − λ_t."""
         return parts.fresh
 
-    def decay(self, s, parts):
+    def decay(self, s: Prepared, parts: VectorTime) -> torch.Tensor:
         """λ_t, over channels."""
         return parts.decay.mean(-1)
 
-    def norm_time(self, s, o, x, y=None):
+    def norm_time(
+        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return o if y is None else (o, token_residual(y, o))
 
-    def token(self, s, history, own):
+    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
         """Linear in h_t, as there is no norm: Q = I − a u uᵀ is known and, for one reflection,
         (I − w uᵀ) h_t = c with w = a (1 − λ) ⊙ u has the solution of Sherman & Morrison (1950)."""
         return Token(s.x, history, own, None, Norm("none"))
 
-    def compiled(self, s, reflections, adjoint):
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         rank, scale, act, sequential, eps, contractive = reflections
         x, at = s.x, s.projections.columns["mixer"].start
         clip = self.settings.adjoint_clip
@@ -424,7 +441,7 @@ class FPRNN(FixedPointBlock):
         both = torch.cat([s.time.x, y.to(s.time.x.dtype)], -1)
         return s.tail, self._tail(both, s.seqs, 1)
 
-    def finish(self, s, y):
+    def finish(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """c = silu(W_c silu(conv[x, h])); out = W_out RMSNorm(silu(z) ⊙ c ⊙ h)."""
         x = s.time.x
         if self.config.use_short_conv:
@@ -435,7 +452,7 @@ class FPRNN(FixedPointBlock):
         gated = self.out_norm(F.silu(s.z) * c * y)
         return self.out_proj(gated.to(s.z.dtype))
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> tuple[int, int]:
         c, d = self.config, self.config.d_inner
         once = 2 * (2 * d * d + 2 * d * d)
         once += 12 * d * c.d_conv if c.use_short_conv else 0
@@ -445,7 +462,7 @@ class FPRNN(FixedPointBlock):
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}
 
 
-def build_block(config):
+def build_block(config: Any) -> FixedPointBlock:
     """The block named by `config.block`.
 
     Raises:

@@ -15,6 +15,7 @@ does, polished by Newton. For other mixers y itself is iterated, Q_t held fixed.
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,16 +49,16 @@ class Norm(NamedTuple):
     bias: torch.Tensor | None = None  # (d,), of "layer" alone
     eps: float = 0.0
 
-    def centred(self, v):
+    def centred(self, v: torch.Tensor) -> torch.Tensor:
         return v - v.mean(-1, keepdim=True) if self.kind == "layer" else v
 
-    def __call__(self, v):
+    def __call__(self, v: torch.Tensor) -> torch.Tensor:
         """v: (…,d) → (…,d)"""
         if self.kind == "none":
             return v
-        weight = self.weight.to(v.dtype)
+        weight = self.weight.to(v.dtype)  # type: ignore[union-attr]
         if self.kind == "layer":
-            return F.layer_norm(v, weight.shape, weight, self.bias.to(v.dtype), self.eps)
+            return F.layer_norm(v, weight.shape, weight, self.bias.to(v.dtype), self.eps)  # type: ignore[union-attr]
         return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps) * weight
 
 
@@ -70,7 +71,7 @@ class Token(NamedTuple):
     gate: torch.Tensor | None  # (b,l,d), None: 1
     norm: Norm
 
-    def value(self, mixed):
+    def value(self, mixed: torch.Tensor) -> torch.Tensor:
         """y, of x̃ = Q x + M y (b,l,d)."""
         v = self.history + self.gain * mixed
         return self.norm(v if self.gate is None else v * self.gate)
@@ -82,11 +83,11 @@ class LowRank(NamedTuple):
     U: torch.Tensor  # (…,r,d)
     T: torch.Tensor  # (…,r,r)
 
-    def project(self, v):
+    def project(self, v: torch.Tensor) -> torch.Tensor:
         """U v, (…,r). v: (…,d)"""
         return (self.U @ v.unsqueeze(-1)).squeeze(-1)
 
-    def combine(self, s):
+    def combine(self, s: torch.Tensor) -> torch.Tensor:
         """Uᵀ T s, (…,d). s: (…,r)"""
         return ((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U).squeeze(-2)
 
@@ -110,13 +111,13 @@ class Coefficients(NamedTuple):
     gamma2: torch.Tensor  # (n,r,r)
     floor: float  # of the square
 
-    def take(self, which):
-        return Coefficients(*(t[which] for t in self[:-1]), self.floor)
+    def take(self, which: torch.Tensor) -> "Coefficients":
+        return Coefficients(*(t[which] for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
-    def detached(self):
-        return Coefficients(*(t.detach() for t in self[:-1]), self.floor)
+    def detached(self) -> "Coefficients":
+        return Coefficients(*(t.detach() for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
-    def phi(self, s):
+    def phi(self, s: torch.Tensor) -> tuple[torch.Tensor, AtPoint]:
         """φ(s) (n,r), and what it, its derivative and its rounding are made of. s: (n,r)"""
         top = self.alpha + _times(self.beta, s)
         half_slope = self.gamma1 + _times(self.gamma2, s)
@@ -124,18 +125,18 @@ class Coefficients(NamedTuple):
         inverse = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
         return top * inverse + self.delta, AtPoint(top, half_slope, inverse)
 
-    def jacobian(self, there):
+    def jacobian(self, there: AtPoint) -> torch.Tensor:
         """φ′ (n,r,r). there: the second of `phi`."""
         top, half_slope, inverse = there
         inverse = inverse.unsqueeze(-1)
         return self.beta * inverse - top.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
 
-    def size(self, s, there):
+    def size(self, s: torch.Tensor, there: AtPoint) -> torch.Tensor:
         """Of the terms of φ(s) − s, (n,)."""
         size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * there.inverse
         return (size + self.delta.abs() + s.abs()).amax(-1)
 
-    def rounding(self, s, there):
+    def rounding(self, s: torch.Tensor, there: AtPoint) -> torch.Tensor:
         """One machine epsilon of the terms of φ(s) − s, (n,)."""
         return self.size(s, there) * torch.finfo(s.dtype).eps
 
@@ -151,11 +152,11 @@ class Guess(NamedTuple):
     value: torch.Tensor  # (n,r) φ(s)
     there: AtPoint
 
-    def residual(self):
+    def residual(self) -> torch.Tensor:
         """The largest of |φ(s) − s|, (n,)."""
         return (self.value - self.s).abs().amax(-1)
 
-    def replaced(self, other, which):
+    def replaced(self, other: "Guess", which: torch.Tensor) -> "Guess":
         """The other guess where `which` (n,) says so."""
         which = which.unsqueeze(-1)
         there = (torch.where(which, new, old) for new, old in zip(other.there, self.there))
@@ -242,7 +243,7 @@ def _last_resort(coefficients):
 
 
 @torch.no_grad()
-def find_root(coefficients):
+def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     """The solution of s = φ(s) that damped Picard from zero runs into.
 
     Args: coefficients: of n tokens.
@@ -321,7 +322,9 @@ class _Implicit(torch.autograd.Function):
             return torch.where(sound, limited, grad), None, None, None
 
 
-def solve_low_rank(token, low_rank):
+def solve_low_rank(
+    token: Token, low_rank: LowRank
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The token's equation, M of low rank, with the gradient of its solution.
 
     Args: token: Token. low_rank: LowRank of the same tokens.
@@ -378,7 +381,9 @@ def _through_the_norm(c, m, U, norm):
     return s.unflatten(0, shape), solved.unflatten(0, shape)
 
 
-def solve_by_iterating(token, mix):
+def solve_by_iterating(
+    token: Token, mix: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The token's equation by damped iteration of y itself, with the gradient of its solution.
 
     Args: token: Token. mix: y (b,l,d) → x̃ = Q x + M y (b,l,d).

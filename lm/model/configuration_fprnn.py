@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging
@@ -80,7 +81,9 @@ UNSET = (
 FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
 
 
-def mixer_bounds(block, mixer, kronecker_norm, contractive):
+def mixer_bounds(
+    block: str, mixer: str, kronecker_norm: str, contractive: float | str | None
+) -> tuple[str, float | str | None]:
     """kronecker_norm and contractive; where they are "auto", what that is for block and mixer."""
     if kronecker_norm == "auto":
         kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
@@ -131,7 +134,7 @@ GRADIENTS = {
 }
 
 
-def parse_schedule(text):
+def parse_schedule(text: str) -> int | None:
     """The width of the windows that a schedule (see SCHEDULES) solves at once: a number of tokens,
     0 for all, None for `auto`.
 
@@ -148,7 +151,7 @@ def parse_schedule(text):
     raise ValueError(f"schedule is `{text}`; W is at least 1, and the schedules are: {known}")
 
 
-def parse_gradient(text):
+def parse_gradient(text: str) -> tuple[str, int | None]:
     """A gradient (see GRADIENTS) as (its kind, its K or None).
 
     Raises:
@@ -164,7 +167,7 @@ def parse_gradient(text):
     raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
 
 
-def schedule_of_now(schedule):
+def schedule_of_now(schedule: str) -> str:
     """The schedule that takes the place of one of version 0.1, which is said once; any other as it
     is."""
     new = {"mixed": "auto", "exact": "sequential"}.get(str(schedule).partition(":")[0])
@@ -174,7 +177,7 @@ def schedule_of_now(schedule):
     return new
 
 
-def refuse_agreement_reg(kwargs):
+def refuse_agreement_reg(kwargs: dict[str, Any]) -> None:
     """Take `agreement_reg`, a regulariser of version 0.1, from the arguments.
 
     Raises:
@@ -188,7 +191,7 @@ def refuse_agreement_reg(kwargs):
         )
 
 
-def refuse_solver_token(kwargs):
+def refuse_solver_token(kwargs: dict[str, Any]) -> None:
     """Raise a ValueError where `token` of a `from_pretrained` names one of the solver's: to
     transformers it is a password, and nothing of the solver's would change."""
     token = kwargs.get("token")
@@ -270,69 +273,69 @@ class FPRNNConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=50280,
-        d_model=768,
-        n_layer=12,
-        d_state=16,
-        expand=2,
-        dt_rank="auto",
-        d_conv=4,
-        norm_epsilon=1e-5,
-        rms_norm=True,
-        residual_in_fp32=True,
-        tie_embeddings=True,
-        bias=False,
-        block="fp_mamba1",
-        layers=None,
-        headdim=64,
-        ngroups=1,
-        mixer="householder",
-        mixer_rank=1,
-        mixer_proj_rank=None,
-        mixer_act="silu",
-        eigen_range="signed",
-        kronecker_norm="auto",
-        contractive="auto",
-        mixer_h_dep=True,
-        symm_mixer=False,
-        b_h_dep=True,
-        c_h_dep=True,
-        dt_h_dep=False,
-        bc_norm=True,
-        glu_in_loop=False,
-        use_short_conv=False,
-        n_heads="auto",
-        d_ff="auto",
-        position="rope",
-        attention_window=None,
-        n_householder=2,
-        allow_neg_eigval="auto",
-        out_norm_epsilon=1e-5,
-        eps=1e-5,
-        reset_at_eos=True,
-        token="auto",
-        schedule="auto",
-        stopping="auto",
-        tol=0.1,
-        eval_tol="auto",
-        max_iters=100,
-        eval_max_iters=1000,
-        quantile="auto",
-        stepsize="auto",
-        stepsize_decay="auto",
-        patience=15,
-        gradient="auto",
-        n_backwards=1,
-        adjoint_clip=None,
-        jacobian_reg=0.0,
-        state_noise=0.0,
-        max_position_embeddings=2048,
-        use_cache=True,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **kwargs,
-    ):
+        vocab_size: int = 50280,
+        d_model: int = 768,
+        n_layer: int = 12,
+        d_state: int = 16,
+        expand: int = 2,
+        dt_rank: int | str = "auto",
+        d_conv: int = 4,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = True,
+        residual_in_fp32: bool = True,
+        tie_embeddings: bool = True,
+        bias: bool = False,
+        block: str = "fp_mamba1",
+        layers: str | list[Any] | None = None,
+        headdim: int = 64,
+        ngroups: int = 1,
+        mixer: str = "householder",
+        mixer_rank: int = 1,
+        mixer_proj_rank: int | None = None,
+        mixer_act: str = "silu",
+        eigen_range: str = "signed",
+        kronecker_norm: str = "auto",
+        contractive: float | str | None = "auto",
+        mixer_h_dep: bool = True,
+        symm_mixer: bool = False,
+        b_h_dep: bool = True,
+        c_h_dep: bool = True,
+        dt_h_dep: bool = False,
+        bc_norm: bool = True,
+        glu_in_loop: bool = False,
+        use_short_conv: bool = False,
+        n_heads: int | str = "auto",
+        d_ff: int | str = "auto",
+        position: str = "rope",
+        attention_window: int | None = None,
+        n_householder: int = 2,
+        allow_neg_eigval: bool | str = "auto",
+        out_norm_epsilon: float = 1e-5,
+        eps: float = 1e-5,
+        reset_at_eos: bool = True,
+        token: str = "auto",
+        schedule: str = "auto",
+        stopping: str = "auto",
+        tol: float = 0.1,
+        eval_tol: float | str = "auto",
+        max_iters: int = 100,
+        eval_max_iters: int = 1000,
+        quantile: float | str = "auto",
+        stepsize: float | str = "auto",
+        stepsize_decay: float | str = "auto",
+        patience: int = 15,
+        gradient: str = "auto",
+        n_backwards: int = 1,
+        adjoint_clip: float | None = None,
+        jacobian_reg: float = 0.0,
+        state_noise: float = 0.0,
+        max_position_embeddings: int = 2048,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
         refuse_agreement_reg(kwargs)
         for name, value, default in [
             ("b_h_dep", b_h_dep, True),
@@ -412,20 +415,20 @@ class FPRNNConfig(PretrainedConfig):
         )
 
     @classmethod
-    def from_pretrained(cls, *args, **kwargs):
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """PreTrainedConfig.from_pretrained; refuses a `token` that is meant for the solver."""
         refuse_solver_token(kwargs)
         return super().from_pretrained(*args, **kwargs)
 
     @classmethod
-    def get_config_dict(cls, *args, **kwargs):
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """PreTrainedConfig.get_config_dict; a model whose mixer travels along is one of ours."""
         found, unused = super().get_config_dict(*args, **kwargs)
         if found.get("model_type") in MODEL_TYPES:
             found["model_type"] = cls.model_type
         return found, unused
 
-    def settle(self):
+    def settle(self) -> None:
         """Replace each "auto" by what it is, and check what can be set; the model does so as well,
         since `from_pretrained` sets its overrides after `__init__`.
 
@@ -467,22 +470,22 @@ class FPRNNConfig(PretrainedConfig):
                 raise ValueError(f"{name} is {value!r}: it must be {words}")
 
     @property
-    def d_inner(self):
+    def d_inner(self) -> int:
         """Width of the recurrence, expand · d_model."""
         return self.expand * self.d_model
 
-    def layer_list(self):
+    def layer_list(self) -> list[Layer]:
         """The Layers of the model, n_layer of them."""
         if self.layers is None:
             return [Layer(self.block, {})] * self.n_layer
         return parse(self.layers, self.n_layer)
 
-    def distinct_layers(self):
+    def distinct_layers(self) -> list[Layer]:
         """Those of the model that differ, each once."""
         layers = self.layer_list()
         return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
-    def of_layer(self, layer):
+    def of_layer(self, layer: Layer) -> "FPRNNConfig":
         """The config of one of the layers: of equal ones this very config, else a copy with the
         layer's options.
 

@@ -1,9 +1,18 @@
 """How contractive an iteration is, ‖∂f/∂y‖₂, and what mixes, ‖I − Q_t‖₂, by power iteration."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
-def spectral_norm(f, y, iterations, per_token=False, linear=False):
+def spectral_norm(
+    f: Callable[[torch.Tensor], torch.Tensor],
+    y: torch.Tensor,
+    iterations: int,
+    per_token: bool = False,
+    linear: bool = False,
+) -> torch.Tensor:
     """‖∂f/∂y‖₂ at y by power iteration on JᵀJ: Jᵀ by reverse mode, J by a central difference (exact
     for a linear f).
 
@@ -35,7 +44,9 @@ def spectral_norm(f, y, iterations, per_token=False, linear=False):
     return sigma.squeeze(over)
 
 
-def mixing_norm(mixer, raw, weights, y, iterations):
+def mixing_norm(
+    mixer: Any, raw: torch.Tensor, weights: Any, y: torch.Tensor, iterations: int
+) -> torch.Tensor:
     """‖I − Q_t‖₂ of every token, (b,l). raw, weights: as the mixer takes them. y: (b,l,d), of which
     the shape and dtype are used."""
 

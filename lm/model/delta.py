@@ -6,7 +6,7 @@ which are those of flash-linear-attention; but what ends a layer is called `out_
 Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension of a head.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from .delta_chunks import gated_delta_rule
 from .layers import RMSNorm, ShortConv, without_autocast
 from .plain import PlainLayer
 from .sizes import heads_of, negative_eigenvalues
-from .state import last
+from .state import Sequences, last
 
 FLOOR = 1e-6  # added to ‖x‖² where x is divided by its norm
 
@@ -27,12 +27,12 @@ class DeltaState(NamedTuple):
     S: torch.Tensor  # (b,h,v,k)
     conv: tuple[torch.Tensor, ...]  # (b,d_conv−1,·) the last inputs of the convolutions: q, k, v
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> "DeltaState":
         """The state of these rows (k,) of the batch."""
         return DeltaState(self.S[rows], tuple(t[rows] for t in self.conv))
 
 
-def unit(x):
+def unit(x: torch.Tensor) -> torch.Tensor:
     """x / ‖x‖₂ over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + FLOOR)
 
@@ -43,7 +43,7 @@ class GatedDeltaProduct(PlainLayer):
 
     kind = "gated_deltaproduct"
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, d_v = config.d_model, config.d_inner
         self.heads = heads_of(config)
@@ -64,16 +64,16 @@ class GatedDeltaProduct(PlainLayer):
         self.out_proj = nn.Linear(d_v, d, bias=False)
 
     @staticmethod
-    def steps_of(config):
+    def steps_of(config: Any) -> int:
         """n, the steps a token."""
         return config.n_householder
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[int, ...]]:
         c, h, n = self.config, self.heads, self.steps
         widths = (c.d_model, n * c.d_model, n * c.d_inner)
         return [(h, c.d_inner // h, c.d_model // h), *((c.d_conv - 1, width) for width in widths)]
 
-    def run(self, u, seqs):
+    def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, DeltaState | None]:
         h, n = self.heads, self.steps
         # 1. Project, convolve. q (b,l,h,k), k (b,l,n,h,k), v (b,l,n,h,v)
         (q, k, v), tails = self._convolved(u, seqs)
@@ -110,7 +110,7 @@ class GatedDeltaProduct(PlainLayer):
                 tails.append(last(x, self.config.d_conv - 1, before, seqs))
         return made, tuple(tails)
 
-    def flops_per_token(self, length):
+    def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)
         matrices = c.d_model * (convolved + n * h + h + 2 * c.d_inner)
@@ -125,5 +125,5 @@ class GatedDeltaNet(GatedDeltaProduct):
     kind = "gated_deltanet"
 
     @staticmethod
-    def steps_of(config):
+    def steps_of(config: Any) -> int:
         return 1

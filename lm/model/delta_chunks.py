@@ -22,7 +22,15 @@ CHUNK = 64  # steps
 FEW = 4  # steps up to which the loop over time is as fast
 
 
-def gated_delta_rule(q, k, v, beta, log_alpha, S=None, starts=None):
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor,
+    S: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`delta_rule` of packed documents, in the faster of its two forms.
 
     Args:
@@ -39,7 +47,16 @@ def gated_delta_rule(q, k, v, beta, log_alpha, S=None, starts=None):
     return chunked_delta_rule(q, k, v, beta, log_alpha, S, starts)
 
 
-def chunked_delta_rule(q, k, v, beta, log_alpha, S=None, starts=None, chunk=CHUNK):
+def chunked_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor,
+    S: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`gated_delta_rule` by chunks of `chunk` steps, or of fewer that make whole tokens."""
     dtype = torch.float32
     for t in (q, k, v, beta):

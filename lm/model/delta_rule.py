@@ -17,11 +17,19 @@ which the first alone carries the gate α_t:
 
 import importlib
 import importlib.util
+from typing import Any
 
 import torch
 
 
-def delta_rule(q, k, v, beta, log_alpha=None, S=None):
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor | None = None,
+    S: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence, one step after the other, differentiable any number of times.
 
     Args:
@@ -38,7 +46,7 @@ def delta_rule(q, k, v, beta, log_alpha=None, S=None):
         batch, length, n, heads, d_k = k.shape
         # Matrix products over (batch · heads) small matrices; time comes first for unbind.
         q_t = q.to(dtype).permute(1, 0, 2, 3).reshape(length, batch * heads, d_k, 1).unbind(0)
-        steps = (
+        steps: Any = (
             t.to(dtype).permute(1, 2, 0, 3, 4).reshape(length * n, batch * heads, -1, 1).unbind(0)
             for t in (k, v, beta.unsqueeze(-1))
         )
@@ -61,7 +69,7 @@ def delta_rule(q, k, v, beta, log_alpha=None, S=None):
         return o, S.view(batch, heads, *S.shape[1:])
 
 
-def fla_missing():
+def fla_missing() -> str | None:
     """Why flash-linear-attention cannot run here, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
@@ -70,7 +78,14 @@ def fla_missing():
     return None
 
 
-def fla_delta_rule(q, k, v, beta, log_alpha=None, dtype=torch.bfloat16):
+def fla_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
     """o of `delta_rule` by flash-linear-attention's chunked kernels, in bf16 or fp16."""
     # By name: transformers would ask for every package that code travelling with a model imports.
     n = k.shape[2]
@@ -85,7 +100,15 @@ def fla_delta_rule(q, k, v, beta, log_alpha=None, dtype=torch.bfloat16):
     return kernel(q, k, v, g=log_alpha, beta=beta, num_householder=n, scale=1.0)[0]
 
 
-def run(q, k, v, beta, log_alpha=None, dtype=torch.float32, backend="auto"):
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+) -> torch.Tensor:
     """o (b,l,h,v): by the kernels for half precision (`dtype`), if they can run; else the loop."""
     half = dtype in (torch.bfloat16, torch.float16)
     if backend == "auto" and half and q.is_cuda and fla_missing() is None:

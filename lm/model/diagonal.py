@@ -5,7 +5,7 @@ Their parameters have the names, shapes and meaning of transformers' MambaMixer 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups, k d_conv.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import nn
 from .layers import RMSNorm, ShortConv, StepSize, without_autocast
 from .plain import PlainLayer
 from .scan import selective_scan, ssd_scan
-from .state import last
+from .state import Sequences, last
 
 
 class ScanState(NamedTuple):
@@ -23,7 +23,7 @@ class ScanState(NamedTuple):
     h: torch.Tensor  # the scan's state: Mamba (b,d,n), Mamba-2 (b,h,p,n)
     conv: torch.Tensor  # (b,k−1,·) the last inputs of the convolution
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> "ScanState":
         """The state of these rows (k,) of the batch."""
         return ScanState(self.h[rows], self.conv[rows])
 
@@ -49,7 +49,7 @@ class DiagonalLayer(PlainLayer):
         return None if tail is None else ScanState(h.detach().clone(), tail)
 
 
-def keep_of(seqs, dtype):
+def keep_of(seqs: Sequences, dtype: torch.dtype) -> torch.Tensor | None:
     """(b,l) 0 at the first token of a packed document, else 1; None without documents."""
     return None if seqs.starts is None else 1 - seqs.starts.to(dtype)
 
@@ -57,7 +57,7 @@ def keep_of(seqs, dtype):
 class Mamba(DiagonalLayer):
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  out_proj((h_t C_t + D x_t) ⊙ silu(z_t))."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, n = config.d_inner, config.d_state
         self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
@@ -68,11 +68,11 @@ class Mamba(DiagonalLayer):
         self.D = nn.Parameter(torch.empty(d))
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[int, ...]]:
         c = self.config
         return [(c.d_inner, c.d_state), (c.d_conv - 1, c.d_inner)]
 
-    def run(self, u, seqs):
+    def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg = self.config
         # 1. Project, convolve. x, z: (b,l,d)
         x, z = self.in_proj(u).chunk(2, dim=-1)
@@ -89,7 +89,7 @@ class Mamba(DiagonalLayer):
             o = o + self.D.to(wide.dtype) * wide
         return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
 
-    def flops_per_token(self, length):
+    def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
         matrices = 3 * c.d_model * d + d * (c.dt_rank + 2 * c.d_state) + c.dt_rank * d
         return 2 * matrices + 2 * d * c.d_conv + 9 * d * c.d_state  # 9: Mamba's count
@@ -99,7 +99,7 @@ class Mamba2(DiagonalLayer):
     """S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ per head;  out_proj(RMSNorm((S_t C_t + D x_t) ⊙
     silu(z_t)))."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         self.heads = d // config.headdim
@@ -111,12 +111,12 @@ class Mamba2(DiagonalLayer):
         self.norm = RMSNorm(d, config.norm_epsilon)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[int, ...]]:
         c = self.config
         width = c.d_inner + 2 * c.ngroups * c.d_state
         return [(self.heads, c.headdim, c.d_state), (c.d_conv - 1, width)]
 
-    def run(self, u, seqs):
+    def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg, d = self.config, self.config.d_inner
         bc = cfg.ngroups * cfg.d_state
         # 1. Project, convolve. z, x: (b,l,d)
@@ -138,7 +138,7 @@ class Mamba2(DiagonalLayer):
             o = self.norm(o * F.silu(z.to(wide)))
         return self.out_proj(o.to(z.dtype)), self._end(h, tail)
 
-    def flops_per_token(self, length):
+    def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         matrices = c.d_model * (2 * d + bc + self.heads) + d * c.d_model

@@ -3,14 +3,15 @@
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r rank, w tokens of a window.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cell import solve_by_iterating, solve_low_rank
+from .cell import Token, solve_by_iterating, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
 from .contraction import mixing_norm, spectral_norm
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
@@ -42,10 +43,10 @@ class Prepared(NamedTuple):
     projections: Projections  # of the mixer's map and of what else reads sh(y) or may
     mixer: MixerWeights
     seqs: Sequences
-    time: NamedTuple  # what the block's own recurrence needs
+    time: Any  # what the block's own recurrence needs
     tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
 
-    def cut(self, start, end, state):
+    def cut(self, start: int, end: int, state: Any) -> "Prepared":
         """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
         return Prepared(
             self.x[:, start:end],
@@ -74,7 +75,7 @@ class FixedPointBlock(nn.Module):
     is stored. count_iterations: measure ℓ* as well.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.solver_config = config  # whose solver fields hold: of a hybrid the model's
@@ -87,56 +88,62 @@ class FixedPointBlock(nn.Module):
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         """A copy made inside `model.solving`, or an Adversary's pass, would never leave it; nor
         would one of a model whose solves are timed stop the clock of the other."""
         own = {"solving": None, "draw_noise": gaussian, "around_solve": nullcontext}
         return {**vars(self), **own}
 
-    def prepare(self, u, seqs=Sequences()):  # noqa: B008
+    def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
         raise NotImplementedError
 
-    def parts_of(self, s, rows):
+    def parts_of(self, s: Prepared, rows: dict[str, torch.Tensor]) -> Any:
         """What the recurrence reads, of the rows of all projections (a dict)."""
         raise NotImplementedError
 
-    def scan_time(self, s, parts, x):
+    def scan_time(
+        self, s: Prepared, parts: Any, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The recurrence. x: (b,l,d) mixed → its output o (b,l,d) and final state."""
         raise NotImplementedError
 
-    def own_gain(self, s, parts):
+    def own_gain(self, s: Prepared, parts: Any) -> torch.Tensor:
         """What o has of the token's own x̃: the factor (b,l,d)."""
         raise NotImplementedError
 
-    def in_units_of_y(self, noise):
+    def in_units_of_y(self, noise: torch.Tensor | None) -> torch.Tensor | None:
         """Noise on what the block's norm makes, as noise on y: its weight is that of y."""
         return noise
 
-    def norm_time(self, s, o, x, y=None):
+    def norm_time(
+        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """From o and x̃ to the iterate (b,l,d); given y as well, its `token_residual` (b,l) too."""
         raise NotImplementedError
 
-    def token(self, s, history, own):
+    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
         """The Token whose equation is to be solved. history: (b,l,d) o without the token's own x̃.
         own: `own_gain`."""
         raise NotImplementedError
 
-    def compiled(self, s, reflections, adjoint):
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The whole solve by a kernel: y (b,l,d), h and solved (b,l); None: there is none.
         reflections, adjoint: as `cell` in lm/kernels takes them."""
         raise NotImplementedError
 
-    def state_shapes(self):
+    def state_shapes(self) -> list[tuple[int, ...]]:
         """Of the tensors of its BlockState, without b."""
         return state_shapes(self.config)
 
-    def decay(self, s, parts):
+    def decay(self, s: Prepared, parts: Any) -> torch.Tensor:
         """The factor by which the recurrence keeps its state, the mean over the state's numbers
         (b,l)."""
         raise NotImplementedError
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> tuple[int, int]:
         """Forward FLOPs per token (a multiply-add counts two): what runs once per solve, and what
         each evaluation costs."""
         raise NotImplementedError
@@ -210,7 +217,9 @@ class FixedPointBlock(nn.Module):
             x = self.mixer.mix(rows["mixer"], None, s.x, y, s.mixer)
             return x, self.parts_of(s, rows), rows
 
-    def step(self, s, y, with_state=False):
+    def step(
+        self, s: Prepared, y: torch.Tensor, with_state: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The paper's iteration f(y): mix channels, then time, then norm. y: (b,l,d) → (b,l,d), and
         with `with_state` the recurrence's final state."""
         x, parts, _ = self._mixed(s, y)
@@ -219,7 +228,7 @@ class FixedPointBlock(nn.Module):
             g = s.seqs.masked(self.norm_time(s, o, x))
         return (g, h) if with_state else g
 
-    def step_residual(self, s, y):
+    def step_residual(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """f(y) and its `token_residual` (b,l); no gradient."""
         x, parts, _ = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
@@ -227,7 +236,9 @@ class FixedPointBlock(nn.Module):
             g, residual = self.norm_time(s, o, x, y)
         return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
-    def explicit(self, s, y):
+    def explicit(
+        self, s: Prepared, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
 
         Returns: F(y) (b,l,d), the recurrence's state at y, and solved (b,l).
@@ -239,7 +250,7 @@ class FixedPointBlock(nn.Module):
             g, _, solved = self._solve_tokens(s, rows, self.token(s, o - own * x, own))
         return s.seqs.masked(g), h, self._solved(s, solved)
 
-    def one_token(self, s):
+    def one_token(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The token after a state. s: of one token → y (b,1,d), the state, and solved (b,1)."""
         rows = s.projections.rows(shift(s.x, s.seqs))  # of one token sh(·) is the state's
         with torch.autocast(s.x.device.type, enabled=False):
@@ -260,7 +271,7 @@ class FixedPointBlock(nn.Module):
     def _solved(self, s, solved):
         return solved if s.seqs.mask is None else solved | ~s.seqs.mask
 
-    def finish(self, s, y):
+    def finish(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
         if not self.config.glu_in_loop:
             before = shift(y, s.seqs, "f_y").to(s.z.dtype)
@@ -270,11 +281,11 @@ class FixedPointBlock(nn.Module):
     # How it is solved.
 
     @property
-    def settings(self):
+    def settings(self) -> Any:
         """The config whose solver fields hold."""
         return self.solver_config if self.solving is None else self.solving
 
-    def rule(self):
+    def rule(self) -> Rule:
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
         in App. B.4)."""
         c = self.settings
@@ -285,7 +296,7 @@ class FixedPointBlock(nn.Module):
                 tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
-    def width(self, length, like):
+    def width(self, length: int, like: torch.Tensor) -> int:
         """How many tokens are solved at once. like: a tensor on the device computed on."""
         width = parse_schedule(self.settings.schedule)
         if width is None:
@@ -293,7 +304,7 @@ class FixedPointBlock(nn.Module):
             width = 1 if by_token and like.device.type != "cuda" else AUTO_WINDOW
         return min(width or length, length)
 
-    def solver(self, length=None):
+    def solver(self, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.
 
         Args: length: of the sequences.
@@ -436,7 +447,13 @@ class FixedPointBlock(nn.Module):
         exact = torch.is_grad_enabled() and c.token == "exact" and c.gradient == "exact"
         return exact and self.width(u.shape[1], u) == 1
 
-    def forward(self, u, seqs=Sequences(), checkpoint=None, count_iterations=False):  # noqa: B008
+    def forward(
+        self,
+        u: torch.Tensor,
+        seqs: Sequences = Sequences(),  # noqa: B008
+        checkpoint: Callable[..., Any] | None = None,
+        count_iterations: bool = False,
+    ) -> tuple[Any, ...]:
         if checkpoint is not None:
             checkpoint = with_settings_of_now(self, checkpoint)
         if self.training:
@@ -498,7 +515,12 @@ class FixedPointBlock(nn.Module):
         s, block = self.prepare(u, seqs), self.config.block
         return count_iterations_of(lambda y: self.step_residual(s, y), s.x, block, stats)
 
-    def contraction(self, u, seqs=Sequences(), power_iterations=10):  # noqa: B008
+    def contraction(
+        self,
+        u: torch.Tensor,
+        seqs: Sequences = Sequences(),  # noqa: B008
+        power_iterations: int = 10,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """How contractive the paper's iteration is at its fixed point, by power iteration.
 
         Returns:
@@ -514,7 +536,7 @@ class FixedPointBlock(nn.Module):
         return mixing.amax(-1), lipschitz
 
     @torch.no_grad()
-    def over_time(self, u, seqs=Sequences()):  # noqa: B008
+    def over_time(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> OverTime:  # noqa: B008
         """OverTime at the solution that the mode and the settings give, one token after the other.
         u: (b,l,d_model)."""
         s = self.prepare(u, seqs)

@@ -4,11 +4,13 @@ Shapes: b batch, l length, d channels.
 """
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .non_finite import NonFiniteError
-from .solver import solve_paper
+from .solver import Rule, solve_paper
 
 FAILED = "the solve in the backward of `gradient: implicit` diverged"
 CURE = (
@@ -22,7 +24,9 @@ MOST_GROWTH = 1e3  # of g over v, beyond which an iteration that has not converg
 ADJOINT_TOL = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
-def implicit_gradient(f, y_star, first, rule):
+def implicit_gradient(
+    f: Callable[[torch.Tensor], torch.Tensor], y_star: torch.Tensor, first: torch.Tensor, rule: Rule
+) -> torch.Tensor:
     """`first` = f(y*) with the true gradient of the fixed point attached (paper Eq. 16).
 
     The cotangent v of y* becomes g = (I − J)⁻ᵀ v, J = ∂f/∂y at y*, the fixed point of the Neumann
@@ -61,7 +65,13 @@ def implicit_gradient(f, y_star, first, rule):
     return y
 
 
-def adjoint_gradient(F, y_star, terms, clip, record):
+def adjoint_gradient(
+    F: Callable[[torch.Tensor], torch.Tensor],
+    y_star: torch.Tensor,
+    terms: int | None,
+    clip: float | None,
+    record: Callable[[torch.Tensor], None],
+) -> torch.Tensor:
     """F(y*) with the gradient of the explicit recurrence's solution attached.
 
     The cotangent v of y* becomes g = Σ_k (Jᵀ)ᵏ v, J = ∂F/∂y at y*. F at token t reads tokens before
@@ -101,7 +111,7 @@ def _longest(v):
     return torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True)
 
 
-def clipped(carried, clip, longest):
+def clipped(carried: torch.Tensor, clip: float | None, longest: torch.Tensor) -> torch.Tensor:
     """carried (b,l,d), each token's at most clip · longest (b,1) long; clip None: as it is."""
     if clip is None:
         return carried
@@ -110,7 +120,7 @@ def clipped(carried, clip, longest):
     return carried * share.unsqueeze(-1)
 
 
-def with_settings_of_now(block, checkpoint):
+def with_settings_of_now(block: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpoint that computes again with the solver's settings of now: `model.solving` may have
     ended when the backward comes.
 

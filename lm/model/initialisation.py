@@ -14,7 +14,7 @@ from .layers import Orthogonal, RMSNorm, WNLinear
 from .plain import PlainLayer
 
 
-def initialise(module):
+def initialise(module: nn.Module) -> None:
     """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
     alone what a checkpoint has loaded."""
     if isinstance(module, nn.Embedding):

@@ -4,6 +4,8 @@ Shapes: b batch, l length. This file travels with an exported checkpoint, also w
 baseline (lm/baselines has a link to it): such code imports from its own folder only.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from transformers.utils import logging
@@ -16,7 +18,7 @@ WITHOUT_EFFECT = ("num_items_in_batch", "output_router_logits")
 OF_PACKED_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def refuse_unknown(name, arguments, documents_known):
+def refuse_unknown(name: str, arguments: dict[str, Any], documents_known: bool) -> None:
     """Whether a model may ignore the keyword arguments that its forward does not name.
 
     Args:
@@ -43,7 +45,9 @@ def refuse_unknown(name, arguments, documents_known):
         raise TypeError(f"{name}.forward does not know the argument {', '.join(unknown)}")
 
 
-def embed(embeddings, input_ids, inputs_embeds):
+def embed(
+    embeddings: torch.nn.Module, input_ids: Any, inputs_embeds: torch.Tensor | None
+) -> torch.Tensor:
     """The embedded tokens (b,l,d_model), of exactly one of input_ids and inputs_embeds.
 
     Raises:
@@ -71,7 +75,9 @@ def embed(embeddings, input_ids, inputs_embeds):
         ) from None
 
 
-def checked_mask(attention_mask, batch, length, cached=False):
+def checked_mask(
+    attention_mask: torch.Tensor | None, batch: int, length: int, cached: bool = False
+) -> torch.Tensor | None:
     """The last `length` columns of an attention mask as bool (b,l), None where nothing is masked.
 
     Args:
@@ -93,7 +99,9 @@ def checked_mask(attention_mask, batch, length, cached=False):
     return None if mask.all() else mask
 
 
-def document_starts(position_ids, seq_idx, batch, length):
+def document_starts(
+    position_ids: torch.Tensor | None, seq_idx: torch.Tensor | None, batch: int, length: int
+) -> torch.Tensor | None:
     """True at the first token of every packed document, (b,l); None where nothing is said of them.
 
     Args:
@@ -118,7 +126,9 @@ def document_starts(position_ids, seq_idx, batch, length):
     return None if starts is None else starts.repeat(batch // len(starts), 1)
 
 
-def after_end(input_ids, eos_token_id, last_token=None):
+def after_end(
+    input_ids: torch.Tensor, eos_token_id: int | list[int], last_token: torch.Tensor | None = None
+) -> torch.Tensor:
     """True at every token that comes after an end-of-sequence token, (b,l).
 
     Args:
@@ -132,7 +142,9 @@ def after_end(input_ids, eos_token_id, last_token=None):
 
 
 @torch.no_grad()
-def ends_among(hidden, embeddings, eos_token_id):
+def ends_among(
+    hidden: torch.Tensor, embeddings: torch.nn.Module, eos_token_id: int | list[int]
+) -> torch.Tensor:
     """The ids of embedded tokens that are end-of-sequence tokens, −1 at all others, (b,l): those
     whose embedding is an EOS token's, exactly.
 

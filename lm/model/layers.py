@@ -7,6 +7,7 @@ Shape suffixes: b batch, l length, d channels.
 """
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,35 +49,35 @@ class WNLinear(NonDynamicallyQuantizableLinear):
     the layer as it is (the base class is torch's word for that).
     """
 
-    def __init__(self, in_features, out_features, bias=False):
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         nn.Module.__init__(self)  # nn.Linear's would make `weight` a parameter
         self.in_features, self.out_features = in_features, out_features
         self.direction = nn.Parameter(torch.empty(out_features, in_features))
         self.gain = nn.Parameter(torch.empty(out_features, 1))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def matrix(self):
+    def matrix(self) -> torch.Tensor:
         """W, (out,in)."""
         norm = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
         return self.gain * (self.direction / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
     @property
-    def weight(self):
+    def weight(self) -> torch.Tensor:
         weight = self.matrix().as_subclass(_WeightOf)
         weight.layer = self
         return weight
 
     @weight.setter
-    def weight(self, value):
+    def weight(self, value: torch.Tensor) -> None:
         with torch.no_grad():
             self.direction.copy_(value)
             self.gain.copy_(torch.linalg.vector_norm(self.direction, dim=1, keepdim=True))
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         # A Parameter would be registered, past the property.
         super().__setattr__(name, value.data if name == "weight" else value)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix(), self.bias)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -92,7 +93,7 @@ class WNLinear(NonDynamicallyQuantizableLinear):
 PROBE = 1024.0
 
 
-def without_autocast(x):
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context without autocast on x's device."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
@@ -104,7 +105,7 @@ def _hooked(layer):
     return "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
 
 
-def affine_map(linear, like):
+def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The matrix (out,in) and bias ((out,) or None) by which a linear layer acts.
 
     A layer that is something else than its own parameters (wrapped by an adapter, quantised,
@@ -126,19 +127,19 @@ class Orthogonal(nn.Module):
     """An orthogonal matrix: Q = base · exp(X − Xᵀ), X the lower triangle of `weight` (d,d); the
     matrix-exponential map with trivialisation (Lezcano-Casado 2019) that torch also uses."""
 
-    def __init__(self, d):
+    def __init__(self, d: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d, d))
         self.register_buffer("base", torch.empty(d, d))
 
-    def forward(self):
+    def forward(self) -> torch.Tensor:
         """Q, (d,d)."""
         X = self.weight.tril()
         wide = torch.promote_types(X.dtype, torch.float32)
         return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
 
 
-def parameters_of(modules, known):
+def parameters_of(modules: list[nn.Module], known: tuple[type, ...]) -> list[torch.Tensor] | None:
     """Every parameter and buffer of modules, if what they do depends on these alone; else None.
 
     Args:
@@ -158,7 +159,7 @@ class StepSize(nn.Linear):
     """The map of the low-rank δ to the width of Δ, before the softplus: product in x's dtype, bias
     added in fp32 or wider, which softplus needs."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x, self.weight.to(x.dtype)).to(wide) + self.bias.to(wide)
 
@@ -166,10 +167,15 @@ class StepSize(nn.Linear):
 class ShortConv(nn.Conv1d):
     """silu(depthwise causal convolution), within documents. d: channels, k: width."""
 
-    def __init__(self, d, k, bias=True):
+    def __init__(self, d: int, k: int, bias: bool = True) -> None:
         super().__init__(d, d, k, groups=d, padding=k - 1, bias=bias)
 
-    def forward(self, x, segments=None, before=None):
+    def forward(
+        self,
+        x: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x: (b,l,d) → (b,l,d). segments, before: see `causal_conv`."""
         args = x, self.weight, self.bias, segments, before
         found = faster("short_conv", "short_conv", x, *args)
@@ -179,12 +185,12 @@ class ShortConv(nn.Conv1d):
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
 
-    def __init__(self, d, eps):
+    def __init__(self, d: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d))
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         unit = F.rms_norm(x, self.weight.shape, None, self.eps)
         return unit.to(self.weight.dtype) * self.weight
@@ -193,14 +199,14 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """LayerNorm with weight and bias, computed in fp32 or wider, returned in the weight's dtype."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.weight.to(wide), self.bias.to(wide)
         normed = F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps)
         return normed.to(self.weight.dtype)
 
 
-def residual_norm(config):
+def residual_norm(config: Any) -> nn.Module:
     """The norm of the residual stream, before every block and before the head."""
     kind = RMSNorm if config.rms_norm else LayerNorm
     return kind(config.d_model, config.norm_epsilon)

@@ -4,6 +4,9 @@ Shapes: b batch, l length. This file travels with an exported checkpoint, also w
 baseline (lm/baselines has a link to it): such code imports from its own folder only.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -11,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 IGNORED = -100  # a target that is none
 
 
-def shifted(labels):
+def shifted(labels: torch.Tensor) -> torch.Tensor:
     """Labels that are the input's own tokens → the token after each, IGNORED after the last."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def kept(x, logits_to_keep):
+def kept(x: torch.Tensor, logits_to_keep: Any) -> torch.Tensor:
     """The positions of x (b,l,…) whose logits are wanted.
 
     Args:
@@ -33,26 +36,32 @@ def kept(x, logits_to_keep):
     return x.take_along_dim(index, 1)
 
 
-def in_fp32(logits):
+def in_fp32(logits: torch.Tensor) -> torch.Tensor:
     """Logits in fp32, or wider where they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def nll_sum(logits, targets):
+def nll_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Summed cross-entropy over the targets that are not IGNORED."""
     return F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
-def log_z_sum(logits, targets):
+def log_z_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Summed log²Z over the targets that are not IGNORED, Z = Σ_v exp(logit_v) being what the
     softmax divides by (docs/recipes.md, "z-loss")."""
     log_z = in_fp32(logits).logsumexp(-1)
     return log_z.square().masked_fill(targets == IGNORED, 0.0).sum()
 
 
-def chunked_nll_sum(head, hidden, targets, chunk_tokens, log_z=False):
+def chunked_nll_sum(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_tokens: int,
+    log_z: bool = False,
+) -> Any:
     """`nll_sum` of head(hidden) without ever holding all logits: those of a chunk of tokens are
     computed again in the backward.
 
@@ -71,7 +80,9 @@ def chunked_nll_sum(head, hidden, targets, chunk_tokens, log_z=False):
     return tuple(map(sum, zip(*sums))) if log_z else sum(sums)
 
 
-def number_of(targets, num_items_in_batch=None):
+def number_of(
+    targets: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
     """What a summed loss is divided by: num_items_in_batch, the number of targets in all
     micro-batches of an update, where it is known, else the number in this one; 1 at least."""
     if num_items_in_batch is None:
@@ -79,7 +90,9 @@ def number_of(targets, num_items_in_batch=None):
     return torch.as_tensor(num_items_in_batch, device=targets.device).clamp_min(1)
 
 
-def weighted_penalty(penalty, targets, count):
+def weighted_penalty(
+    penalty: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | int
+) -> torch.Tensor:
     """What the regularisers add to a mean loss: each sequence counts as much as it has targets, so
     that micro-batches add up to what one large batch gives.
 

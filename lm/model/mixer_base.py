@@ -8,14 +8,15 @@ Shape suffixes: b batch, l length, d channels (d_inner), p width of P, m outputs
 import copy
 import difflib
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 # Name → class: the built-in ones, and those that were registered since.
-MIXERS: dict[str, type] = {}
+MIXERS: dict[str, type["Mixer"]] = {}
 
 # What a subclass must define, and how it is called.
 METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
@@ -45,13 +46,13 @@ class MixerWeights(NamedTuple):
     extra: tuple = ()  # what else the mixer needs that does not depend on the token
 
 
-def added(v_x, v_y):
+def added(v_x: torch.Tensor, v_y: torch.Tensor | None) -> torch.Tensor:
     """v_x + v_y in fp32 or wider; v_y may be None."""
     v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
     return v_x if v_y is None else v_x + v_y
 
 
-def bound_of(matrices):
+def bound_of(matrices: torch.Tensor) -> torch.Tensor:
     """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
     entries = matrices.abs()
     return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
@@ -80,7 +81,7 @@ class Mixer(nn.Module):
     has_low_rank = False
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixer":
         """The mixer of a model.
 
         Args: config: the FPRNNConfig of the layer. d_inner: d. d_arg: p.
@@ -89,44 +90,51 @@ class Mixer(nn.Module):
         """
         return cls(d_inner, d_arg)
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         """The MixerWeights of the parameters as they are. like: see `layers.affine_map`."""
         raise NotImplementedError
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """M(P; v) (…,d). raw: (…,m) = P Wᵀ + bias. v: (…,d)."""
         raise NotImplementedError
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         """FLOPs of one M(P; v) given P Wᵀ, a multiply-add counting two: here those of a product
         with a full matrix, which are those of few mixers."""
         return 2 * self.d_inner**2
 
-    def low_rank(self, raw, weights):
+    def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> Any:
         """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
         return None
 
-    def reflections(self):
+    def reflections(self) -> tuple[Any, ...] | None:
         """What a kernel needs to know of a low-rank mixer that reads its vectors directly: (r, k,
         activation, whether one follows the other, eps, κ or None). None: it is none."""
         return None
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Its gates a_t = σ(·) of every token, (…,·); None: it has none. raw: (…,m)"""
         return None
 
-    def mix(self, raw_x, raw_y, x, y, weights):
+    def mix(
+        self,
+        raw_x: torch.Tensor,
+        raw_y: torch.Tensor | None,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weights: MixerWeights,
+    ) -> torch.Tensor:
         """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
         may be None. x, y: (…,d)."""
         return self(added(raw_x, raw_y), x - y, weights) + y
 
-    def bound(self, raw, weights):
+    def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
         rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
         return bound_of(eye - rows).unsqueeze(-1)
 
-    def matrix(self, P):
+    def matrix(self, P: torch.Tensor) -> torch.Tensor:
         """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
         weights = self.weights(P)
         raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
@@ -138,7 +146,7 @@ class Mixer(nn.Module):
 # The register.
 
 
-def mixer(*names):
+def mixer(*names: str) -> Callable[[type["Mixer"]], type["Mixer"]]:
     """A decorator that registers a subclass of Mixer under these names, which `model.mixer` may
     then have; one that is not of this folder also under `module:Class`.
 
@@ -154,7 +162,7 @@ def mixer(*names):
     return decorated
 
 
-def register(name, cls):
+def register(name: str, cls: type["Mixer"]) -> None:
     """Have `model.mixer: name` stand for a subclass of Mixer.
 
     Raises:
@@ -170,12 +178,12 @@ def register(name, cls):
     MIXERS[name] = cls
 
 
-def place_of(cls):
+def place_of(cls: type) -> str:
     """`module:Class`, where a class is."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def is_built_in(cls):
+def is_built_in(cls: type) -> bool:
     """Whether a class is in a file beside this one."""
     return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
@@ -208,14 +216,14 @@ def _check_class(cls):
         )
 
 
-def unknown(what, name, known):
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """A sentence on a name that is not known, with the nearest that is."""
     near = difflib.get_close_matches(str(name), list(known), 1, 0.4)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"unknown {what} `{name}`: one of {', '.join(known)}{hint}"
 
 
-def named_mixer(name, config, d_inner, d_arg, **fields):
+def named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields: Any) -> Mixer:
     """The registered mixer of a name, made for a layer. fields: of the config, which are others.
 
     Raises:

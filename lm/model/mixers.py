@@ -11,6 +11,8 @@ mixer also applies to many v per token (`matrix` does).
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +27,17 @@ ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
 
 
-def nrm(v, eps):
+def nrm(v: torch.Tensor, eps: float) -> torch.Tensor:
     """v / max(‖v‖₂, eps) over the last dimension."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(eps)
 
 
-def largest_divisor(d):
+def largest_divisor(d: int) -> int:
     """The largest divisor of d not above √d."""
     return next(m for m in range(math.isqrt(d), 0, -1) if d % m == 0)
 
 
-def gram_of_triangle(entries, m):
+def gram_of_triangle(entries: torch.Tensor, m: int) -> torch.Tensor:
     """S = T Tᵀ, T upper triangular filled row by row. entries: (…,m(m+1)/2) → (…,m,m)."""
     rows, cols = torch.triu_indices(m, m, device=entries.device)
     flat = entries.new_zeros(*entries.shape[:-1], m * m)
@@ -43,7 +45,7 @@ def gram_of_triangle(entries, m):
     return T @ T.transpose(-1, -2)
 
 
-def largest_eigenvalue(S, steps):
+def largest_eigenvalue(S: torch.Tensor, steps: int) -> torch.Tensor:
     """ρ(S) (…,1,1) of (…,m,m) by power iteration from the vector of ones, with gradient through it:
     x_{k−1}ᵀ S x_k of the last two iterates (an estimate, as in the paper's code)."""
     x = S.new_full((*S.shape[:-1], 1), S.shape[-1] ** -0.5)
@@ -53,7 +55,7 @@ def largest_eigenvalue(S, steps):
     return before.transpose(-1, -2) @ (S @ x)
 
 
-def largest_stretch(S, steps, eps):
+def largest_stretch(S: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
     """ρ(S) − eps (…,1,1) of (…,m,m), so that S / (it + eps) has radius 1: ‖S x‖ of a power
     iteration from the vector of ones whose iterates are divided by their norm + eps (as in the
     paper's code), with gradient through it."""
@@ -89,7 +91,17 @@ class Reflections(Mixer):
         sequential: True for householder, False for dplr.
     """
 
-    def __init__(self, d_inner, d_arg, rank, proj_rank, act, eps, scale, sequential):
+    def __init__(
+        self,
+        d_inner: int,
+        d_arg: int,
+        rank: int,
+        proj_rank: int | None,
+        act: str,
+        eps: float,
+        scale: float,
+        sequential: bool,
+    ) -> None:
         super().__init__()
         self.d_inner, self.rank, self.eps, self.sequential = d_inner, rank, eps, sequential
         self.act_name, self.act, self.scale = act, ACTIVATIONS[act], scale
@@ -103,7 +115,7 @@ class Reflections(Mixer):
         self.has_low_rank = True
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Reflections":
         return cls(
             d_inner,
             d_arg,
@@ -115,7 +127,7 @@ class Reflections(Mixer):
             sequential=config.mixer == "householder",
         )
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         if self.u_down is None:
             return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
         first, bias = _with_gates(self.u_down, self.alpha_proj, like)
@@ -139,7 +151,9 @@ class Reflections(Mixer):
         bias = None if bias is None else bias.to(matrix.dtype)
         return F.linear(u.to(matrix.dtype), matrix, bias).to(u.dtype)
 
-    def vectors(self, raw, weights):
+    def vectors(
+        self, raw: torch.Tensor, weights: MixerWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """k a (…,r) and u (…,r,d)."""
         u, a = raw[..., : -self.rank], raw[..., -self.rank :]
         if weights.extra:
@@ -147,10 +161,10 @@ class Reflections(Mixer):
         u = nrm(self.act(u.unflatten(-1, (self.rank, self.d_inner))), self.eps)
         return self.scale * torch.sigmoid(a), u
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(raw[..., -self.rank :])
 
-    def low_rank(self, raw, weights):
+    def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank:
         a, u = self.vectors(raw, weights)
         T = torch.diag_embed(a)
         if self.sequential and self.rank > 1:
@@ -161,10 +175,17 @@ class Reflections(Mixer):
             )
         return LowRank(u, T)
 
-    def reflections(self):
+    def reflections(self) -> tuple[Any, ...]:
         return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
 
-    def mix(self, raw_x, raw_y, x, y, weights):
+    def mix(
+        self,
+        raw_x: torch.Tensor,
+        raw_y: torch.Tensor | None,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weights: MixerWeights,
+    ) -> torch.Tensor:
         if backend("step", x) is None:
             return super().mix(raw_x, raw_y, x, y, weights)
         r = self.rank
@@ -176,7 +197,7 @@ class Reflections(Mixer):
         mixed = faster("step", "mix", x, *gates, *vectors, x, y, *options)
         return super().mix(raw_x, raw_y, x, y, weights) if mixed is None else mixed
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         a, u = self.vectors(raw, weights)
         if self.sequential:
             for i in range(self.rank):
@@ -186,12 +207,12 @@ class Reflections(Mixer):
         coefficients = a * (u * v.unsqueeze(-2)).sum(-1)
         return v - (coefficients.unsqueeze(-1) * u).sum(-2)
 
-    def bound(self, raw, weights):
+    def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """Σ k a_i. Of dplr the sum of its terms' norms; of householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖, as
         every partial product has norm ≤ 1."""
         return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         """FLOPs of one M(P; v) given P Wᵀ: normalise (≈4rd), reflect (4rd), second layer."""
         low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
         return 8 * self.rank * self.d_inner + low_rank
@@ -206,7 +227,9 @@ class Kronecker(Mixer):
     K = diag(σ(P W_gᵀ + b_g)) S.
     """
 
-    def __init__(self, d_inner, d_arg, act, eps, scale, norm):
+    def __init__(
+        self, d_inner: int, d_arg: int, act: str, eps: float, scale: float, norm: str
+    ) -> None:
         super().__init__()
         self.d_inner, self.m1 = d_inner, largest_divisor(d_inner)
         self.m2 = d_inner // self.m1
@@ -217,11 +240,11 @@ class Kronecker(Mixer):
         self.out_features = sum(self.triangles) + self.m1 + self.m2
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Kronecker":
         norm = config.kronecker_norm
         return cls(d_inner, d_arg, config.mixer_act, config.eps, _scale(config), norm)
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _factor(self, gate, triangle, m):
@@ -231,17 +254,17 @@ class Kronecker(Mixer):
             S = S / (largest_eigenvalue(S, POWER_STEPS["kronecker"]) + self.eps)
         return gate.unsqueeze(-1) * S
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         t1, t2, g1, g2 = raw.split([*self.triangles, self.m1, self.m2], dim=-1)
         K1 = self._factor(torch.sigmoid(g1), self.act(t1), self.m1)
         K2 = self._factor(torch.sigmoid(g2), self.act(t2), self.m2)
         X = v.unflatten(-1, (self.m1, self.m2))
         return (X - self.scale * K1.transpose(-1, -2) @ X @ K2.transpose(-1, -2)).flatten(-2)
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(raw[..., -(self.m1 + self.m2) :])
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         """FLOPs of one M(P; v) given P Wᵀ: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
         return 2 * (m1**3 + m2**3) + 2 * (m1 * m1 * m2 + m1 * m2 * m2)
@@ -252,7 +275,9 @@ class Monarch(Mixer):
     """Block-diagonal: d/r blocks of size r, each δ − k a S δ with S = T Tᵀ / (largest column norm +
     eps), T upper triangular from act(P Wᵀ), a = σ(·) per block."""
 
-    def __init__(self, d_inner, d_arg, size, act, eps, scale):
+    def __init__(
+        self, d_inner: int, d_arg: int, size: int, act: str, eps: float, scale: float
+    ) -> None:
         super().__init__()
         self.d_inner, self.size, self.blocks = d_inner, size, d_inner // size
         self.act, self.eps, self.scale = ACTIVATIONS[act], eps, scale
@@ -262,11 +287,11 @@ class Monarch(Mixer):
         self.out_features = self.blocks * (self.triangle + 1)
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Monarch":
         size = config.mixer_rank
         return cls(d_inner, d_arg, size, config.mixer_act, config.eps, _scale(config))
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _blocks(self, raw):
@@ -278,18 +303,18 @@ class Monarch(Mixer):
         a = self.scale * torch.sigmoid(gate)[..., None, None]
         return a * (S / (largest + self.eps))
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         X = v.unflatten(-1, (self.blocks, self.size))
         return (X - (self._blocks(raw) @ X.unsqueeze(-1)).squeeze(-1)).flatten(-2)
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(raw[..., -self.blocks :])
 
-    def bound(self, raw, weights):
+    def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """The largest of the blocks'."""
         return bound_of(self._blocks(raw)).amax(-1, keepdim=True)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         return self.blocks * (2 * self.size**3 + 4 * self.size**2)
 
 
@@ -297,23 +322,23 @@ class Monarch(Mixer):
 class NonSelective(Mixer):
     """An orthogonal Q that depends on no token: M(P; v) = v Qᵀ."""
 
-    def __init__(self, d_inner, d_arg):
+    def __init__(self, d_inner: int, d_arg: int) -> None:
         super().__init__()
         self.d_inner, self.d_arg = d_inner, d_arg
         self.q_proj = Orthogonal(d_inner)
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         Q = self.q_proj()
         return MixerWeights(Q.new_zeros(0, self.d_arg), Q.new_zeros(0), (Q,))
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         return F.linear(v, weights.extra[0].to(v.dtype))
 
-    def bound(self, raw, weights):
+    def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """(1,): one matrix for all tokens."""
         return super().bound(raw.new_zeros(0), weights)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         return 2 * self.d_inner**2
 
 
@@ -321,26 +346,26 @@ class NonSelective(Mixer):
 class SelectiveDense(Mixer):
     """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token."""
 
-    def __init__(self, d_inner, d_arg, act, eps):
+    def __init__(self, d_inner: int, d_arg: int, act: str, eps: float) -> None:
         super().__init__()
         self.d_inner, self.act, self.eps = d_inner, ACTIVATIONS[act], eps
         self.out_features = d_inner * (d_inner + 1) // 2
         self.uv_proj = WNLinear(d_arg, self.out_features)
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "SelectiveDense":
         return cls(d_inner, d_arg, config.mixer_act, config.eps)
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         first, bias = affine_map(self.uv_proj, like)
         return MixerWeights(first, first.new_zeros(len(first)) if bias is None else bias)
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         S = gram_of_triangle(self.act(raw), self.d_inner)
         S = S / (largest_stretch(S, POWER_STEPS["selective_dense"], self.eps) + self.eps)
         return (S @ v.unsqueeze(-1)).squeeze(-1)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         return 2 * self.d_inner**3 + (2 + 2 * POWER_STEPS["selective_dense"]) * self.d_inner**2
 
 
@@ -348,14 +373,14 @@ class SelectiveDense(Mixer):
 class Mixture(Mixer):
     """One-reflection householder and kronecker in turn, r of them, one after the other."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: Sequence[Mixer]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.d_inner = parts[0].d_inner
         self.out_features = sum(p.out_features for p in parts)
 
     @classmethod
-    def from_config(cls, config, d_inner, d_arg):
+    def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixture":
         names = ["householder", "kronecker"] * config.mixer_rank
         parts = [
             named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
@@ -363,22 +388,22 @@ class Mixture(Mixer):
         ]
         return cls(parts)
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         weights = [p.weights(like) for p in self.parts]
         first = torch.cat([w.first for w in weights])
         return MixerWeights(first, torch.cat([w.bias for w in weights]), tuple(weights))
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         raws = raw.split([p.out_features for p in self.parts], dim=-1)
         for part, part_raw, part_weights in zip(self.parts, raws, weights.extra):
             v = part(part_raw, v, part_weights)
         return v
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor:
         raws = raw.split([p.out_features for p in self.parts], dim=-1)
         return torch.cat([part.gates(of) for part, of in zip(self.parts, raws)], -1)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         return sum(p.flops_per_token() for p in self.parts)
 
 
@@ -388,45 +413,52 @@ class Contractive(Mixer):
     Q' = I − s (I − Q) with s = κ / max(κ, β), β ≥ ‖I − Q‖ the mixer's `bound`.
     """
 
-    def __init__(self, mixer, kappa):
+    def __init__(self, mixer: Mixer, kappa: float) -> None:
         super().__init__()
         self.mixer, self.kappa = mixer, kappa
         self.d_inner, self.out_features = mixer.d_inner, mixer.out_features
         self.has_low_rank = mixer.has_low_rank
 
-    def weights(self, like):
+    def weights(self, like: torch.Tensor) -> MixerWeights:
         return self.mixer.weights(like)
 
-    def mix(self, raw_x, raw_y, x, y, weights):
+    def mix(
+        self,
+        raw_x: torch.Tensor,
+        raw_y: torch.Tensor | None,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weights: MixerWeights,
+    ) -> torch.Tensor:
         mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)
         return x - self._shrink(added(raw_x, raw_y), weights) * (x - mixed)
 
-    def low_rank(self, raw, weights):
+    def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank | None:
         found = self.mixer.low_rank(raw, weights)
         if found is None:
             return None
         return LowRank(found.U, found.T * self._shrink(raw, weights).unsqueeze(-1))
 
-    def reflections(self):
+    def reflections(self) -> tuple[Any, ...] | None:
         found = self.mixer.reflections()
         return None if found is None else (*found[:-1], self.kappa)
 
-    def gates(self, raw):
+    def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Those of the mixer, before it is pulled towards the identity."""
         return self.mixer.gates(raw)
 
-    def forward(self, raw, v, weights):
+    def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         mixed = self.mixer(raw, v, weights)
         return v - self._shrink(raw, weights) * (v - mixed)
 
     def _shrink(self, raw, weights):
         return self.kappa / self.mixer.bound(raw, weights).clamp_min(self.kappa)
 
-    def flops_per_token(self):
+    def flops_per_token(self) -> int:
         return self.mixer.flops_per_token() + 3 * self.d_inner
 
 
-def build_mixer(config, d_inner, d_arg):
+def build_mixer(config: Any, d_inner: int, d_arg: int) -> Mixer:
     """The mixer named by `config.mixer`; d_arg is the width of P.
 
     Raises:

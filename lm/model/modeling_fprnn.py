@@ -5,7 +5,8 @@ Shapes: b batch, l length. This file and those it imports travel with an exporte
 
 import contextlib
 import copy
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -103,7 +104,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FPRNNLayer"]  # noqa: RUF012
     _is_stateful = True
 
-    def __init__(self, config):
+    def __init__(self, config: FPRNNConfig) -> None:
         config.settle()
         super().__init__(config)
         kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
@@ -115,18 +116,20 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         return False
 
     @classmethod
-    def from_pretrained(cls, *args, key_mapping=None, **kwargs):
+    def from_pretrained(
+        cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any
+    ) -> Any:
         """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
         refuse_solver_token(kwargs)
         refuse_agreement_reg(kwargs)
         names = {**OLD_NAMES, **(key_mapping or {})}
         return super().from_pretrained(*args, key_mapping=names, **kwargs)
 
-    def fixed_point_blocks(self):
+    def fixed_point_blocks(self) -> list[FixedPointBlock]:
         return [module for module in self.modules() if isinstance(module, FixedPointBlock)]
 
     @contextlib.contextmanager
-    def solving(self, **fields):
+    def solving(self, **fields: Any) -> Iterator["FPRNNPreTrainedModel"]:
         """Inside, the layers solve with these solver fields (FPRNNConfig) instead of the config's;
         another `token` comes with its own defaults. `config` stays as it is; contexts nest.
 
@@ -155,7 +158,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
             for block, was in zip(blocks, before):
                 block.solving = was
 
-    def adjoint_norms(self):
+    def adjoint_norms(self) -> list[torch.Tensor | None]:
         """Of every layer, max over tokens of ‖adjoint‖ by that of what came from above, (b,), in
         the last backward through time; None where there was none."""
         return [block.adjoint_norm for block in self.fixed_point_blocks()]
@@ -168,7 +171,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 class FPRNNModel(FPRNNPreTrainedModel):
     """Embedding, n_layer fixed-point blocks on an fp32 residual stream, final norm."""
 
-    def __init__(self, config):
+    def __init__(self, config: FPRNNConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
@@ -180,10 +183,10 @@ class FPRNNModel(FPRNNPreTrainedModel):
             self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = value
 
     def _sequences(self, input_ids, mask=None, starts=None, state=None, return_state=False):
@@ -202,20 +205,20 @@ class FPRNNModel(FPRNNPreTrainedModel):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        past_key_values=None,
-        use_cache=None,
-        position_ids=None,
-        seq_idx=None,
-        count_iterations=False,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: FPRNNState | None = None,
+        return_state: bool = False,
+        past_key_values: FPRNNCache | None = None,
+        use_cache: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        count_iterations: bool = False,
+        **kwargs: Any,
+    ) -> FPRNNOutput | tuple[Any, ...]:
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
         either side → FPRNNOutput.
 
@@ -381,7 +384,12 @@ class FPRNNModel(FPRNNPreTrainedModel):
         tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
-    def contraction(self, input_ids, attention_mask=None, power_iterations=10):
+    def contraction(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        power_iterations: int = 10,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """How contractive every layer's iteration is on these tokens (see blocks.contraction).
 
         Returns:
@@ -408,39 +416,39 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
     carries_state = True  # forward takes `state` and `return_state`
 
-    def __init__(self, config):
+    def __init__(self, config: FPRNNConfig) -> None:
         super().__init__(config)
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
         let_be_known(self)
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value):
+    def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        inputs_embeds=None,
-        labels=None,
-        logits_to_keep=0,
-        loss_only=False,
-        output_hidden_states=None,
-        return_dict=None,
-        state=None,
-        return_state=False,
-        past_key_values=None,
-        use_cache=None,
-        position_ids=None,
-        seq_idx=None,
-        count_iterations=False,
-        log_z=False,
-        **kwargs,
-    ):
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        loss_only: bool = False,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        state: FPRNNState | None = None,
+        return_state: bool = False,
+        past_key_values: FPRNNCache | None = None,
+        use_cache: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        count_iterations: bool = False,
+        log_z: bool = False,
+        **kwargs: Any,
+    ) -> FPRNNCausalLMOutput | tuple[Any, ...]:
         """Next-token logits and, with labels, the mean cross-entropy.
 
         Args:
@@ -539,13 +547,15 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 " compute_loss_func): turn it off"
             )
 
-    def solver(self, length=None):
+    def solver(self, length: int | None = None) -> dict[str, Any] | str:
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
         where no layer is solved."""
         blocks = self.fixed_point_blocks()
         return blocks[0].solver(length) if blocks else "none"
 
-    def flops_per_token(self, evaluations, training=True, length=None):
+    def flops_per_token(
+        self, evaluations: float, training: bool = True, length: int | None = None
+    ) -> float:
         """FLOPs per token with so many evaluations a token in every fixed-point layer.
 
         Training: the solve forward, then prepare, one evaluation (of one_step n_backwards, of

@@ -4,8 +4,10 @@ It travels with an exported checkpoint, also with that of a baseline (lm/baselin
 it): such code imports from its own folder only.
 """
 
+from typing import Any
 
-def let_be_known(model):
+
+def let_be_known(model: Any) -> None:
     """Enter a language model's name, and its base model's, in transformers' lists of names: under
     label smoothing the Trainer shifts labels only for models in it, and pipelines warn of others.
     """

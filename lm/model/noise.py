@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 
-def gaussian(block, u):
+def gaussian(block: Any, u: torch.Tensor) -> torch.Tensor | None:
     """`state_noise` σ of a block: N(0, s²) with an s of every sequence's own from U[0, σ]; None for
     σ = 0. u: (b,l,d_model) → (b,l,d_inner), in units of the vector that the block's norm makes."""
     sigma = block.settings.state_noise
@@ -34,9 +36,9 @@ class Adversary:
             norm makes; every sequence draws its own from U[0, size].
     """
 
-    def __init__(self, blocks, size):
+    def __init__(self, blocks: Iterable[Any], size: float) -> None:
         self.blocks, self.size = list(blocks), size
-        self.noise = {}
+        self.noise: dict[Any, torch.Tensor] = {}
 
     @contextlib.contextmanager
     def _with(self, draw):
@@ -48,12 +50,12 @@ class Adversary:
             for block in self.blocks:
                 block.draw_noise = gaussian
 
-    def first_pass(self):
+    def first_pass(self) -> contextlib.AbstractContextManager[None]:
         """The context of the first pass: every block's noise is kept, with its gradient."""
         self.noise.clear()
         return self._with(self._kept)
 
-    def second_pass(self):
+    def second_pass(self) -> contextlib.AbstractContextManager[None]:
         """The context of the second, after the backward of the first."""
         return self._with(self._against)
 

@@ -4,6 +4,8 @@ A number that is not finite is never returned: it would be a loss of NaN, or a t
 it, without a word.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,12 +14,12 @@ class NonFiniteError(FloatingPointError):
     """A forward pass, or the solve of a layer in it, became NaN or infinite."""
 
 
-def all_finite(x):
+def all_finite(x: torch.Tensor) -> torch.Tensor:
     """Whether a tensor holds no NaN and no infinity: (,) bool on its device, not waited for."""
     return torch.isfinite(x.detach()).all()
 
 
-def explained(where, module, config, what):
+def explained(where: str, module: nn.Module, config: Any, what: str) -> NonFiniteError:
     """The NonFiniteError to raise.
 
     Args:

@@ -3,7 +3,9 @@
 Shapes: b batch, l length. This file travels with an exported checkpoint.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -21,15 +23,15 @@ class FixedPointReport:
     compare what is in them; these are not of that kind.
     """
 
-    def __init__(self, fields, layers=None):
+    def __init__(self, fields: Iterable[Any], layers: list[int] | None = None) -> None:
         self.layers = layers  # their numbers, from 0 on; None: all
         for name, value in zip(FixedPointStats._fields, fields, strict=True):
             setattr(self, name, value)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._asdict().values())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self._asdict()})"
 
     def _asdict(self):

@@ -1,7 +1,7 @@
 """The language of layer patterns: `"mamba*3 fp_mamba1 attention mlp"`, or a list with options."""
 
 import difflib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FIXED_POINT = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 _OF_MIXERS = (
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
     options: dict  # fields of FPRNNConfig that are others in this layer
 
 
-def pattern_of(layers):
+def pattern_of(layers: Any) -> list[Layer]:
     """The Layers that a pattern names, once.
 
     Args:
@@ -86,7 +86,7 @@ def pattern_of(layers):
     return pattern
 
 
-def parse(layers, n_layer):
+def parse(layers: Any, n_layer: int) -> list[Layer]:
     """The layers of a model, one after the other.
 
     Args: layers: see `pattern_of`. n_layer: how many there are; a pattern of fewer is repeated.

@@ -3,7 +3,8 @@
 Shape suffixes: b batch, l length, d channels (d_inner), m columns.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,10 @@ class Projections(NamedTuple):
     columns: dict[str, slice]  # where each lies in raw
     weight_y: torch.Tensor  # (k,d) what the first k columns of raw get from sh(y)
 
-    def rows(self, y_before):
+    def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each projection by name, (b,l,·). y_before: (b,l,d) sh(y)."""
         k = self.weight_y.shape[0]
-        read = None
+        read: Any = None
         if k:
             read = F.linear(y_before.to(self.weight_y.dtype), self.weight_y)
             read = self.raw[..., :k] + read.to(self.raw.dtype)
@@ -38,7 +39,7 @@ class Projections(NamedTuple):
             for name, at in self.columns.items()
         }
 
-    def moved(self, noise):
+    def moved(self, noise: torch.Tensor | None) -> "Projections":
         """As if `noise` (b,l,d) were added to sh(y) wherever it is read; None: none."""
         k = self.weight_y.shape[0]
         if noise is None or not k:
@@ -46,12 +47,14 @@ class Projections(NamedTuple):
         read = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
         return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
 
-    def cut(self, start, end):
+    def cut(self, start: int, end: int) -> "Projections":
         """Of the tokens start ≤ t < end."""
         return self._replace(raw=self.raw[:, start:end])
 
 
-def side_by_side(projections, like, kept=None):
+def side_by_side(
+    projections: Iterable[Projection], like: torch.Tensor, kept: Any = None
+) -> Projections:
     """Projections, made of a list of Projection.
 
     Args:

@@ -1,5 +1,7 @@
 """One layer of the stack: norm, block, and the residual stream around them."""
 
+from typing import Any
+
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,14 +28,14 @@ class SolvesOnceLayer(GradientCheckpointingLayer):
     """A layer that hands `_gradient_checkpointing_func` a part of its work itself. The base class
     would checkpoint all of `forward`, and the backward solve a second time."""
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
 
 
 class FPRNNLayer(SolvesOnceLayer):
     """residual += hidden; hidden = block(norm(residual))."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config: Any, layer: Any) -> None:
         """config: the model's. layer: a patterns.Layer."""
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
@@ -46,7 +48,13 @@ class FPRNNLayer(SolvesOnceLayer):
             self.block = build_block(own)
             self.block.solver_config = config
 
-    def forward(self, hidden, residual, seqs=Sequences(), count_iterations=False):  # noqa: B008
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        seqs: Sequences = Sequences(),  # noqa: B008
+        count_iterations: bool = False,
+    ) -> tuple[Any, ...]:
         residual = hidden if residual is None else residual + hidden
         if self.residual_in_fp32:
             residual = residual.to(torch.promote_types(residual.dtype, torch.float32))

@@ -20,6 +20,7 @@ import importlib.util
 import math
 import os
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,14 +86,14 @@ def _find_kernels():
     return None, f"`lm.kernels` at {kernels.__file__} offers {found}, not {INTERFACE}"
 
 
-def backend(operation, like):
+def backend(operation: str, like: torch.Tensor) -> Any:
     """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
     device and in its dtype, None where the plain version does."""
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
-def faster(operation, function, like, *args):
+def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the `backend` returns, None where the plain version is to be computed:
     there is no backend, or none for such arguments."""
     kernels = _kernels()
@@ -118,7 +119,9 @@ def _decay(dt_bicd, A_nd, keep_bic, j):
     return a if keep_bic is None else a * keep_bic[:, :, j, None, None]
 
 
-def chunk_decays(dt, A, keep=None):
+def chunk_decays(
+    dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """The decays exp(dt A) of all steps, shared by the iterations of one solve.
 
     Args: as in `selective_scan`.
@@ -263,7 +266,16 @@ def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
     return flat(dx), flat(ddt), dA_nd.t(), flat(dB), flat(dC), dh0.transpose(1, 2)
 
 
-def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    decays: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; by a `backend`
     where there is one and no decays are given.
 
@@ -279,7 +291,7 @@ def selective_scan(x, dt, A, B, C, h0=None, keep=None, decays=None):
     inputs, found = _same_dtype(x, dt, A, B, C, h0, keep), None
     if decays is None:
         found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
-    return selective_scan_plain(*inputs, decays) if found is None else found
+    return selective_scan_plain(*inputs, decays) if found is None else found  # type: ignore[call-arg]
 
 
 def _same_dtype(*tensors):
@@ -290,7 +302,16 @@ def _same_dtype(*tensors):
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
-def selective_scan_plain(x, dt, A, B, C, h0=None, keep=None, decays=None):
+def selective_scan_plain(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    decays: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`selective_scan` in plain PyTorch, the oracle of the kernels."""
     with torch.autocast(x.device.type, enabled=False):
         return _SelectiveScan.apply(*_same_dtype(x, dt, A, B, C, h0, keep), decays)
@@ -333,7 +354,7 @@ def _linear_recurrence(a, u, h0):
     return out.flatten(1, 2)[:, :length]
 
 
-def linear_scan(a, u, h0=None):
+def linear_scan(a: torch.Tensor, u: torch.Tensor, h0: torch.Tensor | None = None) -> torch.Tensor:
     """h_t = a_t ⊙ h_{t−1} + u_t (the vector state of FP-RNN), differentiable once.
 
     Args: a, u: (b,l,d). h0: (b,d), zero if None. Computed in fp32, or fp64 if any of them is.
@@ -348,7 +369,9 @@ def linear_scan(a, u, h0=None):
 SSD_CHUNK = 64
 
 
-def ssd_decays(dt, A, keep=None, chunk=SSD_CHUNK):
+def ssd_decays(
+    dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None, chunk: int = SSD_CHUNK
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The decays of `ssd_scan`, which depend on dt and A alone.
 
     Args: dt: (b,l,h). A: (h,) negative. keep: (b,l), 0 at tokens that start from an empty state.
@@ -370,7 +393,17 @@ def ssd_decays(dt, A, keep=None, chunk=SSD_CHUNK):
     return between, torch.exp(log[:, :, -1:] - log) * same_end, torch.exp(log) * alive
 
 
-def ssd_scan(x, dt, A, B, C, h0=None, keep=None, decays=None, chunk=SSD_CHUNK):
+def ssd_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    decays: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    chunk: int = SSD_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba-2's scan in its chunked matrix form (state-space duality, Dao & Gu 2024).
 
         S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head),   y_t = S_t C_t
@@ -424,7 +457,13 @@ def _few_conv(x, weight, bias):
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def causal_conv(x, weight, bias, segments=None, before=None):
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    segments: torch.Tensor | None = None,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Depthwise causal convolution over time that never looks across a document boundary.
 
     Args:

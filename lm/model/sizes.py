@@ -1,33 +1,35 @@
 """Which sizes of a layer go together, and what those left open are."""
 
+from typing import Any
+
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
 
 
-def nearest_divisor(whole, wanted):
+def nearest_divisor(whole: int, wanted: int) -> int:
     """The divisor of `whole` that is nearest to `wanted`."""
     divisors = (m for m in range(1, whole + 1) if whole % m == 0)
     return min(divisors, key=lambda m: abs(m - wanted))
 
 
-def heads_of(config):
+def heads_of(config: Any) -> int:
     """Of attention and of a delta layer: `n_heads`, or as many of `headdim` as fit in d_model, at
     least one."""
     return max(1, config.d_model // config.headdim) if config.n_heads == "auto" else config.n_heads
 
 
-def negative_eigenvalues(config, kind):
+def negative_eigenvalues(config: Any, kind: str) -> bool:
     """Whether β of a delta layer is in (0, 2), not (0, 1)."""
     if config.allow_neg_eigval == "auto":
         return kind == "gated_deltaproduct"
     return bool(config.allow_neg_eigval)
 
 
-def width_of_mlp(config):
+def width_of_mlp(config: Any) -> int:
     """Width inside the gated MLP: 8/3 · d_model rounded up to a multiple of 64 (Llama's rule)."""
     return -(-8 * config.d_model // (3 * 64)) * 64 if config.d_ff == "auto" else config.d_ff
 
 
-def check_sizes(config, kind):
+def check_sizes(config: Any, kind: str) -> None:
     """Find out whether the sizes of a layer of some kind go together.
 
     Args: config: the FPRNNConfig of the layer. kind: see patterns.KINDS.

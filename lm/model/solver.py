@@ -8,7 +8,8 @@ converged (App. B.4), or by `solve_windows`. No gradients flow through an iterat
 Shape suffixes: b batch, l length, d channels; w tokens of a window.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,12 +52,12 @@ class Solution(NamedTuple):
     h: torch.Tensor | None = None  # the recurrence's state after the last token; None: not computed
 
 
-def token_residual(y, g):
+def token_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token. y, g: (b,l,d) → (b,l)."""
     return (y - g).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
 
 
-def relative_residual(y, g):
+def relative_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """max over tokens of `token_residual`, per sequence. y, g: (b,l,d) → (b,)."""
     return token_residual(y, g).amax(-1)
 
@@ -81,13 +82,13 @@ class Damping:
     """The step size s of every sequence or token: s ← s·decay after `patience` iterations without a
     residual that is lower than all before (App. B.4)."""
 
-    def __init__(self, rule, like):
+    def __init__(self, rule: Rule, like: torch.Tensor) -> None:
         self.rule = rule
         self.step = torch.full_like(like, rule.stepsize)
         self.lowest = torch.full_like(like, torch.inf)
         self.waited = torch.zeros_like(like, dtype=torch.long)
 
-    def update(self, residual):
+    def update(self, residual: torch.Tensor) -> None:
         """residual: of this iteration, of the shape of `like`."""
         waited = torch.where(residual < self.lowest, 0, self.waited + 1)
         self.lowest = torch.minimum(self.lowest, residual)
@@ -95,7 +96,7 @@ class Damping:
         self.step = torch.where(stale, self.step * self.rule.stepsize_decay, self.step)
         self.waited = waited.masked_fill(stale, 0)
 
-    def take(self, which):
+    def take(self, which: torch.Tensor) -> None:
         """Go on with these alone."""
         self.step, self.lowest, self.waited = (
             t[which] for t in (self.step, self.lowest, self.waited)
@@ -103,7 +104,12 @@ class Damping:
 
 
 @torch.no_grad()
-def solve_paper(f, y, rule, trace=None):
+def solve_paper(
+    f: Callable[[torch.Tensor], Any],
+    y: torch.Tensor,
+    rule: Rule,
+    trace: list[tuple[torch.Tensor, ...]] | None = None,
+) -> Solution:
     """The paper's solver (App. B.4): all tokens at once, damped, one stopping rule for the batch.
 
     Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
@@ -147,14 +153,16 @@ def solve_paper(f, y, rule, trace=None):
     return Solution(y, stats)
 
 
-def probe_rule(block):
+def probe_rule(block: str) -> Rule:
     """The Rule by which ℓ* is measured: the paper's damping for a block, the tolerance 0.1, every
     sequence."""
     damping = {**PAPER_RULES[block], "quantile": 1.0}
     return Rule(tol=0.1, max_iters=1000, patience=15, **damping)
 
 
-def count_iterations_of(f, like, block, stats):
+def count_iterations_of(
+    f: Callable[[torch.Tensor], Any], like: torch.Tensor, block: str, stats: FixedPointStats
+) -> FixedPointStats:
     """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y. block:
     the name of the block that f is of."""
     rule = probe_rule(block)
@@ -168,7 +176,13 @@ def count_iterations_of(f, like, block, stats):
 
 
 @torch.no_grad()
-def solve_windows(step, s, rule, width, most=None):
+def solve_windows(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    s: Any,
+    rule: Rule,
+    width: int,
+    most: int | None = None,
+) -> Solution:
     """Solve `width` tokens at once, then the next, each going on from the state before it.
 
     A token has converged when its residual and those of all tokens before it are below tol. It is
@@ -212,7 +226,9 @@ def _solve_window(step, window, rule, most):
         y = torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))
 
 
-def solve_sequential(token, s):
+def solve_sequential(
+    token: Callable[[Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], s: Any
+) -> Solution:
     """Solve one token after the other, once each; differentiable where gradients are on.
 
     Args:
@@ -230,7 +246,7 @@ def solve_sequential(token, s):
     return Solution(y, stats_of(torch.zeros_like(y[..., 0]), ~solved, 1.0), y, h)
 
 
-def stats_of(residual, missed, evaluations):
+def stats_of(residual: torch.Tensor, missed: torch.Tensor, evaluations: float) -> FixedPointStats:
     """FixedPointStats of tokens with the residuals (b,l), where `missed` (b,l) bool not solved."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)

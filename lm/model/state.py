@@ -3,7 +3,8 @@
 Shape suffixes: b batch, l length, d channels, k d_conv.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,12 @@ class BlockState(NamedTuple):
     h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> "BlockState":
         """The state of these rows (k,) of the batch."""
-        return BlockState(*(t[rows] for t in self[:3]), tuple(t[rows] for t in self.conv))
+        return BlockState(*(t[rows] for t in self[:3]), tuple(t[rows] for t in self.conv))  # type: ignore[call-arg]
 
 
-def state_shapes(config):
+def state_shapes(config: Any) -> list[tuple[int, ...]]:
     """Shapes, without b, of the tensors in a BlockState of such a block."""
     d, n, bc = config.d_inner, config.d_state, 2 * config.ngroups * config.d_state
     h, convs = {
@@ -34,7 +35,7 @@ def state_shapes(config):
     return [(d,), (d,), h, *tails]
 
 
-def tensors_of(layer):
+def tensors_of(layer: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors that a layer's state is made of."""
     nested = (field if isinstance(field, tuple) else (field,) for field in layer)
     return [tensor for fields in nested for tensor in fields]
@@ -47,11 +48,11 @@ def _fits(found, shape):
 class FPRNNState(NamedTuple):
     """Where a forward pass ended, so that the next segment of the same streams can start there."""
 
-    layers: tuple[NamedTuple, ...]  # a BlockState of every fixed-point block; each kind its own
+    layers: tuple[Any, ...]  # a BlockState of every fixed-point block; each kind its own
     # (b,), −1 where a row had none, or an embedding that is no EOS token's; None: unknown
     last_token: torch.Tensor | None
 
-    def check(self, batch, config):
+    def check(self, batch: int, config: Any) -> None:
         """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
         first = self.layers[0]
         if not isinstance(first, BlockState):
@@ -72,7 +73,7 @@ class FPRNNState(NamedTuple):
         if rows != batch:
             raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
 
-    def check_layers(self, batch, wanted):
+    def check_layers(self, batch: int, wanted: list[list[tuple[int, ...]]]) -> None:
         """Raise a ValueError unless this is the state of `batch` streams and of a model with such
         layers. wanted: what each layer's `state_shapes` gives."""
         if len(self.layers) != len(wanted):
@@ -93,12 +94,12 @@ class FPRNNState(NamedTuple):
                 raise ValueError(f"the state is of a batch of {rows.pop()}, the input's is {batch}")
 
     @property
-    def streams(self):
+    def streams(self) -> torch.Tensor:
         """A number for each stream, (b,), on the state's device."""
         first = next(t for layer in self.layers for t in tensors_of(layer))
         return torch.arange(len(first), device=first.device)
 
-    def select(self, rows):
+    def select(self, rows: torch.Tensor) -> "FPRNNState":
         """The state of these rows (k,) of the batch."""
         layers = tuple(layer.select(rows) for layer in self.layers)
         return FPRNNState(layers, None if self.last_token is None else self.last_token[rows])
@@ -109,36 +110,37 @@ class FPRNNCache:
     not grow with the text (that of attention does, up to its window). A forward pass of k ≥ 1
     tokens with it goes on exactly where the one before has ended."""
 
+    state: Any  # FPRNNState | None
     is_compileable = False
     is_croppable = False  # a recurrence cannot go back
 
-    def __init__(self, state=None, length=0):
+    def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length
-        self._kept = {}  # of every layer
+        self._kept: dict[int, Kept] = {}  # of every layer
 
-    def kept(self, layer):
+    def kept(self, layer: int) -> "Kept":
         """The Kept of a layer."""
         return self._kept.setdefault(layer, Kept())
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is loaded elsewhere, has other parameters."""
         return {**vars(self), "_kept": {}}
 
-    def get_seq_length(self, layer_idx=0):
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
         return self.length
 
-    def reorder_cache(self, beam_idx):
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam search: row i goes on from the state of row beam_idx[i]."""
         self.state = self.state.select(beam_idx.to(self.state.streams.device))
 
-    def batch_repeat_interleave(self, repeats):
+    def batch_repeat_interleave(self, repeats: int) -> None:
         self.state = self.state.select(self.state.streams.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices):
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.reorder_cache(indices)
 
-    def crop(self, max_length):
+    def crop(self, max_length: int) -> None:
         raise ValueError(
             f"a recurrent cache cannot be cropped (to {max_length} tokens): its state has no memory"
             " of earlier ones. Assisted generation and what else takes tokens back needs"
@@ -150,10 +152,14 @@ class Kept:
     """What a block makes of its parameters alone (materialised and joined weights), kept from one
     pass with a cache to the next as long as these stay as they are."""
 
-    def __init__(self):
+    _marks: Any
+    _views: Any
+    _made: dict[str, Any]
+
+    def __init__(self) -> None:
         self._marks, self._views, self._made = None, (), {}
 
-    def of(self, parameters):
+    def of(self, parameters: list[torch.Tensor] | None) -> "Kept | None":
         """This, emptied where a parameter is not as it was; None where nothing may be kept.
 
         parameters: of which things are made; None: of something else as well.
@@ -169,14 +175,14 @@ class Kept:
             self._made = {}
         return self
 
-    def once(self, name, make):
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make()` gives, or gave before."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
 
-def once(kept, name, make):
+def once(kept: Kept | None, name: str, make: Callable[[], Any]) -> Any:
     """`kept.once`, where something may be kept. kept: Kept or None."""
     return make() if kept is None else kept.once(name, make)
 
@@ -192,22 +198,22 @@ class Sequences(NamedTuple):
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
     kept: Kept | None = None  # what the block need not make of its parameters again
 
-    def before(self, name, index=None):
+    def before(self, name: str, index: int | None = None) -> Any:
         """A field of the state to start from (of a tuple: its index-th), None without a state."""
         value = None if self.state is None else getattr(self.state, name)
         return value if value is None or index is None else value[index]
 
-    def cut(self, start, end, state):
+    def cut(self, start: int, end: int, state: Any) -> "Sequences":
         """Of the tokens start ≤ t < end, which go on from the state."""
         mask, starts = (None if t is None else t[:, start:end] for t in (self.mask, self.starts))
         return Sequences(mask, starts, state)
 
-    def masked(self, x):
+    def masked(self, x: torch.Tensor) -> torch.Tensor:
         """x, zero at padding. x: (b,l,·)"""
         return x if self.mask is None else x * self.mask.unsqueeze(-1)
 
 
-def shift(y, seqs, name="y"):
+def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
     """sh(y)[t] = y[t−1]; at t = 0 the state's field `name`, zero without a state; zero at the first
     token of every packed document."""
     if seqs.state is None:
@@ -217,7 +223,7 @@ def shift(y, seqs, name="y"):
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
 
-def last(x, n, before, seqs):
+def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) -> torch.Tensor:
     """The last n positions of each row that are not padding, zero where another document's.
 
     Args:
@@ -245,7 +251,7 @@ def last(x, n, before, seqs):
     return tail * (document == document[:, -1:]).unsqueeze(-1)
 
 
-def padding_to_the_right(mask):
+def padding_to_the_right(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of positions that puts padding behind the tokens, and the order that undoes it.
 
     mask: (b,l) bool → two (b,l), to be used with `take_along_dim(…, 1)`.

@@ -3,6 +3,8 @@
 Shape suffixes: b batch, l length, d channels (d_inner).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +16,7 @@ from .scan import faster
 from .solver import token_residual
 
 
-def normalise(v_x, v_y, groups, eps):
+def normalise(v_x: torch.Tensor, v_y: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
     """nrm(v_x + v_y) of each of the groups that the last dimension is cut into; v_y may be None."""
     unit = faster("step", "normalise", v_x, v_x, v_y, groups, eps)
     if unit is not None:
@@ -26,7 +28,14 @@ def normalise(v_x, v_y, groups, eps):
 class EndLayerNorm(nn.LayerNorm):
     """The end of an FP-Mamba-1 iteration: LayerNorm((o + D ⊙ x) ⊙ silu(z))."""
 
-    def forward(self, o=None, x=None, D=None, z=None, y=None):
+    def forward(
+        self,
+        o: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+    ) -> Any:
         """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
         Norm by itself."""
         if o is None:
@@ -38,7 +47,14 @@ class EndLayerNorm(nn.LayerNorm):
 class EndRMSNorm(RMSNorm):
     """The end of an FP-Mamba-2 iteration: RMSNorm((o + D ⊙ x) ⊙ silu(z))."""
 
-    def forward(self, o=None, x=None, D=None, z=None, y=None):
+    def forward(  # type: ignore[override]
+        self,
+        o: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        D: torch.Tensor | None = None,
+        z: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+    ) -> Any:
         """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
         Norm by itself."""
         if o is None:
@@ -47,7 +63,16 @@ class EndRMSNorm(RMSNorm):
         return finish(*end) if y is None else finish_residual(*end, y)
 
 
-def finish(o, x, D, z, weight, bias, eps, kind):
+def finish(
+    o: torch.Tensor,
+    x: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: str,
+) -> torch.Tensor:
     """The end of an iteration: the skip, the gate and the norm of w = (o + D ⊙ x) ⊙ silu(z).
 
     Args:
@@ -65,11 +90,21 @@ def finish(o, x, D, z, weight, bias, eps, kind):
         w = w * F.silu(z.to(o.dtype))
     weight = weight.to(o.dtype)
     if kind == "layer":
-        return F.layer_norm(w, weight.shape, weight, bias.to(o.dtype), eps)
+        return F.layer_norm(w, weight.shape, weight, bias.to(o.dtype), eps)  # type: ignore[union-attr]
     return w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def finish_residual(o, x, D, z, weight, bias, eps, kind, y):
+def finish_residual(
+    o: torch.Tensor,
+    x: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: str,
+    y: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`finish` and the solver's `token_residual` (b,l) of y (b,l,d) and it; no gradient."""
     ends = _of_one_dtype(o, D, z, weight, bias)
     found = faster("step", "finish_residual", o, o, x, *ends, eps, kind, y)
