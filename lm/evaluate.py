@@ -166,8 +166,9 @@ def table(results: dict) -> Table:
     title = results["checkpoint"]
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
-    failed = results["fixed_point"].get("failed", [])
-    warnings = [f"warning: {text}" for text in failures(failed, results["solver"]).values()]
+    of = results["fixed_point"]
+    found = failures(of.get("failed", []), results["solver"], of.get("layers"))
+    warnings = [f"warning: {text}" for text in found.values()]
     out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
     for column in (1, 3):
         out.columns[column].justify = "right"

@@ -134,22 +134,27 @@ class FailureWatch:
         self.solver = solver
         self.said: set[int] = set()
 
-    def look(self, failed: list[float], where: str) -> None:
-        """failed: the share of each layer. where: "update 30", say."""
-        for layer, sentence in failures(failed, self.solver).items():
+    def look(self, measured: dict, where: str) -> None:
+        """measured: what `fixed_point_metrics` gave, {} of a model without a solver. where: "update
+        30", say."""
+        found = failures(measured.get("failed", []), self.solver, measured.get("layers"))
+        for layer, sentence in found.items():
             if layer not in self.said:
                 self.say(f"warning: {where}: {sentence}")
                 self.said.add(layer)
 
 
-def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
-    """Of each layer above FAILED_SHARE what happened, and what to do.
+def failures(
+    failed: list[float], solver: dict | str, numbers: list[int] | None = None
+) -> dict[int, str]:
+    """Of each layer above FAILED_SHARE what happened, and what to do, by its place in `failed`.
 
     Iterated tokens are left out: their procedure may leave tokens unfinished by its own rule (the
     quantile, ℓmax), and the share stands in every record.
 
     Args:
-        failed: the share of tokens of each layer. solver: what `model.solver()` gives.
+        failed: the share of tokens of each layer. solver: what `model.solver()` gives. numbers:
+            which layers of the model these are; None: all, from 0 on.
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
@@ -160,7 +165,7 @@ def failures(failed: list[float], solver: dict | str) -> dict[int, str]:
         cures += "; or allow more iterations, or schedule: sequential"
     return {
         layer: (
-            f"{what} for {share:.2%} of the tokens of layer {layer}"
+            f"{what} for {share:.2%} of the tokens of layer {numbers[layer] if numbers else layer}"
             f" (more than {FAILED_SHARE:.1%}), so what the layer gave there is not its solution:"
             f" train with {cures}"
         )

@@ -22,6 +22,7 @@ def _axes(title: str, ylabel: str):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    title = title.replace("$", r"\$")  # a run's name is no mathematics
     axes.set(title=title, xlabel="update", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm.errors import UserError
+from lm.inspection.show import PAGE
 from lm.measured import CARD
 from lm.model_card import with_place
 
@@ -84,7 +85,8 @@ def check_export(folder: Path) -> None:
 
 def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
     """Upload the files of an exported directory in one commit → its address. Folders inside, with
-    results and figures, stay here: the model card holds the numbers.
+    results and figures, stay here: the model card holds the numbers. So does what is no part of the
+    model: hidden files, and the page of `fprnn inspect`, whose text is nobody else's.
 
     Raises:
         PushError: `folder` is no export, or the hub did not take it; a commit is whole or not made.
@@ -93,7 +95,7 @@ def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
 
     check_export(folder)
     folder = Path(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file() and _is_uploaded(path.name))
     size = sum(path.stat().st_size for path in files)
     where = "public" if place.public else "private"
     kind = "the repository" if place.exists else "the new repository"
@@ -116,6 +118,10 @@ def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
         f"the upload to {place.repository} failed; {left}",
     )
     return done.commit_url
+
+
+def _is_uploaded(name: str) -> bool:
+    return name != PAGE and (not name.startswith(".") or name == ".gitattributes")
 
 
 def _asked(request: Callable, failure: str):

@@ -447,7 +447,7 @@ class Training:
         self._write(record)
         self._log_saves()
         bar.update(self.step, steps, describe(record, self.num_iters))
-        self.watch.look(record.get("failed", []), f"update {self.step}")
+        self.watch.look(record, f"update {self.step}")
         self._skip_time()  # a record is no update
 
     def _peak_memory(self) -> int:

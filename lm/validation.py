@@ -64,7 +64,7 @@ class Validation:
                 record["ema"] = self._scores(engine, alive)
             say(f"update {step:>6}  … of the average of the weights {record['ema']['loss']:.4f}")
         if self.watch is not None:
-            self.watch.look(record["probe"]["failed"], f"validation after update {step}")
+            self.watch.look(record["probe"], f"validation after update {step}")
         return record
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:

@@ -153,7 +153,9 @@ def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
         return "running", holder_name(lease)
     if result is not None:
         updates = result.get("updates")
-        if not is_count(updates):
+        # That of a synthetic run has no validation at all.
+        damaged = "validation" in result and validation_of(result) is None
+        if damaged or not is_count(updates):
             return "failed", f"{run.result} is damaged: delete it and continue with resume=auto"
         # A synthetic run may have solved its task before.
         if steps is None or updates >= steps or is_count(result.get("solved_at")):

@@ -381,7 +381,7 @@ class Training:
         }
         self.writer.write(record)
         self._log_saves()
-        self.failure_watch.look(record.get("failed", []), f"update {self.step}")
+        self.failure_watch.look(record, f"update {self.step}")
         bar.update(self.step, steps, describe(record, self.num_iters))
         self._begin_window()
 

@@ -53,16 +53,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def escaped(text: str) -> str:
     """Plain text inside a line of Markdown: nothing in it is read as markup."""
-    text = _one_line(text)
-    for sign in "\\`*_|<>[]":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    return _without_markup(_one_line(text))
 
 
 def inline(text: str) -> str:
     """Plain text on one line; what stands between `backticks` is code."""
     parts = re.split(r"(`[^`]+`)", _one_line(text))
-    return "".join(part if i % 2 else escaped(part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else _without_markup(part) for i, part in enumerate(parts))
+
+
+def _without_markup(text: str) -> str:
+    for sign in "\\`*_|<>[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text
 
 
 def _one_line(text: str) -> str:

@@ -108,17 +108,24 @@ EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": N
 def test_unsolved_tokens_are_warned_about_once_a_layer():
     said = []
     watch = metrics.FailureWatch(said.append, EXACT)
-    watch.look([0.0, metrics.FAILED_SHARE], "update 1")
+    watch.look({}, "update 0")
+    watch.look({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
     assert said == []
-    watch.look([0.0, 0.023], "update 2")
-    watch.look([0.0, 0.5], "update 3")
-    watch.look([0.1, 0.5], "update 4")
+    watch.look({"failed": [0.0, 0.023]}, "update 2")
+    watch.look({"failed": [0.0, 0.5]}, "update 3")
+    watch.look({"failed": [0.1, 0.5]}, "update 4")
     assert len(said) == 2
     assert said[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
     assert "model.contractive: 0.9" in said[0] and "model.glu_in_loop: false" in said[0]
     assert "iterations" not in said[0] and "10.00% of the tokens of layer 0" in said[1]
+
+
+def test_a_hybrid_s_unsolved_layer_has_its_number_in_the_model():
+    said = []
+    metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
+    assert "of the tokens of layer 3 " in said[0]
 
 
 def test_where_iterations_are_limited_the_limit_is_named_too():

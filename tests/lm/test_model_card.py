@@ -205,11 +205,14 @@ def test_an_export_is_pushed_as_it_is_without_its_folders(hub, tiny_export, tmp_
     shutil.copytree(tiny_export, out)
     (out / "eval").mkdir(exist_ok=True)
     (out / "eval/results.json").write_text("{}")
+    (out / "inspect.html").write_text("a text of one's own")
+    (out / ".env").write_text("HF_TOKEN=…")
     hub.private = True
     assert main(["export", str(out), "--push", "small"]) == 0
     ((_, name, uploaded),) = hub.asked  # the repository is there: none is made
     assert name == "me/small" and "config.json" in uploaded
     assert not any("eval" in file for file in uploaded)
+    assert uploaded.keys().isdisjoint({"inspect.html", ".env"})
 
 
 @pytest.mark.parametrize(

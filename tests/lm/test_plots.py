@@ -99,6 +99,11 @@ def test_a_baseline_model_without_a_solver_leaves_only_the_loss(tmp_path):
     assert [p.name for p in (run / "figures").iterdir()] == ["loss.png"]
 
 
+def test_a_runs_name_is_no_mathematics(tmp_path):
+    run = write(tmp_path / r"w$\fraz{$x", records(layers=1))
+    assert len(plots.draw(run)) == 2
+
+
 def test_a_run_without_validation_has_no_such_entry(tmp_path, drawn):
     plots.draw(write(tmp_path / "run", [{"step": 1, "loss": 2.0}]))
     assert drawn["loss.png"][1] == ["training"]

@@ -303,6 +303,12 @@ def test_markdown_has_the_same_tables(solved, tmp_path, undrawn):
     assert found == [row for of in page.tables.values() for table in of for row in table]
 
 
+def test_markdown_keeps_the_spaces_around_code(solved, tmp_path, undrawn):
+    reported(solved, tmp_path)
+    text = (tmp_path / "report.markdown").read_text()
+    assert "From metrics.jsonl: `loss` over `step` and `tokens`; nats per token." in text
+
+
 def test_a_checkpoint_table_adds_up(solved, tmp_path, undrawn):
     row = reported(solved, tmp_path).rows("Checkpoints")["solved"]
     assert (row["saves"], row["last at update"]) == ("2", "40")

@@ -96,6 +96,7 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
         ({"result.json": {"updates": 5, "solved_at": 5}}, "finished", "5 updates"),
         ({"result.json": {"updates": 5, "solved_at": None}}, "stopped", "not finished"),
         ({"result.json": "{"}, "failed", "result.json is damaged"),
+        ({"result.json": {"updates": 8, "validation": 7}}, "failed", "result.json is damaged"),
         ({"failure.json": {"sentence": "the loss is nan", "exit_code": 76}}, "failed", "is nan"),
         ({"failure.json": {"sentence": "by a signal", "exit_code": 75}}, "stopped", "by a signal"),
         ({"failure.json": ""}, "failed", "damaged"),
