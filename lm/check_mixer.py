@@ -129,7 +129,7 @@ def _of_the_gradient(model) -> list[Finding]:
     model.zero_grad()
     output = model(input_ids=ids, labels=ids)
     if output.fixed_point.failed.any():
-        return [Finding("gradient", None, f"not compared: tokens unsolved at κ = {CONTRACTIVE}")]
+        return [Finding("gradient", False, f"not compared: tokens unsolved at κ = {CONTRACTIVE}")]
     output.loss.backward()
     findings = []
     for what, parameters in (("of all parameters", everything), ("of the mixer's", mixers)):

@@ -16,6 +16,9 @@ class LoadError(UserError, RuntimeError):
 def load_model(path: Path | str):
     """The causal language model of an exported directory, or of a name on the hub, on the CPU.
 
+    The code of a directory is run where it has a model of its own (a user's mixer); that of a name
+    on the hub never is.
+
     Raises:
         LoadError: unreadable or damaged files; a weight that is missing, unknown to the model, of
             another shape, or not finite. transformers itself would go on with random values.
@@ -30,7 +33,10 @@ def load_model(path: Path | str):
     logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=True, output_loading_info=True, ignore_mismatched_sizes=True
+            path,
+            trust_remote_code=_is_here(path),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except SafetensorError as e:
         raise LoadError(
@@ -69,11 +75,16 @@ def load_tokenizer(path: Path | str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=_is_here(path))
     except ImportError:  # a package is missing, which has a sentence of its own
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         raise LoadError(f"cannot load the tokenizer of {path}: {_reason(e)}") from None
+
+
+def _is_here(path: Path | str) -> bool:
+    """Whether this is a folder that somebody chose, not a name whose files come from elsewhere."""
+    return Path(path).is_dir()
 
 
 def _reason(error: Exception) -> str:

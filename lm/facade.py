@@ -97,7 +97,7 @@ class LanguageModel:
 def load(path: Path | str) -> LanguageModel:
     """The language model of a run directory (its newest complete checkpoint), of an exported or any
     `from_pretrained` folder, or of a name on the hub; on a GPU if there is one. Code that travels
-    with it is run (trust_remote_code=True), as is a `module:Class` in a run's config.yaml.
+    with a local folder is run, as is a `module:Class` in a run's config.yaml; the hub's never is.
 
     Raises:
         FacadeError: nothing there, a file, or a run of the synthetic suite. GenerationError: a

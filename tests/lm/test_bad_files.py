@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lm.cli import main
 from lm.export import write_export
-from lm.exported import LoadError, load_model
+from lm.exported import LoadError, load_model, load_tokenizer
 from lm.outputs import OutputError, check_file, check_folder, writing
 from tests.refusals import refused
 
@@ -299,3 +299,21 @@ def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
     message = refused(capsys, "import-reference", "x", "--config", tmp_path / "c.yaml", "out")
     assert "is neither JSON nor YAML" in message
+
+
+def test_code_of_a_folder_is_run_and_that_of_the_hub_never(tmp_path, monkeypatch):
+    import transformers
+
+    asked = []
+
+    def from_pretrained(path, **options):
+        asked.append(options["trust_remote_code"])
+        raise OSError("asked enough")
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    for load in (load_model, load_tokenizer):
+        for path in ("owner/name", tmp_path):
+            with pytest.raises(LoadError, match="asked enough"):
+                load(path)
+    assert asked == [False, True, False, True]
