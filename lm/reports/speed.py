@@ -9,7 +9,14 @@ from lm.reports.curves import per_run, traced_to, unknown, without
 from lm.reports.read import Files
 from lm.reports.series import having, number, within
 
-PARTS = ("data", "forward", "solve", "backward", "optimizer", "communication", "other")
+PARTS = (
+    "data",
+    "forward",
+    "solve",
+    "backward",
+    "optimizer",
+    "other",
+)  # as lm/update_times.py has them
 
 NEEDS = ", which needs a GPU whose peak is known"
 
