@@ -13,7 +13,7 @@ def add(commands) -> None:
         description="Show how far runs are, from the files in their directories: state, updates,"
         " loss, validation, learning rate, tokens/s, iterations, time left, age of the last"
         " record. On a terminal a table that is kept up to date, else a line for every new record."
-        " Ends when all have ended: exit status 0 where all have finished, 1 where one has not.",
+        " Ends when all have ended: exit status 0 where all are done, else 1.",
     )
     c.add_argument(
         "run", nargs="+", metavar="RUN", help="a run directory, also of a synthetic task"

@@ -63,10 +63,10 @@ def point_status(index: int, run: RunDir, now: float) -> Point:
         now: Unix seconds.
     """
     records = read_metrics(run.path)
-    lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
+    result = read_mapping(run.result)
     steps = planned_updates(run.config)
     seen = _last_sign_of_life(run, now)
-    state, text = _state(run, lease, failure, result, steps, now)
+    state, text = state_of(run, steps, now)
     probes = [num_iters for r in records if (num_iters := num_iters_of(r)) is not None]
     return Point(
         index=index,
@@ -80,16 +80,25 @@ def point_status(index: int, run: RunDir, now: float) -> Point:
     )
 
 
-def _state(run: RunDir, lease, failure, result, steps, now) -> tuple[str, str]:
-    """One of STATES, and its sentence. Who holds the directory comes first: a finished or failed
-    run may have been taken up again."""
+def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
+    """One of STATES, and a sentence, of a run of a language model or of a synthetic task. Who holds
+    the directory comes first: a finished or failed run may have been taken up again.
+
+    Args:
+        steps: updates of the whole run, None where that is not known. now: Unix seconds.
+    """
+    lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
     if is_held(run, lease, now):
         return "running", holder_name(lease)
-    updates = (result or {}).get("updates")
-    if result is not None and (not is_count(updates) or validation_of(result) is None):
-        return "failed", (f"{run.result} is damaged: delete it and continue with resume=auto")
-    if result is not None and (steps is None or updates >= steps):
-        return "done", reached_by(result)
+    if result is not None:
+        updates = result.get("updates")
+        # That of a synthetic run has no validation, and no tokens: it may have been solved before.
+        is_synthetic = "solved_at" in result
+        damaged = not is_synthetic and validation_of(result) is None
+        if damaged or not is_count(updates):
+            return "failed", f"{run.result} is damaged: delete it and continue with resume=auto"
+        if steps is None or updates >= steps or is_count(result.get("solved_at")):
+            return "done", reached_by(result)
     if failure is not None:
         sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
         stopped = failure.get("exit_code") == PREEMPTED
@@ -137,10 +146,14 @@ def validation_of(result: dict) -> dict | None:
 
 
 def reached_by(result: dict) -> str:
+    """What a result says: the validation of a language model, else the updates."""
     reached = validation_of(result)
-    text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
-    if is_number(bits := reached.get("bits_per_byte")):
-        text += f", {bits:.4f} bits per byte"
+    if reached is None:
+        text = f"{result['updates']} updates"
+    else:
+        text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
+        if is_number(bits := reached.get("bits_per_byte")):
+            text += f", {bits:.4f} bits per byte"
     seconds = result.get("training_seconds")
     return f"{text}, trained {duration(seconds)}" if is_number(seconds) else text
 

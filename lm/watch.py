@@ -12,29 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm.console import Pace, duration, say
-from lm.errors import PREEMPTED
 from lm.log import of_layers
 from lm.metrics import parse_record
-from lm.outputs import read_mapping
 from lm.run_dir import RunDir, RunDirError
-from lm.sweep_status import (
-    holder_name,
-    is_count,
-    is_held,
-    is_number,
-    num_iters_of,
-    planned_updates,
-    reached_by,
-    validation_of,
-)
+from lm.sweep_status import is_number, num_iters_of, planned_updates, state_of
 
-# State → the colour it is shown in. All but `running` have ended.
-STATES = {
+COLOURS = {
     "running": "green",
-    "finished": "blue",
-    "stopped": "yellow",  # by a signal, or nobody works on it
+    "done": "blue",
+    "stopped": "yellow",
     "failed": "red",
-    "stale": "red",  # the process that had it is gone without a word
     "missing": "dim",
 }
 # On a narrow screen columns are left out, the first of these first.
@@ -76,7 +63,7 @@ class Seen:
     """What a run's files say at one moment; None and "" what they do not."""
 
     name: str  # the path of its directory
-    state: str  # of STATES
+    state: str  # of sweep_status.STATES
     text: str  # what it has reached, or what happened
     step: int | None = None  # updates made, by the last record
     steps: int | None = None  # of the whole run
@@ -141,44 +128,6 @@ class Followed:
                 self.pace.at(seconds, record["step"])
 
 
-def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
-    """One of STATES, and a sentence. Who works in the directory comes first: a run that has
-    finished or failed may have been taken up again.
-
-    Args:
-        steps: updates of the whole run, None where that is not known. now: Unix seconds.
-    """
-    lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
-    if is_held(run, lease, now):
-        return "running", holder_name(lease)
-    if result is not None:
-        updates = result.get("updates")
-        # That of a synthetic run has no validation at all.
-        damaged = "validation" in result and validation_of(result) is None
-        if damaged or not is_count(updates):
-            return "failed", f"{run.result} is damaged: delete it and continue with resume=auto"
-        # A synthetic run may have solved its task before.
-        if steps is None or updates >= steps or is_count(result.get("solved_at")):
-            return "finished", _reached(result)
-    if failure is not None:
-        sentence = failure.get("sentence") or "failure.json is damaged: see the run's output"
-        stopped = failure.get("exit_code") == PREEMPTED
-        return ("stopped" if stopped else "failed"), str(sentence)
-    if lease is not None:
-        return "stale", f"{holder_name(lease)} is gone, or gives no sign of life: resume=auto"
-    if run.holds_run:
-        return "stopped", "not finished, and nobody works on it: continue with resume=auto"
-    return "missing", "no run is there"
-
-
-def _reached(result: dict) -> str:
-    if validation_of(result) is not None:
-        return reached_by(result)
-    seconds = result.get("training_seconds")
-    trained = f", trained {duration(seconds)}" if is_number(seconds) else ""
-    return f"{result['updates']} updates{trained}"
-
-
 def _validation(record: dict) -> str:
     """The last validation in a few words: "4.065 (2.34 bits per byte)", or of a synthetic task the
     first of its scores."""
@@ -202,7 +151,7 @@ def _age(path: Path, now: float) -> float | None:
 
 
 def watch(paths: list[str], every_s: float = 2.0, once: bool = False, wait: bool = False) -> bool:
-    """Show the runs until all have ended, and what became of each; return whether all finished.
+    """Show the runs until all have ended, and what became of each; return whether all are done.
 
     Args:
         paths: of run directories, of language models or synthetic tasks.
@@ -222,8 +171,8 @@ def watch(paths: list[str], every_s: float = 2.0, once: bool = False, wait: bool
     looks = _until_ended(followed, every_s, wait)
     seen = _live(looks) if say.console.is_terminal else _lines(looks)
     for one in seen:
-        say(f"{one.name} {one.state}: {one.text}")
-    return all(one.state == "finished" for one in seen)
+        say(f"{one.name} {one.state}" + (f": {one.text}" if one.text else ""))
+    return all(one.state == "done" for one in seen)
 
 
 def _check(run: RunDir) -> None:
@@ -334,7 +283,7 @@ def table(seen: list[Seen], without: tuple[str, ...] = ()):
         out.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=name != "run")
     for one in seen:
         shown = cells(one) | {"run": short[one.name]}
-        styles = {"state": STATES[one.state]}
+        styles = {"state": COLOURS[one.state]}
         out.add_row(*(Text(shown[name], styles.get(name, "")) for name in names))
     return out
 

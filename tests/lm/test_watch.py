@@ -88,12 +88,16 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
         ({}, "stopped", "nobody works on it"),
         (
             {"result.json": RESULT},
-            "finished",
+            "done",
             "loss 2.5000, perplexity 12.18, 1.2500 bits per byte",
         ),
-        ({"result.json": {"updates": 8, "training_seconds": 300}}, "finished", "trained 5 min"),
+        (
+            {"result.json": {"updates": 8, "solved_at": None, "training_seconds": 300}},
+            "done",
+            "trained 5 min",
+        ),
         # A synthetic run that has solved its task early.
-        ({"result.json": {"updates": 5, "solved_at": 5}}, "finished", "5 updates"),
+        ({"result.json": {"updates": 5, "solved_at": 5}}, "done", "5 updates"),
         ({"result.json": {"updates": 5, "solved_at": None}}, "stopped", "not finished"),
         ({"result.json": "{"}, "failed", "result.json is damaged"),
         ({"result.json": {"updates": 8, "validation": 7}}, "failed", "result.json is damaged"),
@@ -111,16 +115,16 @@ def test_a_run_that_has_ended(run, files, state, words):
     assert run.look().state == "running"
 
 
-def test_a_run_whose_process_is_gone_is_stale(run):
+def test_a_run_whose_process_is_gone_has_stopped(run):
     run.log(training(1, 1.0), training(2, 2.0))
     run.held(ago=3600)
-    assert run.look().state == "stale" and run.look().left_s is None
-    assert "job 12 on n7, process 4711 is gone" in run.look().text
+    assert run.look().state == "stopped" and run.look().left_s is None
+    assert "killed: job 12 on n7, process 4711" in run.look().text
     # On this host that is seen at once, however fresh the lease.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     run.held(ago=1, host=socket.gethostname(), pid=gone.pid)
-    assert run.look().state == "stale"
+    assert run.look().state == "stopped"
     run.held(ago=1, host=socket.gethostname(), pid=os.getpid())
     assert run.look().state == "running"
 
@@ -207,7 +211,7 @@ def test_once_prints_one_table_whatever_the_runs_do(two, capsys):
     assert main(["watch", "--once", str(a.path), str(b.path), f"{b.path}/"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
-    assert [row.split()[:2] for row in rows] == [["a", "finished"], ["b", "stopped"]]
+    assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
 
 
 def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
@@ -253,7 +257,7 @@ def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys,
     monkeypatch.setattr(watch.time, "sleep", sleep)
     assert main(["watch", str(path), "--wait"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "missing" in lines[0] and "finished" in lines[1]
+    assert "missing" in lines[0] and "done" in lines[1]
     assert main(["watch", str(tmp_path / "of")]) == FAILED
     assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
 
@@ -275,7 +279,7 @@ def test_a_terminal_has_the_columns_it_is_wide_for(two, monkeypatch):
 def test_a_real_run_that_is_done(tiny_run, capsys):
     assert main(["watch", str(tiny_run)]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert "finished  8 / 8  loss" in first and "finished: validation loss" in last
+    assert "done  8 / 8  loss" in first and "done: validation loss" in last
 
 
 def test_names_are_told_apart_below_what_they_share():
