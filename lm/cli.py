@@ -178,13 +178,13 @@ def _generate(args) -> int:
     text = generate(
         args.checkpoint,
         args.prompt,
-        args.max_new_tokens,
-        args.temperature,
-        args.top_k,
-        args.seed,
-        args.schedule,
-        args.tol,
-        args.max_iters,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        schedule=args.schedule,
+        tol=args.tol,
+        max_iters=args.max_iters,
     )
     print(text)
     if args.out:

@@ -28,41 +28,20 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.name = name
 
-    def generate(
-        self,
-        prompt: str,
-        max_new_tokens: int = 64,
-        temperature: float = 0.8,
-        top_k: int = 50,
-        seed: int = 0,
-        schedule: str | None = None,
-        tol: float | None = None,
-        max_iters: int | None = None,
-    ) -> str:
+    def generate(self, prompt: str, **options) -> str:
         """The prompt and its continuation, as `fprnn generate` prints it.
 
         Args:
-            max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k:
-            only the likeliest so many tokens are drawn; 0: all. seed: at least 0.
-            schedule, tol, max_iters: how a fixed-point model is solved; None: as it says itself.
+            options: fields of lm.generate.Sampling: max_new_tokens (64), temperature (0.8; 0 is
+            greedy decoding), top_k (50; 0: all), seed (0), and schedule, tol, max_iters: how a
+            fixed-point model is solved.
         Raises:
             GenerationError: a number out of its range, an empty prompt, or a solver setting that
-                the model has not.
+                the model has not. TypeError: no such option.
         """
-        from lm.generate import continued
+        from lm.generate import Sampling, continued
 
-        return continued(
-            self.model,
-            self.tokenizer,
-            prompt,
-            max_new_tokens,
-            temperature,
-            top_k,
-            seed,
-            schedule,
-            tol,
-            max_iters,
-        )
+        return continued(self.model, self.tokenizer, prompt, Sampling(**options))
 
     def score(self, text: str) -> Score:
         """How likely the model finds a text: the log-probability of each token in nats, and from

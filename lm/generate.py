@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from lm.errors import UserError
@@ -37,6 +38,43 @@ def load_exported(path: Path | str):
     model = load_model(path)
     tokenizer = load_tokenizer(path)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a text is continued.
+
+    Attributes:
+        max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k: only
+        the likeliest so many tokens are drawn; 0: all. seed: at least 0.
+        schedule, tol, max_iters: how a fixed-point model is solved, see `solving`; None: as it says
+        itself.
+    Raises:
+        GenerationError: a number out of its range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+    schedule: str | None = None
+    tol: float | None = None
+    max_iters: int | None = None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise GenerationError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise GenerationError(
+                f"temperature is {self.temperature:g}: it must be 0 (greedy) or a finite number"
+                " above it"
+            )
+        if self.top_k < 0:
+            raise GenerationError(
+                f"top_k is {self.top_k}: it must be at least 1, or 0 for all tokens"
+            )
+        if not 0 <= self.seed < 2**64:
+            raise GenerationError(f"seed is {self.seed}: it must be at least 0 and below 2^64")
 
 
 @contextlib.contextmanager
@@ -91,86 +129,48 @@ def solving(
         yield
 
 
-def generate(
-    path: Path | str,
-    prompt: str,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    schedule: str | None = None,
-    tol: float | None = None,
-    max_iters: int | None = None,
-) -> str:
+def generate(path: Path | str, prompt: str, **options) -> str:
     """Prompt and continuation as text.
 
     Args:
-        max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k: only
-        the likeliest so many tokens are drawn; 0: all. seed: at least 0.
-        schedule, tol, max_iters: how a fixed-point model is solved, see `solving`.
+        options: fields of Sampling.
     Raises:
         GenerationError: a number out of its range, there is no such export, the prompt is empty, or
             `solving` refuses.
     """
-    _check(max_new_tokens, temperature, top_k, seed)
+    sampling = Sampling(**options)
     model, tokenizer = load_exported(path)
-    return continued(
-        model, tokenizer, prompt, max_new_tokens, temperature, top_k, seed, schedule, tol, max_iters
-    )
+    return continued(model, tokenizer, prompt, sampling)
 
 
-def continued(
-    model,
-    tokenizer,
-    prompt: str,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    schedule: str | None = None,
-    tol: float | None = None,
-    max_iters: int | None = None,
-) -> str:
+def continued(model, tokenizer, prompt: str, sampling: Sampling) -> str:
     """`generate` with a model that is loaded, in evaluation mode.
 
     Raises:
-        GenerationError: as `generate`.
+        GenerationError: the prompt is empty, or `solving` refuses.
     """
     import torch
 
     from lm.model.configuration_fprnn import MODEL_TYPES
 
-    _check(max_new_tokens, temperature, top_k, seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(sampling.seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise GenerationError("the prompt is empty: give at least one character")
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": top_k}
-        if temperature > 0
-        else {"do_sample": False}
-    )
+    drawing = {"do_sample": False}
+    if sampling.temperature > 0:
+        drawing = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+        }
     if model.config.model_type in MODEL_TYPES:  # whatever the checkpoint's generation config says
-        sampling["use_cache"] = True
-    with solving(model, schedule, tol, max_iters):
+        drawing["use_cache"] = True
+    with solving(model, sampling.schedule, sampling.tol, sampling.max_iters):
         ids = model.generate(
             **inputs,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            **sampling,
+            **drawing,
         )
     return tokenizer.decode(ids[0], skip_special_tokens=True)
-
-
-def _check(max_new_tokens: int, temperature: float, top_k: int, seed: int) -> None:
-    """Refuse what needs no model to be refused."""
-    if max_new_tokens < 1:
-        raise GenerationError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
-    if not 0 <= temperature < math.inf:
-        raise GenerationError(
-            f"temperature is {temperature:g}: it must be 0 (greedy) or a finite number above it"
-        )
-    if top_k < 0:
-        raise GenerationError(f"top_k is {top_k}: it must be at least 1, or 0 for all tokens")
-    if not 0 <= seed < 2**64:
-        raise GenerationError(f"seed is {seed}: it must be at least 0 and below 2^64")

@@ -286,8 +286,8 @@ def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_pa
     with pytest.raises(AgreementError, match="is a gpt2 model: it has no fixed point"):
         agree(other)
     with pytest.raises(GenerationError, match="is a gpt2 model: it has no fixed point"):
-        generate(other, "Mary", 2, schedule="auto")
-    assert generate(other, "Mary", 2).startswith("Mary")
+        generate(other, "Mary", max_new_tokens=2, schedule="auto")
+    assert generate(other, "Mary", max_new_tokens=2).startswith("Mary")
     bare = tmp_path / "bare"
     shutil.copytree(byte_tokenizer, bare)
     (bare / "config.json").write_text('{"model_type": "no_such_model"}')
@@ -330,7 +330,7 @@ def test_generate_takes_a_schedule_and_a_cache(checkpoint, monkeypatch, capsys):
 
     monkeypatch.setattr(FPRNNForCausalLM, "generate", spy)
     texts = [
-        generate(checkpoint, "Mary went", 6, 0, schedule=name, tol=1e-4)
+        generate(checkpoint, "Mary went", max_new_tokens=6, temperature=0, schedule=name, tol=1e-4)
         for name in (None, "parallel", "sequential", "window:3")
     ]
     assert len(set(texts)) == 1
