@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm import config as base
-from lm.config_model import Fraction1, Section
+from lm.config_model import Fraction1, InitFrom, Section
 from lm.named_class import check_name, is_place
 from lm.resuming import FIXED, FREE, NOTED
 from synthetic.lengths import parse_ranges
@@ -171,6 +171,7 @@ class Config(base.Run):
     out_dir: Annotated[str, FREE] = "runs/synthetic"
     resume: Annotated[Literal["auto", "never"], FREE] = "auto"
     model: Annotated[Model, FIXED] = Model()
+    init_from: Annotated[InitFrom | None, FIXED] = None  # another synthetic run
     task: Annotated[Task, FIXED] = Task()
     optim: Annotated[Optim, FIXED] = Optim()
     train: Annotated[Train, FREE] = Train()
@@ -187,6 +188,14 @@ class Config(base.Run):
     @model_validator(mode="after")
     def _warmup_within_training(self):
         base.check_warmup(self)
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_our_model(self):
+        if self.init_from and self.model.name != "fprnn":
+            raise ValueError(
+                f"`init_from` is of model.name fprnn, not of {self.model.name}: leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ from lm.profiling import Profile
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
-from synthetic import tasks
+from synthetic import init_from, tasks
 from synthetic.build import STATE, build, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
@@ -41,6 +41,7 @@ from synthetic.evaluate import (
     solver_of,
     solving,
 )
+from synthetic.init_from import Start
 from synthetic.results import passes, solver_text
 from synthetic.update import MaxIters, Pass, backward, batches_from, loss_of
 
@@ -49,12 +50,12 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     """Train (or continue) the run that `cfg` describes, evaluate it, and return its result.
 
     Raises:
-        ConfigError, TaskError, RunDirError, LeaseError, CheckpointError, OutputError: something
-            asked for cannot be had, or something cannot be written.
+        ConfigError, TaskError, SourceError, RunDirError, LeaseError, CheckpointError, OutputError:
+            something asked for cannot be had, or something cannot be written.
         Diverged: the loss became NaN or infinite, more often than `train.rollbacks`.
         Stopped: a signal asked for a stop.
     """
-    training = Training(cfg)
+    training = Training(cfg, overwrite)
     run = RunDir(cfg.run_dir)
     run.claim(cfg, overwrite, say)  # now that nothing is left to refuse
     try:
@@ -76,8 +77,9 @@ class Training:
     """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
     cannot be, and writes nothing.
 
+    Args: overwrite: it begins anew, whatever its directory holds.
     Raises:
-        ConfigError, TaskError: as `train`.
+        ConfigError, TaskError, SourceError: as `train`.
     """
 
     # Opened by `start`, in a directory that is ours.
@@ -85,7 +87,7 @@ class Training:
     profile: Profile
     writer: Writer
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, overwrite: bool = False):
         self.cfg = cfg
         if cfg.train.threads:
             torch.set_num_threads(cfg.train.threads)
@@ -98,6 +100,9 @@ class Training:
             if wanted:
                 require(package, f"log.{package}")
         self._build()
+        self.init_from: Start | None = None
+        if init_from.is_needed(cfg, overwrite):
+            self.init_from = Start(cfg, self.task, self.model)
         # Where it stands; all of it is in a checkpoint.
         self.step = 0  # updates made
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
@@ -151,6 +156,11 @@ class Training:
                 )
             self.load_state_dict(saved)
             say(f"resumed  at update {self.step}")
+        elif self.init_from is not None:
+            for line in self.init_from.apply():
+                say(f"init     {line}")
+            self.init_from.write(run)
+        self.init_from = None  # its weights need not be kept
         if self.step < self.cfg.train.steps and self.solved_at is None:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
         run.confirm(self.cfg)

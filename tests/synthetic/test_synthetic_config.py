@@ -112,7 +112,7 @@ def test_lengths_need_no_quotes(tmp_path, text):
 def test_every_key_says_what_a_resumed_run_may_do_with_it():
     fixed = {key for key in all_keys(Config) if resume_rule(Config, key) is FIXED}
     tops = {key for key in fixed if "." not in key}
-    assert tops == {"seed", "model", "task", "optim"}
+    assert tops == {"seed", "model", "init_from", "task", "optim"}
     assert {key for key in fixed if key.startswith("train.")} == {
         "train.batch_size",
         "train.length",

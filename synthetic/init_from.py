@@ -1,0 +1,90 @@
+"""`init_from`: a training that starts from the weights of another synthetic run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lm import upcycle
+from lm.checkpoint import listed
+from lm.errors import ConfigError
+from lm.foreign import Source, SourceError, settled
+from lm.outputs import write_json
+from lm.run_dir import RunDir
+from synthetic.build import load_run
+from synthetic.config import Config, Task
+from synthetic.tasks import Task as BuiltTask
+
+
+def is_needed(cfg: Config, overwrite: bool) -> bool:
+    """Whether the run begins anew from another's weights: where it goes on from a checkpoint of its
+    own, nothing of `init_from` is read."""
+    if cfg.init_from is None:
+        return False
+    return overwrite or not listed(RunDir(cfg.run_dir).checkpoints)
+
+
+class Start:
+    """The weights that a run starts from, and which of its own they become. Making one refuses what
+    does not fit, and changes nothing.
+
+    Args:
+        cfg: of the run, with an `init_from`. task: as it is built. model: the run's.
+    Raises:
+        ConfigError: the run itself, or a model that does not match. SourceError: no trained
+            synthetic run, or one of another model than ours. CheckpointError: a damaged one.
+    """
+
+    def __init__(self, cfg: Config, task: BuiltTask, model: torch.nn.Module):
+        wanted = cfg.init_from
+        assert wanted is not None
+        if Path(wanted.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
+            raise ConfigError(
+                f"init_from.path is {wanted.path}, which is this run itself: choose another `name`"
+            )
+        self.source, trained_on = _read(wanted.path)
+        self.model = model
+        self.found = upcycle.match(
+            self.source,
+            model,
+            wanted.layers,
+            wanted.partial,
+            model.config.vocab_size,
+            _other_task(trained_on, cfg.task),
+        )
+
+    def apply(self) -> list[str]:
+        """Give the model the weights → what was taken, in words."""
+        upcycle.apply(self.found, self.source, self.model)
+        return upcycle.described(self.found, self.source, self.model.config)
+
+    def write(self, run: RunDir) -> None:
+        """Write down what was taken."""
+        write_json(run.init_from, upcycle.record(self.found, self.source, self.model.config))
+
+
+def _read(path: str) -> tuple[Source, Task]:
+    """A trained synthetic run, and the task it was trained on."""
+    run = RunDir(Path(path).expanduser())
+    if not run.holds_run:
+        raise SourceError(f"init_from.path is {path}, which is no run: it must be a synthetic run")
+    with torch.random.fork_rng(devices=[]):
+        loaded = load_run(run.path)
+    if loaded.cfg.model.name != "fprnn":
+        raise SourceError(
+            f"init_from.path is {path}, a run of model.name {loaded.cfg.model.name}: it must be"
+            " fprnn"
+        )
+    config = loaded.model.config
+    weights = settled(loaded.model.state_dict(), config, run.path)
+    return Source(run.path, "a synthetic run", config, weights, None), loaded.cfg.task
+
+
+def _other_task(theirs: Task, ours: Task) -> str:
+    """In what two tasks differ, in words: an id may mean another thing in each. "": in nothing."""
+    there = theirs.model_dump()
+    here = ours.model_dump()
+    names = [name for name in here if here[name] != there[name]]
+    differing = [f"task.{name} {there[name]} there, {here[name]} here" for name in names]
+    return f"it was trained on another task ({', '.join(differing)})" if differing else ""

@@ -1,0 +1,126 @@
+"""`init_from` of synthetic runs: outputs at the start, what is refused, what is left alone."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+
+from lm.foreign import SourceError
+from synthetic import config
+from synthetic.build import load_run
+from synthetic.cli import main
+from synthetic.train import Training, train
+from tests.refusals import refused as refused_by
+
+TREE = {
+    "name": "t",
+    "model": {"d_model": 16, "d_state": 4, "layers": "fp_mamba1", "n_layer": 1},
+    "task": {"name": "word_problem", "group": "Z3"},
+    "optim": {"lr": 1e-2, "warmup": 1},
+    "train": {"steps": 3, "batch_size": 8, "length": 4},
+    "eval": {"lengths": "4", "examples": 8, "batch_size": 8},
+}
+HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7")
+
+refused = partial(refused_by, run=main, prog="python -m synthetic")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A trained run of one layer; not to be changed."""
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "c.yaml").write_text(json.dumps(TREE))
+    cfg = config.load(folder / "c.yaml", (f"out_dir={folder}",))
+    train(cfg)
+    return cfg.run_dir
+
+
+@pytest.fixture
+def args(tmp_path, source):
+    """Of `train`, of a hybrid that starts from the source."""
+    (tmp_path / "c.yaml").write_text(json.dumps(TREE))
+    return (
+        *("train", "--config", tmp_path / "c.yaml"),
+        *(f"out_dir={tmp_path}", f"init_from={source}", *HYBRID),
+    )
+
+
+@pytest.fixture
+def cfg(args):
+    return config.load(args[2], args[3:])
+
+
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(12).remainder(3).view(2, 6)
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def test_a_hybrid_starts_as_the_layer_it_was_made_of(source, cfg):
+    started = Training(cfg)
+    before = logits(started.model)
+    said = started.init_from.apply()
+    expected = logits(load_run(source).model)
+    assert torch.equal(logits(started.model), expected) and not torch.equal(before, expected)
+    assert said[-1] == "outputs at the start are the source's"
+    assert "new layers, whose out_proj is zero: 0 (mamba), 2 (mamba)" in said
+
+
+def test_a_run_that_goes_on_reads_nothing_of_it(source, cfg, capsys):
+    lent = source.parent / "lent"
+    shutil.copytree(source, lent)
+    cfg = cfg.model_copy(update={"init_from": config.base.InitFrom(path=str(lent))})
+    train(cfg)
+    assert "outputs at the start are the source's" in capsys.readouterr().out
+    written = json.loads((cfg.run_dir / "init_from.json").read_text())
+    assert written["outputs_equal"] and [p["from"] for p in written["layers"]] == [None, 0, None]
+    shutil.rmtree(lent)
+    longer = cfg.train.model_copy(update={"steps": 4})
+    assert train(cfg.model_copy(update={"train": longer}))["updates"] == 4
+    assert "init     " not in capsys.readouterr().out
+    result = (cfg.run_dir / "result.json").read_bytes()
+    with pytest.raises(SourceError, match="which is no run"):
+        train(cfg, overwrite=True)
+    assert (cfg.run_dir / "result.json").read_bytes() == result  # refused before it is overwritten
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["init_from.path=nowhere"], "init_from.path is nowhere, which is no run"),
+        (["model.d_model=32"], "d_model 16, model.d_model is 32: nothing of another width"),
+        (["task.group=S3"], "trained on another task (task.group Z3 there, S3 here)"),
+        (["model.d_state=8"], "d_state is 8, and 4 there"),
+        (["init_from.layers=[0]"], "init_from.layers has 1 entries, and the model 3 layers"),
+        (["init_from.layer=[0]"], "unknown key `init_from.layer`"),
+        (["model.name=lstm", "model.layers=null"], "`init_from` is of model.name fprnn, not of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(args, tmp_path, capsys, overrides, words):
+    assert words in refused(capsys, *args, *overrides)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_run_is_no_start_of_itself(source, capsys):
+    at_home = f"out_dir={source.parent}", f"init_from={source}"
+    config_file = source.parent / "c.yaml"
+    assert "this run itself" in refused(
+        capsys, "train", "--config", config_file, *at_home, "--overwrite"
+    )
+
+
+def test_partial_takes_the_layers_of_another_task(cfg):
+    other = {"group": "S3"}
+    cfg = cfg.model_copy(
+        update={
+            "task": cfg.task.model_copy(update=other),
+            "init_from": cfg.init_from.model_copy(update={"partial": True}),
+        }
+    )
+    started = Training(cfg)
+    embedding = started.model.backbone.embeddings.weight.clone()
+    said = "\n".join(started.init_from.apply())
+    assert torch.equal(started.model.backbone.embeddings.weight, embedding)
+    assert "it was trained on another task" in said
