@@ -232,7 +232,7 @@ class Checkpoint(Section):
     keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
 
 
-PROFILED = "two updates, counted from 1, the second after the first, as [10, 12]; or null"
+PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"
 
 
 class Log(Section):
@@ -247,8 +247,8 @@ class Log(Section):
 
     @field_validator("profile")
     @classmethod
-    def _first_before_last(cls, value):
-        if value is not None and not value[0] < value[1]:
+    def _first_to_last(cls, value):
+        if value is not None and value[0] > value[1]:
             raise ValueError(f"{list(value)} will not do: it must be {PROFILED}")
         return value
 

@@ -176,6 +176,7 @@ class Writer:
     def __init__(self, cfg, run: RunDir, resumed_at: int = 0):
         self.run = run
         self.path = run.metrics
+        self.file = self.path.open("a", encoding="utf-8")
         self.keep_until(resumed_at)
         self.trackers: dict[str, Wandb | TensorBoard] = {}
         for name, tracker in TRACKERS.items():
@@ -187,6 +188,7 @@ class Writer:
     def keep_until(self, step: int) -> None:
         """Drop the records of later steps from metrics.jsonl, and go on from there; all at 0."""
         kept = [r for r in read_metrics(self.run.path) if r["step"] <= step] if step else []
+        self.file.close()
         write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         self.file = self.path.open("a", encoding="utf-8")
 

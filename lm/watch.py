@@ -166,13 +166,20 @@ def watch(paths: list[str], every_s: float = 2.0, once: bool = False, wait: bool
         for one in followed:
             _check(one.run)
     if once:
-        _show([one.look(time.time()) for one in followed])
+        seen = [one.look(time.time()) for one in followed]
+        _show(seen)
+        _say_how([one for one in seen if one.state in ("stopped", "failed")])
         return True
     looks = _until_ended(followed, every_s, wait)
     seen = _live(looks) if say.console.is_terminal else _lines(looks)
+    _say_how(seen)
+    return all(one.state == "done" for one in seen)
+
+
+def _say_how(seen: list[Seen]) -> None:
+    """A line each: what became of a run, and why."""
     for one in seen:
         say(f"{one.name} {one.state}" + (f": {one.text}" if one.text else ""))
-    return all(one.state == "done" for one in seen)
 
 
 def _check(run: RunDir) -> None:

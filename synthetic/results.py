@@ -98,15 +98,14 @@ def failed_share(rows: list[dict]) -> float | None:
 def failure_notes(rows: list[dict]) -> list[str]:
     """A warning for each layer that left too many tokens unsolved, and what to do; of the row where
     it left the most."""
-    worst_row: dict[int, dict] = {}
+    worst: dict[int, tuple[float, str]] = {}  # by place in `failed`: the share, and what is said
     for row in rows:
-        for layer in failures(row.get("failed", []), row.get("solver", UNKNOWN)):
-            if layer not in worst_row or row["failed"][layer] > worst_row[layer]["failed"][layer]:
-                worst_row[layer] = row
-    return [
-        f"warning: at length {row['length']} {failures(row['failed'], row['solver'])[layer]}"
-        for layer, row in sorted(worst_row.items())
-    ]
+        failed = row.get("failed", [])
+        said = failures(failed, row.get("solver", UNKNOWN), row.get("layers"))
+        for place, sentence in said.items():
+            if place not in worst or failed[place] > worst[place][0]:
+                worst[place] = failed[place], f"warning: at length {row['length']} {sentence}"
+    return [sentence for _, (_, sentence) in sorted(worst.items())]
 
 
 def mean_of(rows: list[dict], metric: str) -> float:

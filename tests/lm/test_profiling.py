@@ -50,6 +50,13 @@ def test_the_updates_asked_for_are_in_the_trace_and_no_others(tmp_path):
     assert paused == [0, 0]  # the start and the writing are no update's time
 
 
+def test_one_update_may_be_profiled(tmp_path):
+    profile = Profile((3, 3), tmp_path)
+    train(profile, 5)
+    names = names_in(tmp_path / "updates-3-3.trace.json.gz")
+    assert [n for n in names if n and n.startswith("update ")] == ["update 3"]
+
+
 def test_nothing_is_profiled_unless_asked_for(tmp_path):
     profile = Profile(None, tmp_path / "profile", pytest.fail)
     profile.begin_at(0)
@@ -104,10 +111,9 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
 @pytest.mark.parametrize(
     "profile, words",
     [
-        ([3, 3], "[3, 3] will not do: it must be two updates"),
-        ([4, 3], "[4, 3] will not do"),
-        ([0, 3], "`log.profile` is [0, 3]: it must be two updates, counted from 1"),
-        ([-1, 3], "the second after the first"),
+        ([4, 3], "[4, 3] will not do: it must be two updates"),
+        ([0, 3], "`log.profile` is [0, 3]: it must be two updates, the first and the last, counted"),
+        ([-1, 3], "the first and the last, counted from 1"),
         ([3], "`log.profile` is [3]: it must be two updates"),
         ([1, 2, 3], "`log.profile` is [1, 2, 3]"),
         (3, "`log.profile` is 3"),

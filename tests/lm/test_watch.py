@@ -209,9 +209,10 @@ def test_once_prints_one_table_whatever_the_runs_do(two, capsys):
     a, b = two
     (b.path / "result.json").unlink()
     assert main(["watch", "--once", str(a.path), str(b.path), f"{b.path}/"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows, why = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
     assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
+    assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
 
 
 def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):

@@ -349,3 +349,6 @@ def test_the_table_shows_what_solving_cost_and_left():
     assert f"{what} for 1.60% of the tokens of layer 0" in table.caption
     assert "warning: at length 16 the token's equation was not solved" in table.caption
     assert table.caption.count("warning") == 2  # one a layer, of the worst length
+    of_a_hybrid = [row | {"layers": [0, 3]} for row in rows]
+    caption = summary({"eval": of_a_hybrid}, "x").caption
+    assert "of layer 3" in caption and "of layer 1" not in caption
