@@ -77,11 +77,11 @@ def test_export_again_replaces_but_never_deletes_something_else(tiny_run, tmp_pa
 
 
 def test_generation_is_seeded_and_refuses_bad_input(tiny_export, tmp_path):
-    texts = [generate(tiny_export, "Mary", 5, seed=s) for s in (0, 0, 1, 2, 3)]
+    texts = [generate(tiny_export, "Mary", max_new_tokens=5, seed=s) for s in (0, 0, 1, 2, 3)]
     assert texts[0] == texts[1] and len(set(texts)) > 1
     assert texts[0].startswith("Mary")
-    assert generate(tiny_export, "Mary", 5, temperature=0) == generate(
-        tiny_export, "Mary", 5, temperature=0, seed=9
+    assert generate(tiny_export, "Mary", max_new_tokens=5, temperature=0) == generate(
+        tiny_export, "Mary", max_new_tokens=5, temperature=0, seed=9
     )
     with pytest.raises(GenerationError, match="the prompt is empty"):
         generate(tiny_export, "")
