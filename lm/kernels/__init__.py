@@ -23,7 +23,7 @@ INTERFACE = ("fprnn-kernels", 1)
 
 # backend → operation → its module. An operation that a backend lacks is computed by another.
 MODULES = {
-    "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell"},
+    "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell", "roots": "cpu_roots"},
     "triton": {
         "selective_scan": "triton_scan",
         "ssd_scan": "triton_ssd",
@@ -32,7 +32,7 @@ MODULES = {
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
 }
-OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell")
+OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 

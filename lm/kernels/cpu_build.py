@@ -20,7 +20,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp")
+SOURCES = ("cpu_scan.cpp", "cpu_step.cpp", "cpu_cell.cpp", "cpu_cell_backward.cpp", "cpu_roots.cpp")
 HEADERS = (
     "cpu_vector.h",
     "cpu_cell.h",
@@ -39,7 +39,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward")
+FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .scan import faster
 from .solver import Damping, Rule, token_residual
 
 # The search for s, by the paper's damping.
@@ -249,6 +250,13 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     Args: coefficients: of n tokens.
     Returns: s (n,r) and solved (n,): False where no solution was found.
     """
+    alpha = coefficients.alpha
+    compiled = faster("roots", "find_roots", alpha, *coefficients)
+    return _find_root_plain(coefficients) if compiled is None else compiled
+
+
+def _find_root_plain(coefficients):
+    """`find_root` in plain PyTorch, for all tokens at once."""
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
     solved = alpha.new_zeros(len(alpha), dtype=torch.bool)

@@ -317,6 +317,5 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     block = MODELS[name].get("block", "fp_mamba1")
     scanned = {"fp_mamba1": "selective_scan", "fp_mamba2": "ssd_scan"}[block]
     expected = {"mix", "normalise", "finish_residual", scanned}  # the residual: ℓ*'s
-    if token == "iterate":
-        expected.add("finish")
+    expected.add("finish" if token == "iterate" else "find_roots")
     assert set(used) == expected | ({"short_conv"} if "conv" in name else set())

@@ -18,6 +18,13 @@ from lm.model.cell import (
 D = 12
 
 
+@pytest.fixture(autouse=True, params=["plain", "auto"])
+def kernels(request, monkeypatch):
+    """Every root is searched for in plain PyTorch, and by the compiled search."""
+    monkeypatch.setenv("FPRNN_KERNELS", request.param)
+    return request.param
+
+
 def normal(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -249,7 +256,7 @@ def test_what_picard_does_not_find_bisection_does(r, scale, monkeypatch):
     s, solved = cell._last_resort(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
     monkeypatch.setattr(cell, "MOST_PICARD", 0)
-    found, solved = find_root(coefficients)
+    found, solved = cell._find_root_plain(coefficients)
     assert solved.all() and torch.equal(found, s)
 
 

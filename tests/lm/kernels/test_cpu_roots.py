@@ -1,0 +1,86 @@
+"""The compiled search for roots; tests/lm/model/test_cell.py asks of it all that it asks of the
+plain one."""
+
+import pytest
+import torch
+
+from lm.kernels import Unsupported, cpu_roots
+from lm.model import cell
+from tests.kernels import poisoned_memory, skip_where_missing
+from tests.lm.model.test_causal import gradients_of, ids, model_of
+from tests.lm.model.test_cell import random_coefficients
+
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    skip_where_missing(cpu_roots)
+    with poisoned_memory():
+        yield
+
+
+def of_dtype(coefficients, dtype):
+    return type(coefficients)(*(t.to(dtype) for t in coefficients[:-1]), coefficients.floor)
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
+@pytest.mark.parametrize("r", [1, 2, 3, 4, 5, 8])
+def test_it_is_the_plain_search(r, dtype, tol):
+    """Where both find a root: near a fold a rounding may decide which."""
+    coefficients = of_dtype(random_coefficients(200, r, 1.0, seed=r), dtype)
+    s, solved = cpu_roots.find_roots(*coefficients)
+    expected, there = cell._find_root_plain(coefficients)
+    assert solved.all() and there.all()
+    off = (s - expected).abs().amax(-1) / (1 + expected.abs().amax(-1))
+    assert (off < tol).double().mean() > 0.98 and s.dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_alone_and_on_any_number_of_threads_bit_for_bit(dtype, monkeypatch):
+    coefficients = of_dtype(random_coefficients(150, 3, 3.0), dtype)
+    s, solved = cpu_roots.find_roots(*coefficients)
+    for token in (0, 77, 149):
+        alone = cpu_roots.find_roots(*coefficients.take(slice(token, token + 1)))
+        assert torch.equal(alone.s[0], s[token]) and alone.solved[0] == solved[token]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(cpu_roots.find_roots(*coefficients).s, s)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "gamma0", "gamma2"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_stays_in_its_token(name, value):
+    coefficients = random_coefficients(6, 2)
+    expected = cpu_roots.find_roots(*coefficients)
+    getattr(coefficients, name)[3] = value
+    s, solved = cpu_roots.find_roots(*coefficients)
+    others = torch.arange(6) != 3
+    assert torch.equal(s[others], expected.s[others]) and solved[others].all()
+    if value != value:
+        assert not solved[3] and s[3].isnan().all()
+
+
+def test_nothing_to_solve():
+    s, solved = cpu_roots.find_roots(*random_coefficients(4, 2).take(slice(0, 0)))
+    assert s.shape == (0, 2) and solved.shape == (0,)
+
+
+def test_what_it_cannot_compute_is_refused():
+    with pytest.raises(Unsupported, match="rank 9"):
+        cpu_roots.find_roots(*random_coefficients(2, 9))
+    with pytest.raises(Unsupported, match="float16"):
+        cpu_roots.find_roots(*of_dtype(random_coefficients(2, 2), torch.float16))
+    wrong = random_coefficients(2, 2)._replace(beta=torch.zeros(2, 2, 3).double())
+    with pytest.raises(ValueError, match="beta is"):
+        cpu_roots.find_roots(*wrong)
+
+
+@pytest.mark.parametrize("schedule", ["window:4", "parallel"])
+def test_a_model_whose_tokens_it_solves_is_the_plain_one(schedule, monkeypatch):
+    found = {}
+    for kernels in ("plain", "auto"):
+        monkeypatch.setenv("FPRNN_KERNELS", kernels)
+        model = model_of("fp_mamba1-householder4", schedule)
+        found[kernels] = gradients_of(model, ids(length=8), schedule=schedule)
+    for name, grad in found["plain"].items():
+        torch.testing.assert_close(found["auto"][name], grad, rtol=1e-6, atol=1e-9)
