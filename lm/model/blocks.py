@@ -127,7 +127,7 @@ class FPMamba(FixedPointBlock):
         if s.time.dt is None:
             return None
         cfg, x = self.config, s.x
-        rank = reflections[0]
+        rank, *_ = reflections
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
         norm, clip = self.out_norm(), self.settings.adjoint_clip
@@ -395,9 +395,10 @@ class FPRNN(FixedPointBlock):
     def compiled(
         self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        rank = reflections[0]
+        rank, *_ = reflections
         x, at = s.x, s.projections.columns["mixer"].start
         clip = self.settings.adjoint_clip
+        # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, float("inf") if clip is None else clip)
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)

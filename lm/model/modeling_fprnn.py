@@ -97,7 +97,8 @@ class Tokens(NamedTuple):
     back: torch.Tensor | None = None  # (b,l) the order that undoes a move of the padding
 
     def with_padding_on_the_right(self) -> "Tokens":
-        """Nothing may stand between a row's state, or the first window, and its first token."""
+        """The same tokens, with padding behind the others: nothing may stand between a row's state,
+        or the first window, and its first token."""
         if self.mask is None:
             return self
         order, back = padding_to_the_right(self.mask)
@@ -286,7 +287,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
         starts = document_starts(position_ids, seq_idx, batch, length)
         tokens = Tokens(hidden, input_ids, mask, starts).with_padding_on_the_right()
-        if tokens.starts is not None:  # a row that begins, or goes on from a cache, starts none
+        if tokens.starts is not None:
+            # There is nothing to leave behind in a row that begins; with a cache it goes on.
             tokens.starts[:, 0] &= state is not None and cache is None
         tokens = self._with_ids_of_ends(tokens)
         seqs = self._sequences(tokens.input_ids, tokens.mask, tokens.starts, state, wants_end)
