@@ -14,7 +14,7 @@ import torch
 from benchmarks import contenders, paper
 from benchmarks.harness import (
     Cost,
-    ceilings,
+    autocast,
     iteration_seconds,
     ms,
     parse,
@@ -23,25 +23,24 @@ from benchmarks.harness import (
     share,
     shortest,
     show,
-    thread_counts,
     title,
     wanted,
-    write_json,
+    with_each_thread_count,
 )
 from benchmarks.harness import numbers as number_list
 
 CACHED, UNCACHED = "ours", "ours, without cache"
 PAPER_ROW, MAMBA = "paper's procedure", "transformers' Mamba"
+AGREEMENT = (
+    "decoded and solved at once: most likely tokens the same in {same_tokens:.1%},"
+    " largest difference {difference:.1e} of the logits' spread"
+)
 
 
 def models(a):
     """(ours, transformers' Mamba): the same widths, random weights."""
     made = contenders.ours(a.shape, use_short_conv=True)
     return made.to(a.device).eval(), contenders.their_mamba(a.shape).to(a.device).eval()
-
-
-def autocast(a):
-    return torch.autocast(a.device.type, torch.bfloat16, enabled=a.shape.dtype == "bf16")
 
 
 def agreement(model, text, prompt):
@@ -170,6 +169,17 @@ def table(batch, rows):
     ]
 
 
+def shown(ours, mamba, a, limits, threads):
+    """Measures every batch size, prints a table of each, and returns the rows of all."""
+    print(f"{title(a, limits, threads)}\nprompt {a.prompt}, {a.new} new tokens")
+    found = []
+    for batch in a.batches:
+        rows, agree = measure(a, ours, mamba, batch, limits)
+        show(AGREEMENT.format(**agree) if agree else "", table(batch, rows))
+        found += rows
+    return found
+
+
 @torch.no_grad()
 def main() -> None:
     p = parser(__doc__, repeats=3)
@@ -177,21 +187,7 @@ def main() -> None:
     p.add_argument("--new", type=int, default=64)
     p.add_argument("--batches", type=number_list, default=[1, 32])
     a = parse(p)
-    everything, measured, (ours, mamba) = [], {}, models(a)
-    for count, threads in thread_counts(a):
-        limits = ceilings(a)
-        measured[count] = limits._asdict()
-        print(f"{title(a, limits, threads)}\nprompt {a.prompt}, {a.new} new tokens")
-        for batch in a.batches:
-            rows, agree = measure(a, ours, mamba, batch, limits)
-            everything += [dict(row, threads=count) for row in rows]
-            cells = table(batch, rows)
-            words = (
-                "decoded and solved at once: most likely tokens the same in {same_tokens:.1%},"
-                " largest difference {difference:.1e} of the logits' spread"
-            )
-            show(words.format(**agree) if agree else "", cells)
-    write_json(a, everything, ceilings=measured)
+    with_each_thread_count(a, functools.partial(shown, *models(a)))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,12 @@ def parse(p: argparse.ArgumentParser) -> argparse.Namespace:
     return a
 
 
+def autocast(a: argparse.Namespace, **options: Any) -> torch.autocast:
+    """Products in the shape's dtype: in bf16, or as they are. options: of torch.autocast."""
+    narrow = a.shape.dtype == "bf16"
+    return torch.autocast(a.device.type, torch.bfloat16, enabled=narrow, **options)
+
+
 def thread_counts(a: argparse.Namespace) -> Iterator[tuple[int, str]]:
     """Set the number of threads, and say what it is, for each that was asked for."""
     for count in a.threads:
@@ -386,6 +392,25 @@ def ratio(base: float | None, seconds: float | None) -> str:
 
 def share(bound: float, seconds: float | None) -> str:
     return "–" if seconds is None else f"{bound / seconds:.0%}"
+
+
+def with_each_thread_count(
+    a: argparse.Namespace,
+    shown: Callable[[argparse.Namespace, Ceilings, str], list[dict[str, Any]]],
+) -> None:
+    """Measure with each number of threads that was asked for; --json gets the rows of all.
+
+    Args:
+        shown: of (a, ceilings with so many threads, their number in words), as `title` takes them;
+            measures, prints its tables, and returns its rows.
+    """
+    rows: list[dict[str, Any]] = []
+    found = {}
+    for count, threads in thread_counts(a):
+        limits = ceilings(a)
+        found[count] = limits._asdict()
+        rows += [dict(row, threads=count) for row in shown(a, limits, threads)]
+    write_json(a, rows, ceilings=found)
 
 
 def write_json(a: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:

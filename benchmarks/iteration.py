@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import contenders, paper
 from benchmarks.harness import (
-    ceilings,
+    autocast,
     iteration_costs,
     iteration_seconds,
     ms,
@@ -24,10 +24,9 @@ from benchmarks.harness import (
     share,
     shortest,
     show,
-    thread_counts,
     title,
     wanted,
-    write_json,
+    with_each_thread_count,
 )
 from lm.model.scan import selective_scan
 from lm.model.state import shift
@@ -45,9 +44,9 @@ def problem(a):
     return block, u, y
 
 
-def parts(block, s, y, autocast):
+def parts(block, s, y, in_dtype):
     """{part: function}, each on what those before it have made."""
-    with torch.no_grad(), autocast():
+    with torch.no_grad(), in_dtype():
         x, parts, rows = block._mixed(s, y)
         dt, B, C = parts
         A, keep, decays = s.time.A, s.time.keep, s.time.decays
@@ -65,18 +64,15 @@ def parts(block, s, y, autocast):
 def functions(a):
     """{(part, version): function}, and the function of one iteration by the paper's procedure."""
     block, u, y = problem(a)
-    narrow = a.shape.dtype == "bf16"
-    autocast = functools.partial(
-        torch.autocast, a.device.type, torch.bfloat16, enabled=narrow, cache_enabled=False
-    )
+    in_dtype = functools.partial(autocast, a, cache_enabled=False)
 
     def no_gradient(kernel, fn):
-        with contenders.kernels(kernel), torch.no_grad(), autocast():
+        with contenders.kernels(kernel), torch.no_grad(), in_dtype():
             return fn()
 
     def with_gradient(kernel):
         """What a training step differentiates of a layer, but for the gate and projection."""
-        with contenders.kernels(kernel), autocast():
+        with contenders.kernels(kernel), in_dtype():
             block.step(block.prepare(u), y).sum().backward()
         block.zero_grad()
 
@@ -86,14 +82,14 @@ def functions(a):
         return paper.relative_residual(y, f), 0.99 * f + 0.01 * y
 
     by_the_paper = contenders.paper_block(block)
-    with torch.no_grad(), autocast():
+    with torch.no_grad(), in_dtype():
         inputs = by_the_paper.inputs(u)
     found = {}
     for version in ("plain", "auto"):
-        with contenders.kernels(version), autocast():
+        with contenders.kernels(version), in_dtype():
             with torch.no_grad():
                 s = block.prepare(u)
-            for part, fn in parts(block, s, y, autocast).items():
+            for part, fn in parts(block, s, y, in_dtype).items():
                 found[part, version] = functools.partial(no_gradient, version, fn)
             found[GRADIENT, version] = functools.partial(with_gradient, version)
     return found, functools.partial(no_gradient, "plain", paper_iteration)
@@ -117,31 +113,35 @@ def measure(a, limits, inner):
     return rows
 
 
+def table(rows):
+    """What `show` prints."""
+    return [
+        {
+            "": row["part"],
+            "plain, ms": ms(row["plain"]),
+            "kernels, ms": ms(row["kernels"]),
+            "vs plain": ratio(row["plain"], row["kernels"]),
+            "paper's, ms": ms(row["paper"]) if row["paper"] else "–",
+            "vs paper's": ratio(row["paper"], row["kernels"]),
+            "bound, ms": ms(row["bound"]) if row["bound"] else "–",
+            "of bound": share(row["bound"], row["kernels"]) if row["bound"] else "–",
+        }
+        for row in rows
+    ]
+
+
+def shown(a, limits, threads):
+    """Measures, prints the table, and returns the rows."""
+    rows = measure(a, limits, a.inner)
+    show(title(a, limits, threads), table(rows))
+    return rows
+
+
 def main() -> None:
     p = parser(__doc__, repeats=25)
     p.add_argument("--inner", type=int, default=5, help="calls in a row that one time is of")
     a = parse(p)
-    everything, measured = [], {}
-    for count, threads in thread_counts(a):
-        limits = ceilings(a)
-        measured[count] = limits._asdict()
-        rows = measure(a, limits, a.inner)
-        everything += [dict(row, threads=count) for row in rows]
-        cells = [
-            {
-                "": row["part"],
-                "plain, ms": ms(row["plain"]),
-                "kernels, ms": ms(row["kernels"]),
-                "vs plain": ratio(row["plain"], row["kernels"]),
-                "paper's, ms": ms(row["paper"]) if row["paper"] else "–",
-                "vs paper's": ratio(row["paper"], row["kernels"]),
-                "bound, ms": ms(row["bound"]) if row["bound"] else "–",
-                "of bound": share(row["bound"], row["kernels"]) if row["bound"] else "–",
-            }
-            for row in rows
-        ]
-        show(title(a, limits, threads), cells)
-    write_json(a, everything, ceilings=measured)
+    with_each_thread_count(a, shown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks import contenders
 from benchmarks.harness import (
-    ceilings,
     ms,
     parse,
     parser,
@@ -21,10 +20,9 @@ from benchmarks.harness import (
     share,
     shortest,
     show,
-    thread_counts,
     title,
     wanted,
-    write_json,
+    with_each_thread_count,
 )
 from lm import kernels
 from lm.model.scan import chunk_decays, selective_scan_plain
@@ -119,41 +117,51 @@ def versions(a):
     return functions, errors
 
 
+def measure(a, limits):
+    """Rows for every part and scan that --rows leaves."""
+    functions, errors = versions(a)
+    named = {", ".join(key): fn for key, fn in functions.items()}
+    seconds, _ = shortest(wanted(a, named), a)
+    s = a.shape
+    bound = scan_cost(s.tokens, 2 * s.d_model, s.d_state).seconds(limits)
+    rows = []
+    for part, name in functions:
+        taken = seconds.get(f"{part}, {name}")
+        if taken is not None:
+            row = dict(part=part, name=name, seconds=taken, error=errors[name])
+            row |= {
+                f"times_{base}": seconds.get(f"{part}, {key}", taken) / taken
+                for base, key in (("loop", LOOP), ("plain", PLAIN))
+            }
+            rows.append(row | dict(bound=bound if part == PARTS[0] else None))
+    return rows
+
+
+def table(rows):
+    """What `show` prints."""
+    return [
+        {
+            "": f"{row['part']}, {row['name']}",
+            "ms": ms(row["seconds"]),
+            "vs loop": ratio(row["times_loop"], 1),
+            "vs plain": ratio(row["times_plain"], 1),
+            "of bound": share(row["bound"], row["seconds"]) if row["bound"] else "–",
+            "error": f"{row['error']:.0e}",
+        }
+        for row in rows
+    ]
+
+
+def shown(a, limits, threads):
+    """Measures, prints the table, and returns the rows."""
+    rows = measure(a, limits)
+    show(title(a, limits, threads), table(rows))
+    return rows
+
+
 def main() -> None:
     a = parse(parser(__doc__))
-    everything, measured = [], {}
-    for count, threads in thread_counts(a):
-        limits = ceilings(a)
-        measured[count] = limits._asdict()
-        functions, errors = versions(a)
-        named = {", ".join(key): fn for key, fn in functions.items()}
-        seconds, _ = shortest(wanted(a, named), a)
-        s = a.shape
-        bound = scan_cost(s.tokens, 2 * s.d_model, s.d_state).seconds(limits)
-        rows = []
-        for part, name in functions:
-            taken = seconds.get(f"{part}, {name}")
-            if taken is not None:
-                row = dict(part=part, name=name, seconds=taken, error=errors[name])
-                row |= {
-                    f"times_{base}": seconds.get(f"{part}, {key}", taken) / taken
-                    for base, key in (("loop", LOOP), ("plain", PLAIN))
-                }
-                rows.append(row | dict(bound=bound if part == PARTS[0] else None))
-        everything += [dict(row, threads=count) for row in rows]
-        cells = [
-            {
-                "": f"{row['part']}, {row['name']}",
-                "ms": ms(row["seconds"]),
-                "vs loop": ratio(row["times_loop"], 1),
-                "vs plain": ratio(row["times_plain"], 1),
-                "of bound": share(row["bound"], row["seconds"]) if row["bound"] else "–",
-                "error": f"{row['error']:.0e}",
-            }
-            for row in rows
-        ]
-        show(title(a, limits, threads), cells)
-    write_json(a, everything, ceilings=measured)
+    with_each_thread_count(a, shown)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import contenders, paper
 from benchmarks.harness import (
-    ceilings,
+    autocast,
     iteration_seconds,
     ms,
     parse,
@@ -24,10 +24,9 @@ from benchmarks.harness import (
     share,
     shortest,
     show,
-    thread_counts,
     title,
     wanted,
-    write_json,
+    with_each_thread_count,
 )
 
 PAPER_ROW = "paper's procedure"
@@ -65,15 +64,12 @@ def solver(a):
     model = contenders.ours(s._replace(layers=1)).to(a.device).train()  # the rule of training
     layer = model.backbone.layers[0]
     ids = torch.randint(s.vocab, (s.batch, s.length)).to(a.device)
-    autocast = functools.partial(
-        torch.autocast, a.device.type, torch.bfloat16, enabled=s.dtype == "bf16"
-    )
     with torch.no_grad():
         u = layer.norm(model.backbone.embeddings(ids))
 
     def solve_by_the_paper(scan):
         block = contenders.paper_block(layer.block, scan)
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(a):
             found = block.solve(block.inputs(u), paper.training_rule())
         failed, residual = (t.double().mean().item() for t in (found.failed_b, found.residual_b))
         return Solved(found.y_bld, found.iterations, failed, residual)
@@ -81,7 +77,7 @@ def solver(a):
     def solve(options):
         if "paper" in options:
             return solve_by_the_paper(options["paper"])
-        with contenders.running(model, **options), torch.no_grad(), autocast():
+        with contenders.running(model, **options), torch.no_grad(), autocast(a):
             solution = layer.block._solve(layer.block.prepare(u))
         stats = (solution.stats.evaluations, solution.stats.failed, solution.stats.residual)
         return Solved(solution.y, *(value.double().mean().item() for value in stats))
@@ -104,31 +100,35 @@ def measure(a, limits):
     return rows
 
 
+def table(rows):
+    """What `show` prints."""
+    base = {row["name"]: row["seconds"] for row in rows}
+    return [
+        {
+            "": row["name"],
+            "ms": ms(row["seconds"]),
+            "evaluations": f"{row['evaluations']:.1f}",
+            "ms an evaluation": ms(row["seconds"] / row["evaluations"]),
+            "residual": f"{row['residual']:.3f}",
+            "from exact": f"{row['exact']:.2f}",
+            "vs paper's": ratio(base.get(PAPER_ROW), row["seconds"]),
+            "of bound": share(row["bound"], row["seconds"]),
+        }
+        for row in rows
+        if row["seconds"] is not None
+    ]
+
+
+def shown(a, limits, threads):
+    """Measures, prints the table, and returns the rows."""
+    rows = measure(a, limits)
+    show(title(a, limits, threads), table(rows))
+    return rows
+
+
 def main() -> None:
     a = parse(parser(__doc__, repeats=10))
-    everything, measured = [], {}
-    for count, threads in thread_counts(a):
-        limits = ceilings(a)
-        measured[count] = limits._asdict()
-        rows = measure(a, limits)
-        everything += [dict(row, threads=count) for row in rows]
-        base = {row["name"]: row["seconds"] for row in rows}
-        cells = [
-            {
-                "": row["name"],
-                "ms": ms(row["seconds"]),
-                "evaluations": f"{row['evaluations']:.1f}",
-                "ms an evaluation": ms(row["seconds"] / row["evaluations"]),
-                "residual": f"{row['residual']:.3f}",
-                "from exact": f"{row['exact']:.2f}",
-                "vs paper's": ratio(base.get(PAPER_ROW), row["seconds"]),
-                "of bound": share(row["bound"], row["seconds"]),
-            }
-            for row in rows
-            if row["seconds"] is not None
-        ]
-        show(title(a, limits, threads), cells)
-    write_json(a, everything, ceilings=measured)
+    with_each_thread_count(a, shown)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import functools
 import torch
 
 from benchmarks import contenders, paper
-from benchmarks.harness import ceilings as measure_ceilings
 from benchmarks.harness import (
     iteration_seconds,
     ms,
@@ -24,10 +23,9 @@ from benchmarks.harness import (
     share,
     shortest,
     show,
-    thread_counts,
     title,
     wanted,
-    write_json,
+    with_each_thread_count,
 )
 from benchmarks.harness import numbers as number_list
 
@@ -211,14 +209,7 @@ def main() -> None:
     a = parse(p)
     if a.lengths and not a.rows:  # transformers' backward is quadratic on a CPU
         a.rows = f"{OURS}|{OUR_MAMBA}"
-    everything: list[dict] = []
-    measured = {}
-    for count, threads in thread_counts(a):
-        limits = measure_ceilings(a)
-        measured[count] = limits._asdict()
-        rows = shown_lengths(a, limits, threads) if a.lengths else shown_shapes(a, limits, threads)
-        everything += [dict(row, threads=count) for row in rows]
-    write_json(a, everything, ceilings=measured)
+    with_each_thread_count(a, shown_lengths if a.lengths else shown_shapes)
 
 
 def shown_shapes(a, limits, threads):

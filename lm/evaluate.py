@@ -74,8 +74,6 @@ def evaluate(
     checkpoint = Path(checkpoint)
     _check_checkpoint(checkpoint)
     _check_numbers(limit, batch_size, num_fewshot)
-    if include_path is not None and not Path(include_path).is_dir():
-        raise EvaluationError(f"include_path {include_path} is not a folder")
     sources = _check_tasks(tasks, suite, data, include_path, num_fewshot)
     if sources is not None:
         num_fewshot = 0
@@ -109,8 +107,7 @@ def evaluate(
         "device": str(device),
         "solver": solver,
         "fixed_point": fixed_point_metrics(solves),
-        "versions": {"fprnn": lm.__version__}
-        | {package: _version(package) for package in ("lm_eval", "transformers", "torch")},
+        "versions": _versions(),
         "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
     }
     if sources is not None:
@@ -237,8 +234,11 @@ def _check_tasks(
     """Where the documents of a suite's tasks come from; None without a suite.
 
     Raises:
-        EvaluationError: options that do not go together. SuiteError: files are missing.
+        EvaluationError: options that do not go together, no folder at `include_path`. SuiteError:
+            files are missing.
     """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise EvaluationError(f"include_path {include_path} is not a folder")
     if suite is None:
         if data is not None:
             raise EvaluationError(
@@ -370,6 +370,12 @@ def _finite(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _versions() -> dict[str, str | None]:
+    """Of this package, and of those that an evaluation runs on."""
+    packages = ("lm_eval", "transformers", "torch")
+    return {"fprnn": lm.__version__} | {package: _version(package) for package in packages}
 
 
 def _version(package: str) -> str | None:

@@ -448,9 +448,7 @@ def measure(
         statistics = _read_all(model, scores, reading, length, split, seed)
         seconds = time.perf_counter() - began
         if statistics:
-            first_batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
-            tensors = as_tensors(first_batch, device)
-            probed = probe_first(model, tensors.input_ids[: reading.at_once], tensors.mask)
+            probed = _probed(model, task, reading, length, split, seed)
 
     # 3. What it amounts to.
     way_of_reading = IN_SEGMENTS if task.streams else AT_ONCE
@@ -467,6 +465,15 @@ def measure(
     if probed is not None:
         _add_probe(record, probed, scores)
     return record
+
+
+def _probed(
+    model: nn.Module, task: Task, reading: _Reading, length: int, split: str, seed: int
+) -> Any:
+    """ℓ* of the first sequences of a length, as `probe_first` gives it."""
+    batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
+    tensors = as_tensors(batch, next(model.parameters()).device)
+    return probe_first(model, tensors.input_ids[: reading.at_once], tensors.mask)
 
 
 def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:

@@ -371,11 +371,7 @@ def report(
     if failure:
         say(f"error: {failure}")
     try:
-        if not runs:
-            raise ReportError(
-                f"report {name} has none of its {len(sweep.configs)} runs yet (in"
-                f" {sweep.configs[0].run_dir.parent}): start them, or give --run"
-            )
+        _check_there_are_runs(runs, sweep, name)
         drawing = entry.draw(runs, f"{entry.title} ({scale})")
     except ReportError:
         say("\n".join(what_is_missing))
@@ -395,6 +391,14 @@ def report(
     if failure:
         raise failure
     return paths
+
+
+def _check_there_are_runs(runs: list[Trained], sweep: Sweep, name: str) -> None:
+    if not runs:
+        raise ReportError(
+            f"report {name} has none of its {len(sweep.configs)} runs yet (in"
+            f" {sweep.configs[0].run_dir.parent}): start them, or give --run"
+        )
 
 
 def _write(drawing: Drawing, folder: Path, name: str) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from .inputs import checked_mask, document_starts, embed, refuse_unknown
-from .loss import in_fp32, kept, nll_sum, number_of, shifted
+from .loss import in_fp32, kept, nll_sum, number_of, targets_of
 from .names import let_be_known
 
 States = tuple[tuple[Tensor, ...], ...]  # of every layer, the tensors that it carries on
@@ -231,16 +231,7 @@ class BaselineModel(BaselinePreTrainedModel):
         hidden = rows.lay_out(embedded)
 
         # 3. The layers, each from its own state, where one is carried.
-        inputs_of_layers = []
-        ends = []
-        for index, layer in enumerate(self.layers):
-            inputs_of_layers.append(hidden)
-            if state is None and not return_state:
-                hidden = layer(hidden)
-            else:
-                start = None if state is None else state[index]
-                hidden, end = layer(hidden, start, rows.lengths, True)
-                ends.append(end)
+        read, hidden, ends = self._through_layers(hidden, state, rows.lengths, return_state)
 
         # 4. Back to (b,l,d_model), each token in its place.
         hidden = rows.back(self.norm(hidden), embedded)
@@ -248,7 +239,7 @@ class BaselineModel(BaselinePreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         hidden_states = None
         if output_hidden_states:
-            hidden_states = (*(rows.back(x, embedded) for x in inputs_of_layers), hidden)
+            hidden_states = (*(rows.back(x, embedded) for x in read), hidden)
         output = BaselineOutput(
             last_hidden_state=hidden,
             hidden_states=hidden_states,
@@ -256,6 +247,25 @@ class BaselineModel(BaselinePreTrainedModel):
         )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
+
+    def _through_layers(self, hidden, state, lengths, return_state):
+        """Rows (rows,·,d_model) through the layers → what each layer read, what the last one gave,
+        and the state that each ended in, where one is given or asked for.
+
+        Args:
+            state, return_state: as of `forward`. lengths: (rows,) tokens of each row; None: all.
+        """
+        read = []
+        ends = []
+        for index, layer in enumerate(self.layers):
+            read.append(hidden)
+            if state is None and not return_state:
+                hidden = layer(hidden)
+            else:
+                start = None if state is None else state[index]
+                hidden, end = layer(hidden, start, lengths, True)
+                ends.append(end)
+        return read, hidden, ends
 
     def _check_state(self, state, batch, starts):
         """Raise a ValueError unless the model can go on from this state (None: from nothing), and
@@ -346,9 +356,7 @@ class BaselineForCausalLM(BaselinePreTrainedModel, GenerationMixin):
                 one's is divided. −100 is no target in both kinds of labels. (transformers' Trainer
                 would call for both kinds if both were named arguments.)
         """
-        targets = kwargs.pop("shift_labels", None)
-        if targets is None and labels is not None:
-            targets = shifted(labels)
+        targets = targets_of(labels, kwargs.pop("shift_labels", None))
         outputs = self.model(
             input_ids,
             attention_mask,

@@ -127,17 +127,12 @@ class FPMamba(FixedPointBlock):
         if s.time.dt is None:
             return None
         cfg, x = self.config, s.x
-        rank, scale, act, sequential, eps, contractive = reflections
+        rank, *_ = reflections
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
         norm, clip = self.out_norm(), self.settings.adjoint_clip
         options = (
-            rank,
-            scale,
-            act,
-            sequential,
-            eps,
-            contractive,
+            *reflections,
             cfg.bc_norm,
             self.groups,
             norm.kind,
@@ -400,22 +395,11 @@ class FPRNN(FixedPointBlock):
     def compiled(
         self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        rank, scale, act, sequential, eps, contractive = reflections
+        rank, *_ = reflections
         x, at = s.x, s.projections.columns["mixer"].start
         clip = self.settings.adjoint_clip
-        options = (
-            rank,
-            scale,
-            act,
-            sequential,
-            eps,
-            contractive,
-            True,
-            1,
-            "none",
-            0.0,
-            float("inf") if clip is None else clip,
-        )
+        # No norm; B and C, which the kernel does not read here, count as one normalised group.
+        options = (*reflections, True, 1, "none", 0.0, float("inf") if clip is None else clip)
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
         return faster(

@@ -19,6 +19,16 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
+def targets_of(
+    labels: torch.Tensor | None, shift_labels: torch.Tensor | None
+) -> torch.Tensor | None:
+    """What is to be predicted at each token, (b,l): shift_labels, which are that already, else the
+    labels `shifted`; None without either."""
+    if shift_labels is None and labels is not None:
+        return shifted(labels)
+    return shift_labels
+
+
 def kept(x: torch.Tensor, logits_to_keep: Any) -> torch.Tensor:
     """The positions of x (b,l,…) whose logits are wanted.
 

@@ -40,7 +40,7 @@ from .loss import (
     log_z_sum,
     nll_sum,
     number_of,
-    shifted,
+    targets_of,
     weighted_penalty,
 )
 from .mixer_base import NORMED
@@ -85,6 +85,33 @@ _TRAVELS = (
 # names that it was loaded with.)
 OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
+
+
+class Tokens(NamedTuple):
+    """A batch of tokens; None: what is not known of them, or what there is none of."""
+
+    hidden: torch.Tensor  # (b,l,d_model) embedded
+    input_ids: torch.Tensor | None  # (b,l)
+    mask: torch.Tensor | None  # (b,l) bool, False at padding
+    starts: torch.Tensor | None  # (b,l) bool, True at the first token of a packed document
+    back: torch.Tensor | None = None  # (b,l) the order that undoes a move of the padding
+
+    def with_padding_on_the_right(self) -> "Tokens":
+        """The same tokens, with padding behind the others: nothing may stand between a row's state,
+        or the first window, and its first token."""
+        if self.mask is None:
+            return self
+        order, back = padding_to_the_right(self.mask)
+        input_ids, mask, starts = (
+            None if of_tokens is None else of_tokens.take_along_dim(order, 1)
+            for of_tokens in (self.input_ids, self.mask, self.starts)
+        )
+        hidden = self.hidden.take_along_dim(order.unsqueeze(-1), 1)
+        return Tokens(hidden, input_ids, mask, starts, back)
+
+    def put_back(self, x: torch.Tensor) -> torch.Tensor:
+        """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
+        return x if self.back is None else x.take_along_dim(self.back.unsqueeze(-1), 1)
 
 
 class Passed(NamedTuple):
@@ -256,43 +283,31 @@ class FPRNNModel(FPRNNPreTrainedModel):
         state = self._state_to_go_on_from(batch, state, cache)
         wants_end = return_state or cache is not None
 
-        # 2. Padding goes to the right: nothing may stand between a row's state, or the first
-        #    window, and its first token.
+        # 2. Padding and documents, (b,l) each.
         mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
         starts = document_starts(position_ids, seq_idx, batch, length)
-        back = None
-        if mask is not None:
-            order, back = padding_to_the_right(mask)
-            mask, input_ids, starts = (
-                None if of_tokens is None else of_tokens.take_along_dim(order, 1)
-                for of_tokens in (mask, input_ids, starts)
-            )
-            hidden = hidden.take_along_dim(order.unsqueeze(-1), 1)
+        tokens = Tokens(hidden, input_ids, mask, starts).with_padding_on_the_right()
+        if tokens.starts is not None:
+            # There is nothing to leave behind in a row that begins; with a cache it goes on.
+            tokens.starts[:, 0] &= state is not None and cache is None
+        tokens = self._with_ids_of_ends(tokens)
+        seqs = self._sequences(tokens.input_ids, tokens.mask, tokens.starts, state, wants_end)
 
-        # 3. Documents.
-        if starts is not None:
-            starts[:, 0] &= state is not None and cache is None
-        if input_ids is None and cfg.reset_at_eos and cfg.eos_token_id is not None:
-            input_ids = ends_among(hidden, self.embeddings, cfg.eos_token_id)
-        seqs = self._sequences(input_ids, mask, starts, state, wants_end)
-
-        # 4. The layers.
+        # 3. The layers.
         passed = self._through_layers(
-            hidden, seqs, state, cache, output_hidden_states, count_iterations
+            tokens.hidden, seqs, state, cache, output_hidden_states, count_iterations
         )
 
-        # 5. What is returned, padding back in its place.
-        states = passed.states
-        if back is not None:
-            states = [h.take_along_dim(back.unsqueeze(-1), 1) for h in states]
-        end = self._end(input_ids, seqs, state, passed.ends) if wants_end else None
+        # 4. What is returned, padding back in its place.
+        states = [tokens.put_back(hidden) for hidden in passed.states]
+        end = self._end(tokens.input_ids, seqs, state, passed.ends) if wants_end else None
         if cache is not None:
             cache.state = end
             cache.length += length
         output = FPRNNOutput(
             last_hidden_state=states[-1],
             hidden_states=tuple(states) if output_hidden_states else None,
-            fixed_point=self._report(passed.stats, back, states[-1].device),
+            fixed_point=self._report(passed.stats, tokens.back, states[-1].device),
             state=end if return_state else None,
             past_key_values=cache,
         )
@@ -317,6 +332,16 @@ class FPRNNModel(FPRNNPreTrainedModel):
         else:
             state.check_layers(batch, [layer.block.state_shapes() for layer in self.layers])
         return state
+
+    def _with_ids_of_ends(self, tokens):
+        """The tokens, and where their ids are not known, those of them that are EOS tokens, if a
+        document starts after one."""
+        cfg = self.config
+        if tokens.input_ids is not None or not cfg.reset_at_eos or cfg.eos_token_id is None:
+            return tokens
+        return tokens._replace(
+            input_ids=ends_among(tokens.hidden, self.embeddings, cfg.eos_token_id)
+        )
 
     def _through_layers(self, hidden, seqs, state, cache, output_hidden_states, count_iterations):
         """The embedded tokens (b,l,d_model) through the layers and the final norm → Passed."""
@@ -466,12 +491,14 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
                 their own number. −100 is no target in both kinds of labels.
                 (transformers' Trainer would call for both kinds if both were named arguments.)
         """
-        targets, num_items = kwargs.pop("shift_labels", None), kwargs.get("num_items_in_batch")
-        if targets is None and labels is not None:
-            targets = shifted(labels)
+        # 1. What is to be predicted, (b,l).
+        targets = targets_of(labels, kwargs.pop("shift_labels", None))
+        num_items = kwargs.get("num_items_in_batch")
         self._check_targets(targets, loss_only, logits_to_keep, num_items, log_z)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
+
+        # 2. The backbone: (b,l,d_model).
         outputs = self.backbone(
             input_ids,
             attention_mask,
@@ -487,18 +514,16 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             count_iterations=count_iterations,
             **kwargs,
         )
-        hidden = outputs.last_hidden_state  # (b,l,d_model)
+
+        # 3. The head: logits (b,·,vocab_size), and the loss.
+        hidden = outputs.last_hidden_state
         if loss_only:
             scored = self._loss_in_chunks(hidden, targets, num_items, log_z)
         else:
             scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
         logits, loss, mean_log_z = scored
-        if loss is not None and self.training and outputs.fixed_point is not None:
-            count = number_of(targets, num_items)
-            loss = loss + weighted_penalty(outputs.fixed_point.penalty, targets, count)
-        if not all(all_finite(t) for t in (logits, loss) if t is not None):
-            what = "finite hidden states gave a logit or a loss that is NaN or infinite"
-            raise explained("the head", self.lm_head, self.config, what)
+        loss = self._with_penalty(loss, outputs.fixed_point, targets, num_items)
+        self._check_head(logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -530,6 +555,19 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         loss = nll_sum(logits, those) / count
         mean_log_z = log_z_sum(logits, those) / count if log_z else None
         return logits, loss, mean_log_z
+
+    def _with_penalty(self, loss, fixed_point, targets, num_items):
+        """The loss, in training with what the regularisers add to it; None without targets."""
+        if loss is None or not self.training or fixed_point is None:
+            return loss
+        count = number_of(targets, num_items)
+        return loss + weighted_penalty(fixed_point.penalty, targets, count)
+
+    def _check_head(self, logits, loss):
+        """Raise a NonFiniteError unless all that there is of the two is finite."""
+        if not all(all_finite(t) for t in (logits, loss) if t is not None):
+            what = "finite hidden states gave a logit or a loss that is NaN or infinite"
+            raise explained("the head", self.lm_head, self.config, what)
 
     def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
