@@ -27,7 +27,7 @@ EPILOG = """examples:
   fprnn sweep configs/lm/sweep_mixers.yaml --status
   fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
-  fprnn check-mixer my_mixer:Rotations
+  fprnn check-mixer my_mixer:PlaneRotation
 """
 
 

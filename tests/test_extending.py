@@ -25,7 +25,7 @@ from tests import running
 from tests.hf.test_hf_export import elsewhere
 from tests.running import ROOT
 
-PLACE = "my_mixer:Rotations"
+PLACE = "my_mixer:PlaneRotation"
 SIZES = {"vocab_size": 40, "d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8}
 
 
@@ -97,23 +97,23 @@ def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
     [
         ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
-        ("dim=-1).flatten(-2)", "dim=-1).flatten(-2).relu()", "Q v is linear in v"),
+        ("return v - (", "return v.relu() - (", "Q v is linear in v"),
     ],
     ids=["gradient", "bound", "linear"],
 )  # fmt: skip
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)
-    found = {f.what: f.holds for f in check_mixer("my_mixer_2:Rotations", "fp_rnn")}
+    found = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert found[what] is False
 
 
 def test_a_model_by_the_decorators_name_and_in_one_layer_of_a_pattern(page):
     whole = model_of(mixer=PLACE)
-    by_name = FPRNNForCausalLM(FPRNNConfig(**SIZES, mixer="rotations"))
+    by_name = FPRNNForCausalLM(FPRNNConfig(**SIZES, mixer="plane_rotation"))
     assert by_name.state_dict().keys() == whole.state_dict().keys()
     layers = ["mamba", {"fp_mamba1": {"mixer": PLACE}}]
     one = model_of(layers=layers).fixed_point_blocks()
-    assert [type(block.mixer).__name__ for block in one] == ["Rotations"]
+    assert [type(block.mixer).__name__ for block in one] == ["PlaneRotation"]
     assert whole.flops_per_token(1) != model_of().flops_per_token(1)
 
 
@@ -146,7 +146,7 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
         grown = model.generate(ids[:1], max_new_tokens=2, do_sample=False)
     (logits, theirs, name), _ = elsewhere(LOAD, tmp_path, json.dumps(ids.tolist()), str(out))
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-5)
-    assert theirs == grown.tolist() and name == "Rotations"
+    assert theirs == grown.tolist() and name == "PlaneRotation"
     # In this process, with our package and its registered classes: by its own code where trusted.
     from lm.exported import load_model
 
@@ -187,35 +187,35 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
         ("(Mixer):", "(torch.nn.Module):", "is no mixer: it must be a class derived from Mixer"),
         ("d_inner, d_arg):\n", "d_inner):\n", "give it __init__(self, d_inner, d_arg), or a"),
         ("self.d_inner = d_inner", "self.d = d_inner", "must set self.d_inner = d_inner, here 32"),
-        ("self.out_features = d_inner // 2", "self.out_features = 3", "must be ((3, 64), (3,))"),
-        ("angle_proj = WNLinear", "gate_proj = torch.nn.Linear", "would not be found again"),
-        ("if d_inner % 2", "if d_inner % 3", "mixer `my_mixer_2:Rotations`: d_inner = expand"),
+        ("self.out_features = 2 * d_inner + 1", "self.out_features = 3", "must be ((3, 64), (3,))"),
+        ("plane_proj = WNLinear", "gate_proj = torch.nn.Linear", "would not be found again"),
+        ("if d_inner < 2", "if d_inner < 99", "mixer `my_mixer_2:PlaneRotation`: d_inner = expand"),
         ("import math", "import my_nothing", "cannot be imported: ModuleNotFoundError: No module"),
         ("import math", "import math)", "my_mixer_2.py:1)"),
-        ("class Rotations", "class Rotation", "did you mean `my_mixer_2:Rotation`?"),
+        ("class PlaneRotation", "class PlaneRotations", "did you mean `my_mixer_2:Plane"),
     ],
 )  # fmt: skip
 def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new, words):
     typed(page, "my_mixer", old, new)
     if "gate_proj" in new:
         path = page / "my_mixer_2.py"
-        path.write_text(path.read_text().replace("self.angle_proj", "self.gate_proj"))
+        path.write_text(path.read_text().replace("self.plane_proj", "self.gate_proj"))
     with pytest.raises(ConfigError) as e:
-        model_of(mixer="my_mixer_2:Rotations")
+        model_of(mixer="my_mixer_2:PlaneRotation")
     assert words in str(e.value)
 
 
 def test_names_are_refused_with_the_nearest_and_only_once_given(page):
     with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine nor where Python"):
-        model_of(mixer="my_mixr:Rotations")
+        model_of(mixer="my_mixr:PlaneRotation")
     with pytest.raises(ConfigError, match=r"unknown mixer `dprl`: .*; did you mean `dplr`\?"):
         model_of(mixer="dprl")
     with pytest.raises(ConfigError, match=r"model.layers, fp_mamba1: mixer is 'dprl'"):
         model_of(layers=[{"fp_mamba1": {"mixer": "dprl"}}])
     path = page / "my_mixer_2.py"
-    path.write_text((page / "my_mixer.py").read_text().replace('"rotations"', '"householder"'))
+    path.write_text((page / "my_mixer.py").read_text().replace('"plane_rotation"', '"householder"'))
     with pytest.raises(ConfigError, match=r"mixer `householder` is lm.model.mixers:Reflections"):
-        model_of(mixer="my_mixer_2:Rotations")
+        model_of(mixer="my_mixer_2:PlaneRotation")
     assert mixer_base.place_of(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
 
 
@@ -232,10 +232,10 @@ def test_names_are_refused_with_the_nearest_and_only_once_given(page):
 def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(
     page, tmp_path, name, line, words
 ):
-    text = (page / "my_mixer.py").read_text().replace('"rotations"', '"other"')
+    text = (page / "my_mixer.py").read_text().replace('"plane_rotation"', '"other"')
     (page / f"{name}.py").write_text(f"{line}\n{text}")
     try:
-        model = model_of(mixer=f"{name}:Rotations")
+        model = model_of(mixer=f"{name}:PlaneRotation")
         with pytest.raises(ExportError) as e:
             write_export(model, tmp_path / "out", None, "x", "")
     finally:
@@ -249,7 +249,6 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkey
     monkeypatch.setattr(running, "ENV", environment)
     overrides = (
         f"model.mixer={PLACE}",
-        "model.contractive=0.3",
         "checkpoint.every=2",
         "optim.schedule=constant",
         "data.val_tokens=32",
@@ -292,7 +291,7 @@ def test_the_pages_task_says_the_right_answers_and_holds_its_splits_apart(page, 
 
 
 def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path):
-    steps = (f"model.mixer={PLACE}", "model.contractive=0.3", "optim.warmup=1")
+    steps = (f"model.mixer={PLACE}", "optim.warmup=1")
     whole = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "name=whole"))
     train_synthetic(lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
     again = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "optim.schedule=constant"))
