@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class Checkpoints:
         job, self._job = self._job, None
         if job is None:
             return
+        assert self._thread is not None  # it writes the job
         job.written.wait()
         try:
             self.ranks.raise_any(job.error)
@@ -139,6 +141,7 @@ class Checkpoints:
         job, self._job = self._job, None
         if job is None:
             return
+        assert self._thread is not None  # it writes the job
         self._thread.join(None if self.ranks.world_size == 1 else LAST_WAIT_S)
         job.cancelled.set()
         self._thread.join()
@@ -175,7 +178,7 @@ class Checkpoints:
         while not all(part.exists() for part in parts):
             if job.cancelled.wait(0.05):
                 return
-        files = {}
+        files: dict[str, tuple[int, str]] = {}  # name → bytes, SHA-256
         for part in parts:
             files |= read_json(part, ("files",))["files"]
             part.unlink()
@@ -291,7 +294,9 @@ def drop_partial(folder: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The update that a checkpoint's name says."""
-    return int(NAME.fullmatch(path.name)[1])
+    named = NAME.fullmatch(path.name)
+    assert named is not None, path
+    return int(named[1])
 
 
 def listed(folder: Path) -> list[Path]:
@@ -396,6 +401,6 @@ def drop_after(folder: Path, step: int) -> None:
     drop_partial(folder)
 
 
-def read_state(path: Path) -> object:
+def read_state(path: Path) -> dict[str, Any]:
     """A file of a verified checkpoint."""
     return torch.load(path, map_location="cpu", weights_only=False)

@@ -92,7 +92,7 @@ def _prepare(args) -> int:
     config.set_overrides(tree, args.override)
     indices = [args.job_index]
     if args.job_index is None and tree.get("sweep"):
-        indices = range(len(config.sweep_points(tree, args.config)))
+        indices = list(range(len(config.sweep_points(tree, args.config))))
     done = []
     for index in indices:
         cfg = config.load(args.config, args.override, index)

@@ -58,8 +58,10 @@ def _text(words: list[str], file: str | None) -> str:
         )
     if words == ["-"]:
         return _decoded(sys.stdin.buffer.read(), "standard input")
-    if words:
-        return " ".join(words)
+    return _of_file(file) if file else " ".join(words)
+
+
+def _of_file(file: str) -> str:
     try:
         return _decoded(Path(file).read_bytes(), file)
     except OSError as e:

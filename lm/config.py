@@ -6,9 +6,9 @@ import copy
 import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
 
 import yaml
 from pydantic import (
@@ -265,6 +265,8 @@ class Run(Section):
     name: Annotated[str, FREE] = Field("run", min_length=1)
     out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
     seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
+    if TYPE_CHECKING:  # each kind of run says in a place of its own what else it may be
+        resume: str = "never"
     model: Annotated[Model, FIXED] = Model()
     solver: Annotated[Solver, NOTED] = Solver()
     sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
@@ -389,6 +391,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
@@ -418,7 +421,7 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
             set_key(tree, key, value)
 
 
-def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -> None:
+def set_overrides(tree: dict, overrides: Iterable[str], schema: type[Run] = Config) -> None:
     """Put `key=value` overrides into a tree.
 
     Raises:
@@ -429,7 +432,7 @@ def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -
         set_key(tree, key, value)
 
 
-def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
+def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key:
@@ -440,7 +443,11 @@ def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     return key, parse(value, f"override `{text}`: the value")
 
 
-def build(tree: dict, where: str = "config", schema: type = Config):
+@overload
+def build(tree: dict, where: str = "config") -> Config: ...
+@overload
+def build(tree: dict, where: str, schema: type[AnyRun]) -> AnyRun: ...
+def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
     """A mapping → Config (or the schema given).
 
     Raises:
@@ -458,12 +465,20 @@ def build(tree: dict, where: str = "config", schema: type = Config):
         raise explain(e, tree, where, schema) from None
 
 
+@overload
+def load(
+    path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None
+) -> Config: ...
+@overload
+def load(
+    path: str | Path, overrides: Sequence[str], job_index: int | None, schema: type[AnyRun]
+) -> AnyRun: ...
 def load(
     path: str | Path,
-    overrides: list[str] | tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
     job_index: int | None = None,
-    schema: type = Config,
-):
+    schema: type[Run] = Config,
+) -> Run:
     """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
 
     Raises:
@@ -496,7 +511,9 @@ def refuse_sweep(cfg: Run, where: str | Path) -> None:
         )
 
 
-def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> list[dict[str, Any]]:
+def sweep_points(
+    tree: dict, where: str = "config", schema: type[Run] = Config
+) -> list[dict[str, Any]]:
     """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
 
     Raises:

@@ -72,7 +72,7 @@ def check_weights(mixture: dict[str, Source], temperature: float | None) -> None
             f"`data.mixture.{missing[0]}.weight` is missing: give every source a weight of at least"
             " 0, or `data.temperature`, which makes them of the sources' sizes"
         )
-    if not sum(given.values()):
+    if not any(given.values()):
         raise ValueError(
             f"the weights of `data.mixture` ({', '.join(given)}) sum to 0: one at least must be"
             " above 0"

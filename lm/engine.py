@@ -199,7 +199,7 @@ class Engine:
 
     def _timed(self, model: torch.nn.Module) -> UpdateTimes:
         """The clock of the parts of an update, which the model's solves tell when they happen."""
-        solving = getattr(model, "fixed_point_blocks", list)()
+        solving: list[torch.nn.Module] = getattr(model, "fixed_point_blocks", list)()
         times = UpdateTimes(self.ranks.device, solves=bool(solving))
         for block in solving:
             block.around_solve = times.solving

@@ -99,6 +99,7 @@ def evaluate(
                 limit=limit,
             )
     # 3. What came out.
+    of_tasks = {name: _task_results(raw, name) for name in sorted(raw["results"])}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -108,10 +109,10 @@ def evaluate(
         "solver": solver,
         "fixed_point": fixed_point_metrics(solves),
         "versions": _versions(),
-        "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
+        "tasks": of_tasks,
     }
     if sources is not None:
-        results["suite"] = paper.scores(sources, results["tasks"], limit)
+        results["suite"] = paper.scores(sources, of_tasks, limit)
     write_json(path, results)
     if out is None:
         add_measured(checkpoint)

@@ -14,6 +14,8 @@ from lm.outputs import check_folder, read_json, writing
 from lm.travelling import ExportError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lm.config import Config
     from lm.model_card import Facts
 
@@ -67,8 +69,8 @@ def check_licence(name: str | None) -> None:
 class Trained(NamedTuple):
     """What a run has trained."""
 
-    model: object  # a PreTrainedModel, fp32, on the CPU, in training mode
-    tokenizer: object
+    model: PreTrainedModel  # fp32, on the CPU, in training mode
+    tokenizer: PreTrainedTokenizerBase
     name: str  # of the run
     origin: str  # sentences on where its weights come from
     config: Config

@@ -110,7 +110,7 @@ def solving(
         raise GenerationError(f"tol is {tol:g}: it is a relative residual, above 0 (say 0.01)")
     if max_iters is not None and max_iters < 1:
         raise GenerationError(f"max_iters is {max_iters}: it counts iterations, at least 1")
-    new = {"eval_tol": tol, "eval_max_iters": max_iters}
+    new: dict[str, str | float | None] = {"eval_tol": tol, "eval_max_iters": max_iters}
     if schedule == PAPER:
         new |= {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     elif schedule is not None:
@@ -157,7 +157,7 @@ def continued(model, tokenizer, prompt: str, sampling: Sampling) -> str:
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise GenerationError("the prompt is empty: give at least one character")
-    drawing = {"do_sample": False}
+    drawing: dict[str, bool | float] = {"do_sample": False}
     if sampling.temperature > 0:
         drawing = {
             "do_sample": True,

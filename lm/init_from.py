@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm import foreign, upcycle
-from lm.config import Config
+from lm.config import Config, InitFrom
 from lm.errors import ConfigError
 from lm.foreign import Source, SourceError
 from lm.run_dir import RunDir
@@ -152,14 +152,13 @@ def begin(cfg: Config, model, tokenizer, ranks, run: RunDir) -> None:
         as `check`; ConfigError: a source of another tokenizer.
     """
     if cfg.init_from is not None:
-        ranks.each(_begin, cfg, model, tokenizer, ranks.is_main, run)
+        ranks.each(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
 
 
-def _begin(cfg: Config, model, tokenizer, is_main: bool, run: RunDir) -> None:
+def _begin(wanted: InitFrom, model, tokenizer, is_main: bool, run: RunDir) -> None:
     from lm.console import say
     from lm.outputs import write_json
 
-    wanted = cfg.init_from
     source = read(wanted.path)
     found = upcycle.match(
         source,

@@ -8,6 +8,7 @@ import netrc
 import os
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from lm.console import say
 from lm.metrics import read_metrics
@@ -125,7 +126,8 @@ class Wandb:
 
         if not run.wandb_id.exists():
             write_text(run.wandb_id, uuid.uuid4().hex[:12])
-        default_mode = "online" if _has_wandb_key() else "offline"
+        # wandb's annotation leaves out some of the modes that it takes (WANDB_MODES of preflight).
+        mode: Any = os.environ.get("WANDB_MODE")
         self.run = wandb.init(
             id=run.wandb_id.read_text(),
             resume="allow",
@@ -133,7 +135,7 @@ class Wandb:
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),
-            mode=os.environ.get("WANDB_MODE") or default_mode,
+            mode=mode or ("online" if _has_wandb_key() else "offline"),
         )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:

@@ -51,7 +51,7 @@ def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | No
         values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
         return values if counted is None else values[:, counted]
 
-    measured = {
+    measured: dict[str, list[float] | dict[str, list[float]]] = {
         name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", "failed", "residual")
     }
     if stats[0].layers is not None:
@@ -73,10 +73,12 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:  # getrusage also counts what was there before a process became this one
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M)[1]) * 1024
-    except (OSError, TypeError):  # no Linux
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    except OSError:  # no Linux
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M):
+        return int(found[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def adjoint_metrics(model, gather=lambda t: t) -> dict:
@@ -280,7 +282,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        self.tokens = {}
+        self.tokens: dict[int, int] = {}  # by the length of their sequences
         self.since = self.last = _clocks()
 
     def skip(self) -> None:
@@ -306,7 +308,8 @@ class Throughput:
         """
         seconds = _clocks()["seconds"] - self.since["seconds"]
         rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
-        values = {"tokens_per_s": round(float(sum(rates.values())), 1)}
+        values: dict[str, float | dict[str, float]] = {}
+        values["tokens_per_s"] = round(float(sum(rates.values())), 1)
         if self.peak and self.flops_per_token:
             each = self.flops_per_token
             flops = sum(rate * each[length](evaluations) for length, rate in rates.items())

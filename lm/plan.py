@@ -78,10 +78,10 @@ def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
     from lm.data.mixture import parts, shares
 
     found = {name: training_data(part, name) for name, part in parts(cfg).items()}
-    counts = {name: count for name, (count, _) in found.items()}
-    of_each = dict.fromkeys(found)
-    if cfg.data.temperature is None or None not in counts.values():
-        of_each = shares(cfg.data, counts)
+    known = {name: count for name, (count, _) in found.items() if count is not None}
+    of_each: dict[str, float | None] = dict.fromkeys(found)
+    if cfg.data.temperature is None or len(known) == len(found):
+        of_each.update(shares(cfg.data, known))
     sources = {}
     for name, (count, where) in found.items():
         share = of_each[name]
@@ -181,7 +181,7 @@ def evaluations_of(model, at: Where) -> float | None:
     EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
     iterates nothing."""
     solver = model.train().solver() if hasattr(model, "solver") else "none"
-    if solver == "none":
+    if isinstance(solver, str):  # "none"
         return None
     if at.evaluations is not None:
         return at.evaluations
@@ -240,7 +240,7 @@ def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dic
     """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
     tokens_of_length = growth.tokens_by_length(cfg.train.steps)
     flops_per_token = flops_of(cfg, model, counted)
-    flops_in_all = dict.fromkeys(flops_per_token, 0)
+    flops_in_all: dict[str, float] = dict.fromkeys(flops_per_token, 0)
     for length, tokens in tokens_of_length.items():
         for name, flops in flops_of(cfg, model, counted, length).items():
             flops_in_all[name] += flops * tokens

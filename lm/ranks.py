@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device | str = "cpu"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
 
     @property

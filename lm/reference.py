@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from lm.errors import UserError
 
@@ -197,7 +198,9 @@ def _flat(description: dict) -> dict:
     Raises:
         ReferenceCheckpointError: an unknown key, or a key that has two values.
     """
-    flat, places, unknown = {}, {}, []
+    flat: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    unknown: list[str] = []
 
     def read(mapping, place):
         if not isinstance(mapping, dict):
@@ -352,7 +355,7 @@ def reference_config(description: dict, **overrides):
             raise ReferenceCheckpointError(f"the configuration has no `{key}`")
     _refuse_what_we_cannot_have(flat, block)
 
-    kwargs = {"block": block, **ALWAYS}
+    kwargs: dict[str, Any] = {"block": block, **ALWAYS}
     read = {k: v for k, v in flat.items() if k in MAPPED and k not in UNREAD[block]}
     for key, value in read.items():
         ours, kind = MAPPED[key]

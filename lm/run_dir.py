@@ -205,7 +205,7 @@ def _continued(cfg: Run, saved: Path, say) -> Run:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
-    said = {Resume.FIXED: [], Resume.NOTED: [], Resume.FREE: []}
+    said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
     for key, (before, now) in changed.items():
         if key.startswith("solver.") and cfg.model.name != "fprnn":
             continue  # a baseline has none

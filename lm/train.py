@@ -163,8 +163,8 @@ class Training:
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        names, kept = (f(self.model, cfg.optim) for f in (optimizer_order, moments))
-        whole = gathered(path, manifest, names, kept)
+        names = optimizer_order(self.model, cfg.optim)
+        whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)

@@ -112,7 +112,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
     at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
     accounted_for = set(at_vocabulary)
     for name, shape in shapes.items():
-        there = wanted.get(name)
+        there = wanted.get(name, "")  # no tensor's name: nothing there means the same
         tensor = source.weights.get(there)
         if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
             found.taken[name] = there
@@ -123,7 +123,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
         if tensor is not None:
             misshapen.append(f"{name} {list(tensor.shape)} there, {list(shape)} here")
             accounted_for.add(there)
-        elif there is not None:
+        elif there:
             missing.append(name)
     used = set(found.taken.values())
     found.left = [name for name in source.weights if name not in used]
@@ -238,7 +238,8 @@ def _of_layer(found: Match, theirs, ours, index: int, names: list[str]) -> dict[
         found.pairs[index] = None
         found.silent.append(index)
         return {}
-    renamed, apart = {}, ()
+    renamed: dict[str, str] = {}
+    apart: tuple[str, ...] = ()
     if here != there:
         found.converted.append(index)
         apart = NEW_IN_FP

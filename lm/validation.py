@@ -90,7 +90,7 @@ class Validation:
         what changes is the model. Of a mixture it is one of the source with the largest share."""
         if self.watch is None:
             return {}
-        batch = self.held_out[max(self.shares, key=self.shares.get)][0]
+        batch = self.held_out[max(self.shares, key=self.shares.__getitem__)][0]
         report = probe(engine.deepspeed, batch["input_ids"].to(self.ranks.device))
         rows = (batch["labels"] != -100).any(-1)
         return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
@@ -158,8 +158,8 @@ def text_bytes_of(held_out: dict[str, list], tokenizer, ranks: Ranks) -> dict[st
     found = {}
     for name, batches in held_out.items():
         counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
-        unknown = counts.count(None)
-        total, unknown = ranks.sum(sum(count or 0 for count in counts), unknown)
+        known = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(known), len(counts) - len(known))
         found[name] = None if unknown else int(total)
     if None in found.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")

@@ -222,4 +222,4 @@ class Config(base.Run):
 
 def load(path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None) -> Config:
     """`lm.config.load` for the YAML of a synthetic run."""
-    return base.load(path, tuple(overrides), job_index, schema=Config)
+    return base.load(path, overrides, job_index, Config)

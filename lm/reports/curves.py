@@ -76,7 +76,8 @@ def per_layer(
     runs: Sequence[Files], title: str, unit: str, keys: Sequence[str], *, logarithmic=False
 ) -> list[Block]:
     """Of each run a line for each of its layers, or a heat map of many."""
-    path, blocks = ".".join(keys), []
+    path = ".".join(keys)
+    blocks: list[Block] = []
     for files in runs:
         of = layers(files.records, *keys)
         if not of.steps:

@@ -178,7 +178,7 @@ def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
 
 def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     """A nested mapping by dotted keys."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             found |= flat(value, f"{prefix}{key}.")

@@ -80,7 +80,7 @@ def smoothing_span(count: int) -> int:
 def tokens_at(records: Records, steps: Sequence[int]) -> list[float | None]:
     """Tokens seen until each update: of the training record of that update, between two records in
     proportion; None after the last one."""
-    known = {0: 0}
+    known: dict[int, float] = {0: 0}
     for record in having(records, "loss"):
         tokens = number(record.get("tokens"))
         if tokens is not None:
