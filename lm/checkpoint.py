@@ -217,12 +217,12 @@ class Checkpoints:
         return True
 
 
-def snapshot(value):
+def snapshot(value: Any) -> Any:
     """A copy in host memory of tensors in nested containers; one that occurs twice (tied weights)
     is copied once. What is neither is not copied: it must not change."""
     copies: dict[tuple, torch.Tensor] = {}
 
-    def copied(value):
+    def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
             if key not in copies or not value.numel():
@@ -346,7 +346,7 @@ def verify(path: Path) -> dict:
     return manifest
 
 
-def newest(folder: Path, say=print) -> Path | None:
+def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """The newest complete checkpoint in a folder of them; says which ones it passed over. None
     where nothing was ever saved.
 
@@ -368,7 +368,9 @@ def newest(folder: Path, say=print) -> Path | None:
     return None
 
 
-def to_resume(resume: str, folder: Path, say=print) -> tuple[Path, dict] | None:
+def to_resume(
+    resume: str, folder: Path, say: Callable[[str], None] = print
+) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
 
     Args:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 from lm.arguments import Whole, names
 
 
-def add_eval(commands) -> None:
+def add_eval(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of a parser. Nothing heavy is imported for it."""
     c = commands.add_parser(
         "eval",

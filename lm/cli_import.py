@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
 )
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
     c = commands.add_parser(
         "import-mamba",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ class InspectArgumentError(UserError, ValueError):
     """A text that was not given, or given twice; the message says what would do."""
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """The command, among those of `fprnn`."""
     c = commands.add_parser(
         "inspect",

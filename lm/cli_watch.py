@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 from lm.arguments import Number
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of the command line."""
     c = commands.add_parser(
         "watch",

@@ -265,8 +265,11 @@ class Run(Section):
     name: Annotated[str, FREE] = Field("run", min_length=1)
     out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
     seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
-    if TYPE_CHECKING:  # each kind of run says in a place of its own what else it may be
-        resume: str = "never"
+    if TYPE_CHECKING:  # each kind of run has these in a place, and of a class, of its own
+        resume: str
+        optim: Optim
+        train: Any
+        log: Log
     model: Annotated[Model, FIXED] = Model()
     solver: Annotated[Solver, NOTED] = Solver()
     sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
@@ -321,7 +324,7 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
         )
 
 
-def check_warmup(cfg) -> None:
+def check_warmup(cfg: Run) -> None:
     """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
     before this was checked are still read.
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from lm.config_model import Section
+
+if TYPE_CHECKING:
+    from lm.config import Data
+
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
@@ -79,7 +83,7 @@ def check_weights(mixture: dict[str, Source], temperature: float | None) -> None
         )
 
 
-def check_mixture(data) -> None:
+def check_mixture(data: Data) -> None:
     """What the keys of `data` must be together, where it may have a mixture.
 
     Raises:

@@ -140,7 +140,7 @@ def _put_average(model, path: Path) -> float:
 
 
 def write_export(
-    model,
+    model: PreTrainedModel,
     out: Path,
     tokenizer: Path | None,
     name: str,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lm.inspection.result import Inspection, Score
 
 
@@ -23,12 +25,12 @@ class LanguageModel:
         tokenizer: its tokenizer. name: of the folder, or on the hub.
     """
 
-    def __init__(self, model, tokenizer, name: str):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
 
-    def generate(self, prompt: str, **options) -> str:
+    def generate(self, prompt: str, **options: Any) -> str:
         """The prompt and its continuation, as `fprnn generate` prints it.
 
         Args:

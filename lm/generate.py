@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
 from lm.exported import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
@@ -17,7 +23,7 @@ class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 
-def load_exported(path: Path | str):
+def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
     Raises:
@@ -79,11 +85,11 @@ class Sampling:
 
 @contextlib.contextmanager
 def solving(
-    model,
+    model: PreTrainedModel,
     schedule: str | None = None,
     tol: float | None = None,
     max_iters: int | None = None,
-):
+) -> Iterator[None]:
     """Within the block `model` solves its fixed points so in evaluation; None leaves what the
     checkpoint says.
 
@@ -129,7 +135,7 @@ def solving(
         yield
 
 
-def generate(path: Path | str, prompt: str, **options) -> str:
+def generate(path: Path | str, prompt: str, **options: Any) -> str:
     """Prompt and continuation as text.
 
     Args:
@@ -143,7 +149,9 @@ def generate(path: Path | str, prompt: str, **options) -> str:
     return continued(model, tokenizer, prompt, sampling)
 
 
-def continued(model, tokenizer, prompt: str, sampling: Sampling) -> str:
+def continued(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling
+) -> str:
     """`generate` with a model that is loaded, in evaluation mode.
 
     Raises:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm import foreign, upcycle
 from lm.config import Config, InitFrom
 from lm.errors import ConfigError
 from lm.foreign import Source, SourceError
+from lm.ranks import Ranks
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 SHOWN = 3  # tokens that a message gives
 
@@ -107,7 +113,7 @@ def goes_on(cfg: Config) -> bool:
     return True
 
 
-def check(cfg: Config, model) -> list[str]:
+def check(cfg: Config, model: PreTrainedModel) -> list[str]:
     """Refuse, before anything trains, what cannot be started from → what would be taken, in words.
 
     Args:
@@ -144,7 +150,13 @@ def check(cfg: Config, model) -> list[str]:
     return lines
 
 
-def begin(cfg: Config, model, tokenizer, ranks, run: RunDir) -> None:
+def begin(
+    cfg: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    run: RunDir,
+) -> None:
     """Give a new run's model the weights of `init_from`, where there is one, and write down what
     was taken. Every rank reads them.
 

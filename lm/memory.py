@@ -167,7 +167,7 @@ class Planner:
         self.cfg, self.world_size, self.card, self.of = cfg, world_size, card, of
         self._counted: dict[bool, Activations] = {}  # by whether layers are computed again
 
-    def memory(self, **changes) -> Memory:
+    def memory(self, **changes: Any) -> Memory:
         """Of the run with these keys changed: `key=value` as on the command line, dots as `__`."""
         cfg = changed(self.cfg, changes)
         checkpointed = cfg.model.gradient_checkpointing

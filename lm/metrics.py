@@ -10,12 +10,16 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
 
 FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
 
@@ -28,7 +32,9 @@ def peak_flops() -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | None = None) -> dict:
+def fixed_point_metrics(
+    stats: list, gather: Gather = lambda t: t, rows: torch.Tensor | None = None
+) -> dict:
     """What solving cost and left, per layer, over several micro-batches (and ranks).
 
     Args:
@@ -81,7 +87,7 @@ def peak_memory(device: torch.device) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def adjoint_metrics(model, gather=lambda t: t) -> dict:
+def adjoint_metrics(model: torch.nn.Module, gather: Gather = lambda t: t) -> dict:
     """{"adjoint": [a number a layer]}: the norm of the adjoint in the last backward relative to
     what came in, the largest over its sequences (and ranks); {} where there was none."""
     norms = model.adjoint_norms() if hasattr(model, "adjoint_norms") else []
@@ -95,7 +101,9 @@ def _rounded(t: torch.Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def probe(model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None):
+def probe(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Any:
     """ℓ* of sequences: the FixedPointReport of one evaluation that also counts, for each layer, the
     iterations that the paper's procedure needs on its input, whatever schedule solves the model. It
     costs these iterations.
@@ -131,7 +139,7 @@ class FailureWatch:
         say: takes a sentence. solver: what `model.solver()` gives.
     """
 
-    def __init__(self, say, solver: dict | str):
+    def __init__(self, say: Callable[[str], None], solver: dict | str):
         self.say = say
         self.solver = solver
         self.said: set[int] = set()
@@ -176,7 +184,7 @@ def failures(
     }
 
 
-def imbalance(seconds: float, gather) -> dict:
+def imbalance(seconds: float, gather: Gather) -> dict:
     """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
     of one rank alone.
 
@@ -351,18 +359,20 @@ def parse_record(line: bytes) -> dict | None:
     return record if type(step) is int and step >= 0 else None
 
 
-def affine(flops_per_token, lengths: list[int]) -> dict | None:
+def affine(
+    flops_per_token: Callable[..., float] | None, lengths: Iterable[int]
+) -> dict[int, Callable[[float], float]] | None:
     """{length: evaluations a token → FLOPs in sequences of that length}, taken while the weights
     are whole; None for a model that cannot say."""
     if flops_per_token is None:
         return None
 
-    def of(length):
+    def of(length: int) -> Callable[[float], float]:
         at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
         return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
 
     return {length: of(length) for length in lengths}
 
 
-def mean(values) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lm import cost, init_from
 from lm.activations import for_gpu
@@ -15,6 +16,11 @@ from lm.memory import Planner, on_the_meta_device, sizes
 from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
 from lm.warmups import Growth
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedModel
+
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
@@ -176,7 +182,7 @@ def where(
     return Where(world_size, card(gpu or here()), hosts, utilisation, evaluations)
 
 
-def evaluations_of(model, at: Where) -> float | None:
+def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
     """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
     EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
     iterates nothing."""
@@ -304,7 +310,7 @@ def _amount(count: float) -> str:
     return f"{count / 1e9:,.3f} B" if count >= 1e8 else f"{count:,.0f}"
 
 
-def describe(p: dict, cfg: Config):
+def describe(p: dict, cfg: Config) -> Table:
     """The plan as a rich table of one screen."""
     from rich.table import Table
 

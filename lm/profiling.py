@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ class Profile:
             self.updates = None
 
     @contextlib.contextmanager
-    def update(self, number: int):
+    def update(self, number: int) -> Iterator[None]:
         """The context of update `number`, counted from 1."""
         if self.updates is None:
             yield

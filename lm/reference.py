@@ -7,9 +7,13 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
+
+if TYPE_CHECKING:
+    from lm.model.configuration_fprnn import FPRNNConfig
+
 
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
@@ -330,7 +334,7 @@ def _refuse_what_we_cannot_have(flat: dict, block: str) -> None:
         raise ReferenceCheckpointError(f"`glu_in_loop` is True: {why}, which is not supported")
 
 
-def reference_config(description: dict, **overrides):
+def reference_config(description: dict, **overrides: Any) -> FPRNNConfig:
     """A configuration under the paper's names → FPRNNConfig. Nothing of it is dropped: every key is
     mapped, is known to have no effect (NO_EFFECT, UNREAD), or is refused.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from lm.config import Run, build, load_tree
@@ -66,7 +67,7 @@ class RunDir:
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
         return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
-    def claim(self, cfg: Run, overwrite: bool, say=print) -> None:
+    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
         What a continued run may change is said by the fields of the schema (`lm.resuming`); its
         config.yaml stays as it was until `confirm`.

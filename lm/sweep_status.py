@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from lm import config
 from lm.config import ConfigError
@@ -20,6 +20,10 @@ from lm.lease import is_alive
 from lm.metrics import read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
@@ -204,7 +208,7 @@ def duration(seconds: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
 
 
-def table(points: list[Point]):
+def table(points: list[Point]) -> Table:
     """The points as a rich table; what happened to those not done stands below, in full
     (`remarks`)."""
     from rich.table import Table

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError
 from lm.foreign import EMBEDDING, HEAD, Source, counted
 from lm.model.patterns import FIXED_POINT, KINDS
 from lm.model.sizes import heads_of, width_of_mlp
+
+if TYPE_CHECKING:
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
+
 
 # The gates a of a mixer that starts at the identity: σ(GATE) by their number, by which ‖I − Q‖ is
 # at most 2 σ(GATE) ≈ 1.7e-6. It cannot be 0, and the smaller it is the longer it takes to open.
@@ -56,8 +62,8 @@ class Match:
 
 def match(
     source: Source,
-    model,
-    layers: str | list[int | None] = "auto",
+    model: FPRNNForCausalLM,
+    layers: Literal["auto"] | list[int | None] = "auto",
     partial: bool = False,
     vocabulary: int | None = None,
     other_tokens: str = "",
@@ -178,7 +184,12 @@ def _compare_models(found: Match, theirs, ours) -> None:
 # Layers.
 
 
-def paired(source: Source, ours, layers, partial: bool) -> list[int | None]:
+def paired(
+    source: Source,
+    ours: FPRNNConfig,
+    layers: Literal["auto"] | list[int | None],
+    partial: bool,
+) -> list[int | None]:
     """Of every layer of a model the number of its partner in a source, or None.
 
     auto: of as many layers one to one; else each layer in turn has the next one of its kind that
@@ -289,7 +300,7 @@ def _value(config, name: str):
 # What is done.
 
 
-def apply(found: Match, source: Source, model) -> None:
+def apply(found: Match, source: Source, model: FPRNNForCausalLM) -> None:
     """Give a model the weights that `match` has found for it."""
     import torch
 
@@ -334,7 +345,7 @@ def _shut(gate, value: float) -> None:
 # What is said.
 
 
-def described(found: Match, source: Source, config) -> list[str]:
+def described(found: Match, source: Source, config: FPRNNConfig) -> list[str]:
     """Lines that say what was taken."""
     numbers, kinds = found.numbers, [layer.kind for layer in config.layer_list()]
 
@@ -358,7 +369,7 @@ def described(found: Match, source: Source, config) -> list[str]:
     return [*lines, *found.notes]
 
 
-def record(found: Match, source: Source, config) -> dict:
+def record(found: Match, source: Source, config: FPRNNConfig) -> dict:
     """What is written down of it."""
     kinds = [layer.kind for layer in config.layer_list()]
     return {

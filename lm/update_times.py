@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -50,7 +52,7 @@ class UpdateTimes:
         self._mark("other")
 
     @contextlib.contextmanager
-    def part(self, name: str):
+    def part(self, name: str) -> Iterator[None]:
         """What happens within is of this part; of what is around it where it ends."""
         around, self._part = self._part, name
         self._mark(name)
@@ -61,7 +63,7 @@ class UpdateTimes:
             self._part = around
             self._mark(around)
 
-    def solving(self):
+    def solving(self) -> AbstractContextManager[None]:
         """The context of a solve. One in a backward pass, of a layer that is computed again, is
         part of that; one in a validation is no update's."""
         return self.part("solve") if self._part == "forward" else _unnamed

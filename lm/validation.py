@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lm.config import Config
 from lm.console import Progress, say
@@ -14,6 +15,9 @@ from lm.log import iterations
 from lm.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Validation:
@@ -33,7 +37,7 @@ class Validation:
         held_out: dict[str, list],
         shares: dict[str, float],
         watch: FailureWatch | None,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
     ):
         self.cfg, self.ranks, self.watch = cfg, ranks, watch
         self.held_out, self.shares = held_out, shares
@@ -146,7 +150,9 @@ def pooled(found: dict[str, dict], shares: dict[str, float]) -> dict:
     }
 
 
-def text_bytes_of(held_out: dict[str, list], tokenizer, ranks: Ranks) -> dict[str, int | None]:
+def text_bytes_of(
+    held_out: dict[str, list], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> dict[str, int | None]:
     """Of each source the UTF-8 bytes of the text that the targets of all ranks' micro-batches stand
     for, see `lm.data.text_bytes`; None, which is said, where the tokenizer does not tell. Every
     rank calls it."""

@@ -10,12 +10,18 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.console import Pace, duration, say
 from lm.log import of_layers
 from lm.metrics import parse_record
 from lm.run_dir import RunDir, RunDirError
 from lm.sweep_status import is_number, num_iters_of, planned_updates, state_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 
 COLOURS = {
     "running": "green",
@@ -274,7 +280,7 @@ def short_names(names: list[str]) -> dict[str, str]:
     return {name: os.path.relpath(os.path.abspath(name), common) for name in names}
 
 
-def table(seen: list[Seen], without: tuple[str, ...] = ()):
+def table(seen: list[Seen], without: tuple[str, ...] = ()) -> Table:
     """The runs as a rich table.
 
     Args:
@@ -295,7 +301,7 @@ def table(seen: list[Seen], without: tuple[str, ...] = ()):
     return out
 
 
-def fitting(seen: list[Seen], console):
+def fitting(seen: list[Seen], console: Console) -> Table:
     """The table with as many columns as the console is wide for."""
     unlimited = console.options.update(max_width=UNLIMITED)
     for count in range(len(LESS_NEEDED) + 1):

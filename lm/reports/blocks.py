@@ -132,7 +132,7 @@ class Section:
     blocks: list[Block]
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """A value as a reader sees it: numbers with six digits that count, None as NO_VALUE."""
     if value is None:
         return NO_VALUE

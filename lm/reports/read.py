@@ -187,7 +187,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def as_written(value) -> str:
+def as_written(value: object) -> str:
     """A value of a configuration on one line: null, true, "text" without its quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
