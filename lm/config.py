@@ -265,14 +265,14 @@ class Run(Section):
     name: Annotated[str, FREE] = Field("run", min_length=1)
     out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
     seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
-    if TYPE_CHECKING:  # each kind of run has these in a place, and of a class, of its own
+    model: Annotated[Model, FIXED] = Model()
+    solver: Annotated[Solver, NOTED] = Solver()
+    sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
+    if TYPE_CHECKING:  # each kind of run has these at a place, and of a class, of its own
         resume: str
         optim: Optim
         train: Any
         log: Log
-    model: Annotated[Model, FIXED] = Model()
-    solver: Annotated[Solver, NOTED] = Solver()
-    sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
 
     @field_validator("model", mode="before")
     @classmethod

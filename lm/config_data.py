@@ -12,7 +12,6 @@ from lm.config_model import Section
 if TYPE_CHECKING:
     from lm.config import Data
 
-
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field")

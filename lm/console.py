@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.live import Live
 
-
 PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
 REDRAWN_S = 0.5  # seconds between two estimates of the time left on a terminal
 ENOUGH_S = 2.0  # of work that was timed, before the time left is said

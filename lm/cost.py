@@ -11,7 +11,6 @@ from lm.memory import Sizes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 # Evaluations that FLOPs are shown for; token by token, an exact one takes 1.
 COUNTS = (1, 5, 10, 20)
 

@@ -10,7 +10,6 @@ from lm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 SHOWN = 3  # names of weights that a message gives
 
 

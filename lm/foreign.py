@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from lm.model.configuration_fprnn import FPRNNConfig
 
-
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
 RENAMES = [
     (r"^backbone\.embedding\.", "backbone.embeddings."),

@@ -15,7 +15,6 @@ from lm.exported import load_model, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 

@@ -15,7 +15,6 @@ from lm.run_dir import RunDir
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 SHOWN = 3  # tokens that a message gives
 
 

@@ -21,7 +21,6 @@ from lm.warmups import Growth
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 UNKNOWN = "unknown"  # the hub's word for a licence that nobody has said
 # What transformers needs to load an export: `dependencies` of pyproject.toml (a test compares).
 NEEDED = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 # Drawn in this colour, lines and letters of a figure take the page's (`svg` replaces it).
 _INK = "#0a0b0c"
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
-
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
 

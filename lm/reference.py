@@ -14,7 +14,6 @@ from lm.errors import UserError
 if TYPE_CHECKING:
     from lm.model.configuration_fprnn import FPRNNConfig
 
-
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
     (r"(^|\.)_orig_mod\.", r"\1"),  # torch.compile, which the paper's code also puts on mixers

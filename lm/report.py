@@ -23,7 +23,6 @@ from lm.run_dir import RunDir, RunDirError
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 
 

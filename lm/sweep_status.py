@@ -24,7 +24,6 @@ from lm.run_dir import RunDir
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
 

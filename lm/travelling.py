@@ -20,7 +20,6 @@ from lm.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 REGISTER = "own_mixers.py"  # of lm/model: what is written in its place registers the mixers
 HOW = "write `from lm.model.FILE import NAME`"
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-
 # The gates a of a mixer that starts at the identity: σ(GATE) by their number, by which ‖I − Q‖ is
 # at most 2 σ(GATE) ≈ 1.7e-6. It cannot be 0, and the smaller it is the longer it takes to open.
 GATE = -14.0

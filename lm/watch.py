@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-
 COLOURS = {
     "running": "green",
     "done": "blue",

@@ -17,7 +17,6 @@ from synthetic.tasks import IGNORE, Batch, Task, TaskError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 LONGEST = 2048  # tokens that one page shows; ℓ* costs as many solves, and may grow with the length
 
 

@@ -20,7 +20,6 @@ from lm.inspection.tokens import tokens_of, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 TOP = 5  # likeliest predictions that are kept
 PREDICTED_AT_ONCE = 512  # tokens: a large vocabulary's logits are gone through in parts
 LONGEST = 2048  # tokens, where the checkpoint does not say what it can take

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     shared: np.ndarray | None = None  # (n,) uint64: hashes of its samples that are not held apart
 
 
-class Section(Protocol):
+class TaskSection(Protocol):
     """The `task` section of a YAML, of which each task reads what concerns it."""
 
     name: str
@@ -65,7 +65,7 @@ class Task:
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
-    def __init__(self, section: Section):
+    def __init__(self, section: TaskSection):
         """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
@@ -191,7 +191,7 @@ def registered_tasks() -> list[str]:
     return list(TASKS)
 
 
-def build(section: Section) -> Task:
+def build(section: TaskSection) -> Task:
     """`synthetic.config.Task` → the dataset it names.
 
     Raises:
