@@ -49,7 +49,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_eval)
 
 
-def _eval(args) -> int:
+def _eval(args: argparse.Namespace) -> int:
     from lm.console import say
     from lm.evaluate import evaluate, table
 

@@ -35,7 +35,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_inspect)
 
 
-def _inspect(args) -> int:
+def _inspect(args: argparse.Namespace) -> int:
     from lm.facade import load
     from lm.inspection.show import check_page, default_page, show
 

@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_watch)
 
 
-def _watch(args) -> int:
+def _watch(args: argparse.Namespace) -> int:
     from lm.watch import watch
 
     return 0 if watch(args.run, args.every, args.once, args.wait) else 1

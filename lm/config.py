@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, overload
 
 import yaml
 from pydantic import (
@@ -75,12 +75,12 @@ class Data(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_source_or_a_mixture(self):
+    def _one_source_or_a_mixture(self) -> Self:
         check_mixture(self)
         return self
 
     @model_validator(mode="after")
-    def _path_for_local_sources(self):
+    def _path_for_local_sources(self) -> Self:
         if self.source in ("parquet", "jsonl", "text") and not self.path:
             raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
         return self
@@ -119,19 +119,19 @@ class Optim(Section):
     muon: Muon = Muon()
 
     @model_validator(mode="after")
-    def _floor_below_peak(self):
+    def _floor_below_peak(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
         return self
 
     @model_validator(mode="after")
-    def _muon_of_muon(self):
+    def _muon_of_muon(self) -> Self:
         if self.name != "muon" and self.muon != Muon():
             raise ValueError("`muon` is of `name: muon` alone: set optim.name to muon as well")
         return self
 
     @model_validator(mode="after")
-    def _decay_of_wsd(self):
+    def _decay_of_wsd(self) -> Self:
         if self.decay is not None and self.schedule != "wsd":
             raise ValueError(
                 f"`decay` is {self.decay:g}, and is of schedule wsd alone, not {self.schedule}:"
@@ -184,7 +184,7 @@ class Train(Growing):
     ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")
-    def _one_way_to_say_the_batch(self):
+    def _one_way_to_say_the_batch(self) -> Self:
         if self.global_batch_size and self.grad_accum_steps:
             raise ValueError(
                 "`grad_accum_steps` follows from `global_batch_size`, the ranks and"
@@ -381,7 +381,7 @@ class Config(Run):
     eval: Annotated[Eval, FREE] = Eval()
 
     @model_validator(mode="after")
-    def _profile_within_training(self):
+    def _profile_within_training(self) -> Self:
         check_profile(self.log.profile, self.train.steps)
         return self
 

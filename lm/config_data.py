@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -39,7 +39,7 @@ class Source(Section):
         return value
 
     @model_validator(mode="after")
-    def _path_where_one_is_read(self):
+    def _path_where_one_is_read(self) -> Self:
         if self.source == "builtin" and self.path is not None:
             raise ValueError("source `builtin` has no `path`: leave it out")
         if self.source != "builtin" and not self.path:

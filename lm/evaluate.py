@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,7 @@ def table(results: dict) -> Table:
 
 
 @contextlib.contextmanager
-def _solves():
+def _solves() -> Iterator[list]:
     """A list of the statistics of all solves that any model makes within the block: lm-eval builds
     the model itself, so its outputs are seen by a hook on all modules."""
     from torch.nn.modules.module import register_module_forward_hook
@@ -387,7 +388,7 @@ def _version(package: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Leave the progress bars of the evaluation and real warnings, hush the rest."""
     from transformers.utils import logging as hf_logging
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lm.config import Config
     from lm.model_card import Facts
+    from lm.run_dir import RunDir
 
 __all__ = ["ExportError", "export", "write_export"]
 
@@ -115,12 +116,12 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
-def _refuse_without_run(run) -> None:
+def _refuse_without_run(run: RunDir) -> None:
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
 
 
-def _put_average(model, path: Path) -> float:
+def _put_average(model: PreTrainedModel, path: Path) -> float:
     """Give the model the average of a checkpoint's weights → its decay."""
     import torch
 
@@ -191,7 +192,7 @@ def write_export(
     return out
 
 
-def _map_auto_classes(model) -> None:
+def _map_auto_classes(model: PreTrainedModel) -> None:
     """Have `save_pretrained` write the model's code, and for which class it stands in AutoConfig,
     AutoModel and AutoModelForCausalLM."""
     model.config.register_for_auto_class()

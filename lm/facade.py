@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lm.inspection.result import Inspection, Score
+    from lm.run_dir import RunDir
 
 
 class FacadeError(UserError, RuntimeError):
@@ -115,7 +116,7 @@ def _of_run(folder: Path) -> LanguageModel | None:
     return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
 
 
-def _refuse_synthetic(run) -> None:
+def _refuse_synthetic(run: RunDir) -> None:
     from lm.config import load_tree
 
     if "task" in load_tree(run.config):

@@ -166,7 +166,13 @@ def begin(
         ranks.each(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
 
 
-def _begin(wanted: InitFrom, model, tokenizer, is_main: bool, run: RunDir) -> None:
+def _begin(
+    wanted: InitFrom,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    is_main: bool,
+    run: RunDir,
+) -> None:
     from lm.console import say
     from lm.outputs import write_json
 
@@ -186,7 +192,7 @@ def _begin(wanted: InitFrom, model, tokenizer, is_main: bool, run: RunDir) -> No
         write_json(run.init_from, upcycle.record(found, source, model.config))
 
 
-def _other_tokens(source: Source, tokenizer) -> str:
+def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
     the same number here, or it has none beside it."""
     from lm.exported import load_tokenizer

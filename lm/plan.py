@@ -12,7 +12,7 @@ from lm.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.config import Config, ConfigError
 from lm.cost import flops_of
 from lm.deepspeed_json import deepspeed_config, highest_stage
-from lm.memory import Planner, on_the_meta_device, sizes
+from lm.memory import Planner, Sizes, on_the_meta_device, sizes
 from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
 from lm.warmups import Growth
@@ -241,7 +241,9 @@ def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
     }
 
 
-def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dict:
+def _planned_work(
+    cfg: Config, at: Where, growth: Growth, model: PreTrainedModel, counted: Sizes
+) -> dict:
     """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
     tokens_of_length = growth.tokens_by_length(cfg.train.steps)
     flops_per_token = flops_of(cfg, model, counted)
@@ -265,7 +267,7 @@ def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dic
     }
 
 
-def _planned_memory(cfg: Config, at: Where, counted) -> dict:
+def _planned_memory(cfg: Config, at: Where, counted: Sizes) -> dict:
     """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
     planner = Planner(cfg, at.world_size, at.card, counted)
     needed = planner.memory()

@@ -129,7 +129,7 @@ class RunDir:
             with contextlib.suppress(Exception):  # the disk may be what failed
                 self.write_failure(sentence(error) or repr(error), exit_status(error))
 
-    def _take(self, cfg: Run, overwrite: bool, say) -> None:
+    def _take(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
         if self.holds_run and not overwrite and self.is_started:
             if cfg.resume == "never":
                 raise RunDirError(
@@ -188,7 +188,7 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _continued(cfg: Run, saved: Path, say) -> Run:
+def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
     """Refuse what a continued run may not change, and say what changes its training.
 
     Args:

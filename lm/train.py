@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -367,7 +368,7 @@ class Training:
         self.engine.times.skip()
 
     @contextlib.contextmanager
-    def _paused(self):
+    def _paused(self) -> Iterator[None]:
         """What happens within is part of no update."""
         yield
         self._skip_time()

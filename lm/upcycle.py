@@ -140,7 +140,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
 
 
 def _vocabulary(
-    found: Match, source: Source, ours, vocabulary: int | None, other_tokens: str
+    found: Match, source: Source, ours: FPRNNConfig, vocabulary: int | None, other_tokens: str
 ) -> dict[str, str]:
     """Embedding and head: {name here: name there}; none where their rows are of other tokens."""
     theirs = source.config
@@ -161,7 +161,7 @@ def _vocabulary(
     return wanted
 
 
-def _compare_models(found: Match, theirs, ours) -> None:
+def _compare_models(found: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
     for name in ("rms_norm", "norm_epsilon"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
@@ -230,7 +230,9 @@ def paired(
     return list(layers)
 
 
-def _of_layer(found: Match, theirs, ours, index: int, names: list[str]) -> dict[str, str]:
+def _of_layer(
+    found: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, names: list[str]
+) -> dict[str, str]:
     """{name here: name there} of a layer; notes what becomes of it, and what is not equal.
 
     Args: names: of the layer's parameters, without what comes before.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -33,7 +33,7 @@ class Growing(Section):
     length_warmup: Annotated[Warmup | None, NOTED] = None
 
     @model_validator(mode="after")
-    def _whole_multiples_of_the_start(self):
+    def _whole_multiples_of_the_start(self) -> Self:
         warmup, whole = self.batch_warmup, self.global_batch_size
         if warmup is None:
             return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -198,7 +199,7 @@ def _check(run: RunDir) -> None:
     raise RunDirError(f"{run} is no run directory, it has no config.yaml: {hint}")
 
 
-def _until_ended(followed: list[Followed], every_s: float, wait: bool):
+def _until_ended(followed: list[Followed], every_s: float, wait: bool) -> Iterator[list[Seen]]:
     """What is seen of all, every so many seconds, until none is to be waited for."""
     while True:
         seen = [one.look(time.time()) for one in followed]
@@ -208,7 +209,7 @@ def _until_ended(followed: list[Followed], every_s: float, wait: bool):
         time.sleep(every_s)
 
 
-def _live(looks) -> list[Seen]:
+def _live(looks: Iterable[list[Seen]]) -> list[Seen]:
     """A table that is drawn anew with every look → the last one."""
     from rich.live import Live
 
@@ -219,7 +220,7 @@ def _live(looks) -> list[Seen]:
     return seen
 
 
-def _lines(looks) -> list[Seen]:
+def _lines(looks: Iterable[list[Seen]]) -> list[Seen]:
     """A line for every new record and every change of state → the last look."""
     said: dict[str, tuple] = {}
     seen = []
@@ -261,7 +262,7 @@ def cells(one: Seen) -> dict[str, str]:
     }
 
 
-def _number(value, form: str) -> str:
+def _number(value: object, form: str) -> str:
     return form.format(value) if is_number(value) else ""
 
 
