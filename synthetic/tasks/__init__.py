@@ -65,7 +65,7 @@ class Task:
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
-    def __init__(self, section: TaskSection):
+    def __init__(self, section: TaskSection | None = None):
         """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
