@@ -64,11 +64,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 run(module)
                 register()
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one
         return spec
 
 
-def register():
+def register() -> None:
     """Have the Auto classes know our models, as soon as there are both."""
     for name, registration in list(_REGISTRIES.items()):
         if name in sys.modules:

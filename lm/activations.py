@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,10 @@ class Live(TorchDispatchMode):
     Args: known: tensors that were there before; their memory, and views of it, do not count.
     """
 
-    def __init__(self, known=()):
+    def __init__(self, known: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.bytes = self.peak = 0
-        self._living = {}  # id of a storage → its weak reference
+        self._living: dict[int, weakref.ref] = {}  # id of a storage → its weak reference
         for tensor in known:
             self._enter(tensor.untyped_storage(), 0)
 

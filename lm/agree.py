@@ -15,7 +15,11 @@ from lm.measured import add_measured
 from lm.outputs import check_file, write_json
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SCHEDULES = ("sequential", "window:16", "parallel", PAPER)
 TOL = 0.01
@@ -93,7 +97,7 @@ def agree(
     return results
 
 
-def way(model, schedule: str, tol: float) -> dict:
+def way(model: FPRNNForCausalLM, schedule: str, tol: float) -> dict:
     """The solver's fields of a schedule with `token: exact`, or of `paper`.
 
     Raises:
@@ -111,8 +115,8 @@ def way(model, schedule: str, tol: float) -> dict:
 
 
 def compare(
-    model,
-    blocks,
+    model: FPRNNForCausalLM,
+    blocks: torch.Tensor,
     ways: dict[str, dict],
     batch_size: int,
     progress: Report | None = None,
@@ -259,7 +263,9 @@ def title(results: dict) -> str:
     return f"{results['checkpoint']}, {results['sequences']} × {results['length']:,} tokens"
 
 
-def check(schedules, sequences, length, batch_size, seed, tol) -> None:
+def check(
+    schedules: Sequence[str], sequences: int, length: int, batch_size: int, seed: int, tol: float
+) -> None:
     """Refuse what needs no model to be refused."""
     if not schedules:
         raise AgreementError(f"no schedules given; by default they are {', '.join(SCHEDULES)}")
@@ -281,7 +287,7 @@ def check_checkpoint(checkpoint: Path | str) -> None:
         )
 
 
-def load(checkpoint: Path | str):
+def load(checkpoint: Path | str) -> tuple[FPRNNForCausalLM, PreTrainedTokenizerBase]:
     """(model in float32, tokenizer) of an exported folder of ours."""
     from lm.model.configuration_fprnn import MODEL_TYPES
 
@@ -299,7 +305,15 @@ def load(checkpoint: Path | str):
     return model.float(), tokenizer
 
 
-def text_blocks(model, tokenizer, text, sequences: int, length: int, seed: int, progress=None):
+def text_blocks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Path | str | None,
+    sequences: int,
+    length: int,
+    seed: int,
+    progress: Report | None = None,
+) -> torch.Tensor:
     """Up to `sequences` blocks (n, length + 1) of the text, at random places."""
     import numpy as np
     import torch
@@ -335,7 +349,9 @@ def text_blocks(model, tokenizer, text, sequences: int, length: int, seed: int, 
     return torch.stack([tokens[s : s + length + 1] for s in sorted(chosen)])
 
 
-def add_bits_per_byte(rows: dict[str, dict], blocks, tokenizer) -> dict:
+def add_bits_per_byte(
+    rows: dict[str, dict], blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase
+) -> dict:
     """Put "bits_per_byte" into rows of `compare`, beside their perplexity; None where the tokenizer
     does not tell how many bytes of text the targets stand for.
 
@@ -354,7 +370,14 @@ def add_bits_per_byte(rows: dict[str, dict], blocks, tokenizer) -> dict:
     return {"bytes": text_bytes}
 
 
-def header(checkpoint, text, model, blocks, batch_size: int, seed: int) -> dict:
+def header(
+    checkpoint: Path | str,
+    text: Path | str | None,
+    model: FPRNNForCausalLM,
+    blocks: torch.Tensor,
+    batch_size: int,
+    seed: int,
+) -> dict:
     """What was compared, for the results file."""
     import torch
     import transformers

@@ -64,7 +64,8 @@ def counts(text: str) -> list[int]:
 def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
     """Of what argparse did not understand: the words, which stand behind options where they might
     have stood before them, and what is really unknown."""
-    words, unknown = [], []
+    words: list[str] = []
+    unknown: list[str] = []
     while rest:
         text, *rest = rest
         if text == "--":  # all that follows are words

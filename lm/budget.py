@@ -58,7 +58,9 @@ def budget(
     ways = {name: way(model, name, tol) for name in schedules}
     for name, fields in ways.items():
         with model.solving(**fields):
-            if model.solver()["max_iters"] is None:
+            solver = model.solver()
+            assert isinstance(solver, dict)  # agree.load has refused what solves nothing
+            if solver["max_iters"] is None:
                 raise AgreementError(f"{name} iterates nothing: there is no budget to give it")
     blocks = text_blocks(model, tokenizer, text, sequences, length, seed, progress)
     counts = sorted(set(iterations))

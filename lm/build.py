@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lm.config import Config, ConfigError, Model, Solver
+from lm.config import Config, ConfigError, Model, Run, Solver
 from lm.named_class import is_place, load_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
@@ -37,7 +41,12 @@ def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
     return size
 
 
-def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=None):
+def build_model(
+    cfg: Config,
+    vocab_size: int,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> PreTrainedModel:
     """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
     return build_section(
         cfg.model,
@@ -51,8 +60,13 @@ def build_model(cfg: Config, vocab_size: int, eos_token_id=None, pad_token_id=No
 
 
 def build_section(
-    model: Model, solver: Solver, vocab_size: int, seq_len: int, precision: str, **token_ids
-):
+    model: Model,
+    solver: Solver,
+    vocab_size: int,
+    seq_len: int,
+    precision: str,
+    **token_ids: Any,
+) -> PreTrainedModel:
     """The `model:` and `solver:` sections of a YAML → PreTrainedModel with freshly initialised
     weights.
 
@@ -74,7 +88,7 @@ def build_section(
         logger.setLevel(level)
 
 
-def check_section(model: Model, solver: Solver, seq_len: int, precision: str):
+def check_section(model: Model, solver: Solver, seq_len: int, precision: str) -> PreTrainedModel:
     """Find out whether a model can be built, before there is data or a run directory: it is, on the
     meta device, without weights, for a vocabulary of 8.
 
@@ -87,7 +101,7 @@ def check_section(model: Model, solver: Solver, seq_len: int, precision: str):
         return build_section(model, solver, 8, seq_len, precision)
 
 
-def missing_kernels(cfg) -> str | None:
+def missing_kernels(cfg: Run) -> str | None:
     """A warning where a Mamba baseline would run transformers' slow reference scan on a GPU."""
     import importlib.util
 
@@ -105,8 +119,13 @@ def missing_kernels(cfg) -> str | None:
 
 
 def _build(
-    model: Model, solver: Solver, vocab_size: int, seq_len: int, precision: str, **token_ids
-):
+    model: Model,
+    solver: Solver,
+    vocab_size: int,
+    seq_len: int,
+    precision: str,
+    **token_ids: Any,
+) -> PreTrainedModel:
     from lm import baselines
 
     if model.name != "fprnn":

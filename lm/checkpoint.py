@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,6 +120,7 @@ class Checkpoints:
         job, self._job = self._job, None
         if job is None:
             return
+        assert self._thread is not None  # it writes the job
         job.written.wait()
         try:
             self.ranks.raise_any(job.error)
@@ -139,6 +141,7 @@ class Checkpoints:
         job, self._job = self._job, None
         if job is None:
             return
+        assert self._thread is not None  # it writes the job
         self._thread.join(None if self.ranks.world_size == 1 else LAST_WAIT_S)
         job.cancelled.set()
         self._thread.join()
@@ -175,7 +178,7 @@ class Checkpoints:
         while not all(part.exists() for part in parts):
             if job.cancelled.wait(0.05):
                 return
-        files = {}
+        files: dict[str, tuple[int, str]] = {}  # name → bytes, SHA-256
         for part in parts:
             files |= read_json(part, ("files",))["files"]
             part.unlink()
@@ -214,12 +217,12 @@ class Checkpoints:
         return True
 
 
-def snapshot(value):
+def snapshot(value: Any) -> Any:
     """A copy in host memory of tensors in nested containers; one that occurs twice (tied weights)
     is copied once. What is neither is not copied: it must not change."""
     copies: dict[tuple, torch.Tensor] = {}
 
-    def copied(value):
+    def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
             if key not in copies or not value.numel():
@@ -291,7 +294,9 @@ def drop_partial(folder: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The update that a checkpoint's name says."""
-    return int(NAME.fullmatch(path.name)[1])
+    named = NAME.fullmatch(path.name)
+    assert named is not None, path
+    return int(named[1])
 
 
 def listed(folder: Path) -> list[Path]:
@@ -341,7 +346,7 @@ def verify(path: Path) -> dict:
     return manifest
 
 
-def newest(folder: Path, say=print) -> Path | None:
+def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """The newest complete checkpoint in a folder of them; says which ones it passed over. None
     where nothing was ever saved.
 
@@ -363,7 +368,9 @@ def newest(folder: Path, say=print) -> Path | None:
     return None
 
 
-def to_resume(resume: str, folder: Path, say=print) -> tuple[Path, dict] | None:
+def to_resume(
+    resume: str, folder: Path, say: Callable[[str], None] = print
+) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
 
     Args:
@@ -396,6 +403,6 @@ def drop_after(folder: Path, step: int) -> None:
     drop_partial(folder)
 
 
-def read_state(path: Path) -> object:
+def read_state(path: Path) -> dict[str, Any]:
     """A file of a verified checkpoint."""
     return torch.load(path, map_location="cpu", weights_only=False)

@@ -31,7 +31,7 @@ EPILOG = """examples:
 """
 
 
-def _train(args) -> int:
+def _train(args: argparse.Namespace) -> int:
     from lm import config
 
     cfg = config.load(args.config, args.override, args.job_index)
@@ -59,7 +59,7 @@ def _train(args) -> int:
     return 0
 
 
-def _plan(args) -> int:
+def _plan(args: argparse.Namespace) -> int:
     from lm import config
     from lm.console import say
 
@@ -83,7 +83,7 @@ def _planned(cfg, args):
     return describe(plan(cfg, at), cfg)
 
 
-def _prepare(args) -> int:
+def _prepare(args: argparse.Namespace) -> int:
     from lm import config
     from lm.console import say
     from lm.data.ahead import prepare_config, summary
@@ -92,7 +92,7 @@ def _prepare(args) -> int:
     config.set_overrides(tree, args.override)
     indices = [args.job_index]
     if args.job_index is None and tree.get("sweep"):
-        indices = range(len(config.sweep_points(tree, args.config)))
+        indices = list(range(len(config.sweep_points(tree, args.config))))
     done = []
     for index in indices:
         cfg = config.load(args.config, args.override, index)
@@ -104,7 +104,7 @@ def _prepare(args) -> int:
     return 0
 
 
-def _sweep(args) -> int:
+def _sweep(args: argparse.Namespace) -> int:
     from lm import config
 
     if args.status or args.json:
@@ -116,7 +116,7 @@ def _sweep(args) -> int:
     return 0
 
 
-def _sweep_status(args) -> int:
+def _sweep_status(args: argparse.Namespace) -> int:
     from lm import sweep_status as status
     from lm.console import say
 
@@ -130,7 +130,7 @@ def _sweep_status(args) -> int:
     return 0
 
 
-def _export(args) -> int:
+def _export(args: argparse.Namespace) -> int:
     from lm.export import ExportError, export
 
     if args.out is None and args.push is None:
@@ -158,7 +158,7 @@ def _export(args) -> int:
     return 0
 
 
-def _import_reference(args) -> int:
+def _import_reference(args: argparse.Namespace) -> int:
     from lm.reference import ORIGIN, import_reference
 
     done = import_reference(args.checkpoint, args.config, args.out, args.tokenizer)
@@ -167,7 +167,7 @@ def _import_reference(args) -> int:
     return 0
 
 
-def _generate(args) -> int:
+def _generate(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from lm.generate import generate
@@ -194,7 +194,7 @@ def _generate(args) -> int:
     return 0
 
 
-def _agree(args) -> int:
+def _agree(args: argparse.Namespace) -> int:
     from lm.agree import agree, table
     from lm.console import Progress, say
 
@@ -204,7 +204,7 @@ def _agree(args) -> int:
     return 0
 
 
-def _budget(args) -> int:
+def _budget(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from lm.budget import budget, table
@@ -219,14 +219,14 @@ def _budget(args) -> int:
     return 0
 
 
-def _solved_text(args) -> dict:
+def _solved_text(args: argparse.Namespace) -> dict:
     """The options that `agree` and `budget` share; a list not given is left to their default."""
     names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out")
     schedules = {} if args.schedules is None else {"schedules": args.schedules}
     return {name: getattr(args, name) for name in names} | schedules
 
 
-def _report(args) -> int:
+def _report(args: argparse.Namespace) -> int:
     from lm.console import say
     from lm.report import report
 
@@ -235,7 +235,7 @@ def _report(args) -> int:
     return 0
 
 
-def _doctor(args) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from lm import doctor
 
     findings = doctor.examine(args.out_dir)
@@ -243,7 +243,7 @@ def _doctor(args) -> int:
     return 0 if doctor.works(findings) else 1
 
 
-def _check_mixer(args) -> int:
+def _check_mixer(args: argparse.Namespace) -> int:
     from lm.check_mixer import check_mixer, report
 
     findings = check_mixer(args.mixer, args.block, args.rank)
@@ -328,7 +328,7 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_train(commands) -> None:
+def _add_train(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "train",
         help="train a run, or continue it (resume=auto)",
@@ -350,7 +350,7 @@ def _add_train(commands) -> None:
     c.set_defaults(run_command=_train)
 
 
-def _add_plan(commands) -> None:
+def _add_plan(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "plan",
         help="what a run will cost: parameters, FLOPs, hours, memory against the card",
@@ -370,7 +370,7 @@ def _add_plan(commands) -> None:
     c.set_defaults(run_command=_plan)
 
 
-def _add_prepare(commands) -> None:
+def _add_prepare(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "prepare",
         help="tokenizer and tokenised corpus, made ahead of runs in the corpus cache",
@@ -390,7 +390,7 @@ def _add_prepare(commands) -> None:
     c.set_defaults(run_command=_prepare)
 
 
-def _add_sweep(commands) -> None:
+def _add_sweep(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "sweep",
         help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
@@ -408,7 +408,7 @@ def _add_sweep(commands) -> None:
     c.set_defaults(run_command=_sweep)
 
 
-def _add_export(commands) -> None:
+def _add_export(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "export",
         help="run directory → HuggingFace directory",
@@ -433,7 +433,7 @@ def _add_export(commands) -> None:
     c.set_defaults(run_command=_export)
 
 
-def _add_import_reference(commands) -> None:
+def _add_import_reference(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "import-reference",
         help="a checkpoint of the paper's code → HuggingFace directory",
@@ -449,7 +449,7 @@ def _add_import_reference(commands) -> None:
     c.set_defaults(run_command=_import_reference)
 
 
-def _add_generate(commands) -> None:
+def _add_generate(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser("generate", help="sample from an exported directory")
     c.add_argument("checkpoint", metavar="OUT")
     c.add_argument("--prompt", required=True, help="text to go on from, at least one character")
@@ -492,7 +492,7 @@ def _add_generate(commands) -> None:
     c.set_defaults(run_command=_generate)
 
 
-def _add_agree(commands) -> None:
+def _add_agree(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "agree",
         help="do all schedules find the same solution, and at what work?",
@@ -507,7 +507,7 @@ def _add_agree(commands) -> None:
     c.set_defaults(run_command=_agree)
 
 
-def _add_budget(commands) -> None:
+def _add_budget(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "budget",
         help="perplexity against the iterations a token may have",
@@ -528,7 +528,7 @@ def _add_budget(commands) -> None:
     c.set_defaults(run_command=_budget)
 
 
-def _add_report(commands) -> None:
+def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
@@ -546,7 +546,7 @@ def _add_report(commands) -> None:
     c.set_defaults(run_command=_report)
 
 
-def _add_doctor(commands) -> None:
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "doctor",
         help="what is installed and works here, and what mends what does not",
@@ -557,7 +557,7 @@ def _add_doctor(commands) -> None:
     c.set_defaults(run_command=_doctor)
 
 
-def _add_check_mixer(commands) -> None:
+def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "check-mixer",
         help="does a channel mixer of one's own do what a model takes for granted",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 from lm.arguments import Number, Whole
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of the command line."""
     c = commands.add_parser(
         "compare",
@@ -56,7 +58,7 @@ def add(commands) -> None:
     c.set_defaults(run_command=_compare)
 
 
-def _compare(args) -> int:
+def _compare(args: argparse.Namespace) -> int:
     from lm.compare import compare
     from lm.console import say
     from lm.errors import ConfigError
@@ -76,7 +78,7 @@ def _compare(args) -> int:
     return 0
 
 
-def _planned(args):
+def _planned(args: argparse.Namespace):
     from lm.compare import ahead, results, settings
 
     c = settings.load(args.config, args.override)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 from lm.arguments import Whole, names
 
 
-def add_eval(commands) -> None:
+def add_eval(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of a parser. Nothing heavy is imported for it."""
     c = commands.add_parser(
         "eval",
@@ -47,7 +49,7 @@ def add_eval(commands) -> None:
     c.set_defaults(run_command=_eval)
 
 
-def _eval(args) -> int:
+def _eval(args: argparse.Namespace) -> int:
     from lm.console import say
     from lm.evaluate import evaluate, table
 

@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
 )
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
     c = commands.add_parser(
         "import-mamba",
@@ -68,17 +68,20 @@ def import_mamba(source: str | Path, out: str | Path, tokenizer: str | Path | No
     if folder.resolve().is_relative_to(Path(out).resolve()):  # which would replace it
         raise SourceError(f"{out} holds the model that is to be imported: choose another OUT")
     found = read_folder(folder)
-    of_tokens = Path(tokenizer) if tokenizer else found.tokenizer
-    if tokenizer and not any((of_tokens / name).is_file() for name in TOKENIZER):
-        raise SourceError(f"{of_tokens} holds no tokenizer: none of {', '.join(TOKENIZER)}")
+    of_tokens = found.tokenizer
+    if tokenizer:
+        of_tokens = Path(tokenizer)
+        if not any((of_tokens / name).is_file() for name in TOKENIZER):
+            raise SourceError(f"{of_tokens} holds no tokenizer: none of {', '.join(TOKENIZER)}")
     model = FPRNNForCausalLM(found.config)
     state = model.state_dict()
     for name, tensor in found.weights.items():
         state[name].copy_(tensor)
     with tempfile.TemporaryDirectory() as copies:
-        for name in TOKENIZER_FILES if of_tokens else ():
-            if (of_tokens / name).is_file():
-                shutil.copy(of_tokens / name, copies)
+        files = [of_tokens / name for name in TOKENIZER_FILES] if of_tokens else []
+        for file in files:
+            if file.is_file():
+                shutil.copy(file, copies)
         origin = f"Imported from {found.what} checkpoint: the same logits, on our scans."
         return write_export(model, Path(out), Path(copies), Path(source).name, origin)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ class InspectArgumentError(UserError, ValueError):
     """A text that was not given, or given twice; the message says what would do."""
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """The command, among those of `fprnn`."""
     c = commands.add_parser(
         "inspect",
@@ -34,7 +35,7 @@ def add(commands) -> None:
     c.set_defaults(run_command=_inspect)
 
 
-def _inspect(args) -> int:
+def _inspect(args: argparse.Namespace) -> int:
     from lm.facade import load
     from lm.inspection.show import check_page, default_page, show
 
@@ -58,8 +59,10 @@ def _text(words: list[str], file: str | None) -> str:
         )
     if words == ["-"]:
         return _decoded(sys.stdin.buffer.read(), "standard input")
-    if words:
-        return " ".join(words)
+    return _of_file(file) if file else " ".join(words)
+
+
+def _of_file(file: str) -> str:
     try:
         return _decoded(Path(file).read_bytes(), file)
     except OSError as e:

@@ -9,7 +9,7 @@ from lm.arguments import Whole
 OF_SOURCE = {"source": "data.source", "path": "data.path", "text_field": "data.text_field"}
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
     c = commands.add_parser(
         "tokenizer",

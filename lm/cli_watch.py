@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 from lm.arguments import Number
 
 
-def add(commands) -> None:
+def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of the command line."""
     c = commands.add_parser(
         "watch",
@@ -30,7 +32,7 @@ def add(commands) -> None:
     c.set_defaults(run_command=_watch)
 
 
-def _watch(args) -> int:
+def _watch(args: argparse.Namespace) -> int:
     from lm.watch import watch
 
     return 0 if watch(args.run, args.every, args.once, args.wait) else 1

@@ -6,9 +6,9 @@ import copy
 import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, overload
 
 import yaml
 from pydantic import (
@@ -75,12 +75,12 @@ class Data(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_source_or_a_mixture(self):
+    def _one_source_or_a_mixture(self) -> Self:
         check_mixture(self)
         return self
 
     @model_validator(mode="after")
-    def _path_for_local_sources(self):
+    def _path_for_local_sources(self) -> Self:
         if self.source in ("parquet", "jsonl", "text") and not self.path:
             raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
         return self
@@ -119,19 +119,19 @@ class Optim(Section):
     muon: Muon = Muon()
 
     @model_validator(mode="after")
-    def _floor_below_peak(self):
+    def _floor_below_peak(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
         return self
 
     @model_validator(mode="after")
-    def _muon_of_muon(self):
+    def _muon_of_muon(self) -> Self:
         if self.name != "muon" and self.muon != Muon():
             raise ValueError("`muon` is of `name: muon` alone: set optim.name to muon as well")
         return self
 
     @model_validator(mode="after")
-    def _decay_of_wsd(self):
+    def _decay_of_wsd(self) -> Self:
         if self.decay is not None and self.schedule != "wsd":
             raise ValueError(
                 f"`decay` is {self.decay:g}, and is of schedule wsd alone, not {self.schedule}:"
@@ -184,7 +184,7 @@ class Train(Growing):
     ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")
-    def _one_way_to_say_the_batch(self):
+    def _one_way_to_say_the_batch(self) -> Self:
         if self.global_batch_size and self.grad_accum_steps:
             raise ValueError(
                 "`grad_accum_steps` follows from `global_batch_size`, the ranks and"
@@ -268,6 +268,11 @@ class Run(Section):
     model: Annotated[Model, FIXED] = Model()
     solver: Annotated[Solver, NOTED] = Solver()
     sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
+    if TYPE_CHECKING:  # each kind of run has these at a place, and of a class, of its own
+        resume: str
+        optim: Optim
+        train: Any
+        log: Log
 
     @field_validator("model", mode="before")
     @classmethod
@@ -319,7 +324,7 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
         )
 
 
-def check_warmup(cfg) -> None:
+def check_warmup(cfg: Run) -> None:
     """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
     before this was checked are still read.
 
@@ -376,7 +381,7 @@ class Config(Run):
     eval: Annotated[Eval, FREE] = Eval()
 
     @model_validator(mode="after")
-    def _profile_within_training(self):
+    def _profile_within_training(self) -> Self:
         check_profile(self.log.profile, self.train.steps)
         return self
 
@@ -389,6 +394,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
+AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
@@ -418,7 +424,7 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
             set_key(tree, key, value)
 
 
-def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -> None:
+def set_overrides(tree: dict, overrides: Iterable[str], schema: type[Run] = Config) -> None:
     """Put `key=value` overrides into a tree.
 
     Raises:
@@ -429,7 +435,7 @@ def set_overrides(tree: dict, overrides: Iterable[str], schema: type = Config) -
         set_key(tree, key, value)
 
 
-def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
+def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key:
@@ -440,7 +446,11 @@ def parse_override(text: str, schema: type = Config) -> tuple[str, Any]:
     return key, parse(value, f"override `{text}`: the value")
 
 
-def build(tree: dict, where: str = "config", schema: type = Config):
+@overload
+def build(tree: dict, where: str = "config") -> Config: ...
+@overload
+def build(tree: dict, where: str, schema: type[AnyRun]) -> AnyRun: ...
+def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
     """A mapping → Config (or the schema given).
 
     Raises:
@@ -458,12 +468,20 @@ def build(tree: dict, where: str = "config", schema: type = Config):
         raise explain(e, tree, where, schema) from None
 
 
+@overload
+def load(
+    path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None
+) -> Config: ...
+@overload
+def load(
+    path: str | Path, overrides: Sequence[str], job_index: int | None, schema: type[AnyRun]
+) -> AnyRun: ...
 def load(
     path: str | Path,
-    overrides: list[str] | tuple[str, ...] = (),
+    overrides: Sequence[str] = (),
     job_index: int | None = None,
-    schema: type = Config,
-):
+    schema: type[Run] = Config,
+) -> Run:
     """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
 
     Raises:
@@ -496,7 +514,9 @@ def refuse_sweep(cfg: Run, where: str | Path) -> None:
         )
 
 
-def sweep_points(tree: dict, where: str = "config", schema: type = Config) -> list[dict[str, Any]]:
+def sweep_points(
+    tree: dict, where: str = "config", schema: type[Run] = Config
+) -> list[dict[str, Any]]:
     """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
 
     Raises:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from lm.config_model import Section
+
+if TYPE_CHECKING:
+    from lm.config import Data
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
@@ -36,7 +39,7 @@ class Source(Section):
         return value
 
     @model_validator(mode="after")
-    def _path_where_one_is_read(self):
+    def _path_where_one_is_read(self) -> Self:
         if self.source == "builtin" and self.path is not None:
             raise ValueError("source `builtin` has no `path`: leave it out")
         if self.source != "builtin" and not self.path:
@@ -72,14 +75,14 @@ def check_weights(mixture: dict[str, Source], temperature: float | None) -> None
             f"`data.mixture.{missing[0]}.weight` is missing: give every source a weight of at least"
             " 0, or `data.temperature`, which makes them of the sources' sizes"
         )
-    if not sum(given.values()):
+    if not any(given.values()):
         raise ValueError(
             f"the weights of `data.mixture` ({', '.join(given)}) sum to 0: one at least must be"
             " above 0"
         )
 
 
-def check_mixture(data) -> None:
+def check_mixture(data: Data) -> None:
     """What the keys of `data` must be together, where it may have a mixture.
 
     Raises:

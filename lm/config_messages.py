@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types as at
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from lm.errors import ConfigError
 
@@ -43,8 +44,10 @@ def _keys_of_entry(key: str, schema: type[BaseModel]) -> list[str]:
         if (entry := mapped_section(field)) is not None:
             place = walked + names[i + 1]
             return [place, *all_keys(entry, f"{place}.")]
-        if (schema := subsection(field)) is None:
+        below = subsection(field)
+        if below is None:
             return []
+        schema = below
     return []
 
 
@@ -59,10 +62,11 @@ def nearest(key: str, schema: type[BaseModel]) -> str:
     close = [by_leaf[last]] if last in by_leaf else []  # the right key in the wrong section
     close = close or [siblings[k] for k in difflib.get_close_matches(last, siblings, 1, 0.6)]
     close = close or [by_leaf[k] for k in difflib.get_close_matches(last, by_leaf, 1, 0.7)]
+    known: Iterable[str] = siblings
     if not close and not siblings:
         close = difflib.get_close_matches(key, keys, 1, 0.6)
-        siblings = schema.model_fields
-    return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(siblings)}"
+        known = schema.model_fields
+    return f"; did you mean `{close[0]}`?" if close else f"; known there: {', '.join(known)}"
 
 
 def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseModel]) -> ConfigError:
@@ -76,7 +80,7 @@ def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseMode
 
 
 def _sentence(
-    found: dict, key: str, field: FieldInfo | None, value: Any, schema: type[BaseModel]
+    found: ErrorDetails, key: str, field: FieldInfo | None, value: Any, schema: type[BaseModel]
 ) -> str:
     if found["type"] == "extra_forbidden":
         without_places = re.sub(r"\[\d+\]", "", key)
@@ -101,7 +105,11 @@ def _place(
 
     pydantic goes on below the field, to places in a list and members of a union.
     """
-    key, field, path, section, entry = "", None, [], schema, None
+    key = ""
+    field: FieldInfo | None = None
+    path: list[str | int] = []
+    section: type[BaseModel] | None = schema
+    entry: type[BaseModel] | None = None
     for part in loc:
         if section is None and entry is None:
             break
@@ -109,7 +117,7 @@ def _place(
             key += f"[{part}]"
         elif entry is not None:  # the name of a section of a mapping
             key, section, entry = f"{key}.{part}", entry, None
-        else:
+        elif section is not None:
             key = f"{key}.{part}" if key else part
             field = section.model_fields.get(part)
             section = None if field is None else subsection(field)
@@ -118,7 +126,7 @@ def _place(
     return key, field, path
 
 
-def _value(tree: Any, path: list[str | int], found: dict) -> Any:
+def _value(tree: Any, path: list[str | int], found: ErrorDetails) -> Any:
     """What stands in the tree at that place, or _MISSING."""
     for part in path:
         if isinstance(tree, dict) and part not in tree and found["type"] == "missing":

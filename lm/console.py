@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
 REDRAWN_S = 0.5  # seconds between two estimates of the time left on a terminal
@@ -111,7 +115,7 @@ class Progress:
     ):
         self.name, self.total, self.start, self.unit = name, total, start, unit
         self.every_s = every_s
-        self.live = None
+        self.live: Live | None = None
         self.text = ""
         self.pace = Pace()
         self.last_line = self.last_estimate = time.monotonic()
@@ -166,7 +170,7 @@ class Progress:
         say("  ".join(part for part in parts if part))
 
     def _redraw(self, now: float, done: int, total: int | None, text: str | None) -> None:
-        fields = {}
+        fields: dict[str, Any] = {}
         if now - self.last_estimate >= REDRAWN_S or done == total:
             self.last_estimate = now
             fields["left"] = self._left(done, total)

@@ -49,7 +49,9 @@ def check_batch(path: Path, manifest: dict, now: dict, run: RunDir, ranks: Ranks
 
 def _batch_of_0_1(path: Path, world_size: int, run: RunDir) -> int:
     own = path.resolve().parent == run.checkpoints.resolve()
-    config: Config = run.previous if own else load(RunDir(path.parent.parent).config)
+    previous = run.previous if own else None
+    config = load(RunDir(path.parent.parent).config) if previous is None else previous
+    assert isinstance(config, Config)  # synthetic runs have no such checkpoints
     return config.train.sequences(world_size)
 
 

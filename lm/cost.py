@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm.cards import INFINIBAND, PCIE, Card
 from lm.config import Config
 from lm.memory import Sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Evaluations that FLOPs are shown for; token by token, an exact one takes 1.
 COUNTS = (1, 5, 10, 20)
@@ -19,7 +22,9 @@ class Link(NamedTuple):
     bytes_per_second: float  # that one GPU sends
 
 
-def flops_of(cfg: Config, model, of: Sizes, length: int | None = None) -> dict[str, float]:
+def flops_of(
+    cfg: Config, model: PreTrainedModel, of: Sizes, length: int | None = None
+) -> dict[str, float]:
     """FLOPs of a token in training, forward and backward, by what they depend on.
 
     Args: length: of the sequences; None: data.seq_len.

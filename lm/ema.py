@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ class Average:
             self.weights[name].lerp_(p, 1 - self.decay)
 
     @contextlib.contextmanager
-    def in_place(self):
+    def in_place(self) -> Iterator[None]:
         """Within, the model has the averages for weights; afterwards its own, to the last bit."""
         self._swap()
         try:
@@ -54,7 +55,7 @@ class Average:
         return {FILE: {"decay": self.decay, "weights": self.weights}}
 
     @torch.no_grad()
-    def load(self, path: Path, say) -> None:
+    def load(self, path: Path, say: Callable[[str], None]) -> None:
         """Go on as a verified checkpoint, whose weights the model has, or begin where it has no
         average."""
         self.begin()

@@ -10,9 +10,10 @@ import math
 import os
 import socket
 import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -26,6 +27,9 @@ from lm.optim import lr_factor, optimizer
 from lm.ranks import Ranks, launched
 from lm.update_times import UpdateTimes
 from lm.warmups import Growth
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 
 def _free_port() -> int:
@@ -111,6 +115,9 @@ def stop() -> None:
         torch_dist.destroy_process_group()
 
 
+Batch = dict[str, torch.Tensor]  # of a micro-batch: input_ids, labels (b,l)
+
+
 class Update(NamedTuple):
     """What one update found.
 
@@ -191,7 +198,9 @@ class Engine:
         )
         if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
             self._lay_out_matrices()
-        self._judge = None  # of the update under way: its norm → why it is to be skipped
+        # Of the update under way: () → why it is to be skipped, or None.
+        self._judge: Callable[[], str | None] | None = None
+        self._skip: str | None = None  # what it has said
         if cfg.train.skip:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self.times = self._timed(model)
@@ -199,7 +208,7 @@ class Engine:
 
     def _timed(self, model: torch.nn.Module) -> UpdateTimes:
         """The clock of the parts of an update, which the model's solves tell when they happen."""
-        solving = getattr(model, "fixed_point_blocks", list)()
+        solving: list[torch.nn.Module] = getattr(model, "fixed_point_blocks", list)()
         times = UpdateTimes(self.ranks.device, solves=bool(solving))
         for block in solving:
             block.around_solve = times.solving
@@ -216,7 +225,7 @@ class Engine:
         )
         return group["lr"] * (peak / of_group)
 
-    def forward(self, batch: dict[str, torch.Tensor]):
+    def forward(self, batch: Batch) -> ModelOutput:
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
         log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
@@ -228,7 +237,13 @@ class Engine:
             **extra,
         )
 
-    def step(self, batches, stop: bool = False, alive=lambda: None, outlier=None) -> Update:
+    def step(
+        self,
+        batches: list[Batch],
+        stop: bool = False,
+        alive: Callable[[], None] = lambda: None,
+        outlier: Callable[..., str | None] | None = None,
+    ) -> Update:
         """One update.
 
         Args:
@@ -288,23 +303,26 @@ class Engine:
             # The update ends where `count` divides the micro-batches since here.
             engine.micro_steps = 0
 
-    def _unless_skipped(self, step):
+    def _unless_skipped(self, step: Callable) -> Callable:
         """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
         under ZeRO for each group, once the norm is known: what it does before and after (gradients,
         counters, the schedule) is as in any update, and the weights that it copies are the same."""
 
         @functools.wraps(step)
         def step_or_not(*args, **kwargs):
+            assert self._judge is not None  # an update is under way
             if self._judge() is None:
                 return step(*args, **kwargs)
 
         return step_or_not
 
-    def _judged_once(self, loss: float, norm: float | None, outlier):
+    def _judged_once(
+        self, loss: float, norm: float | None, outlier: Callable[..., str | None] | None
+    ) -> Callable[[], str | None]:
         """() → why this update is to be skipped, on every rank alike, or None."""
         asked = False
 
-        def judge():
+        def judge() -> str | None:
             nonlocal asked
             if not asked and outlier is not None:
                 found = self.deepspeed.optimizer._global_grad_norm if norm is None else norm
@@ -423,7 +441,7 @@ class Engine:
         }
         self.base_optimizer.laid_out(pieces, self.ranks.world_size, self.ranks.rank)
 
-    def _optimizer_parts(self):
+    def _optimizer_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[str, slice, slice]]]]:
         """(a tensor that is stepped, [(parameter name, slice of that tensor, slice of the whole
         parameter)]) of this rank, as the ZeRO stage has laid them out."""
         names = {p: n for n, p in self.deepspeed.module.named_parameters()}
@@ -443,6 +461,7 @@ class Engine:
                     ],
                 )
         else:
+            parts: list[list[tuple[str, slice, slice]]]
             parts = [[] for _ in optimizer.fp32_partitioned_groups_flat]
             for p, name in names.items():
                 group, start, count = optimizer.grad_position[optimizer.get_param_id(p)]
@@ -482,7 +501,9 @@ class Engine:
         return torch.nn.utils.get_total_norm(grads).item()
 
     @torch.no_grad()
-    def validate(self, batches: list[dict[str, torch.Tensor]], progress=None) -> dict[str, float]:
+    def validate(
+        self, batches: list[Batch], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, float]:
         """Mean loss and perplexity over all targets of all ranks' micro-batches."""
         self.deepspeed.eval()
         nll = count = 0.0

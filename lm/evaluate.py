@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ def evaluate(
                 limit=limit,
             )
     # 3. What came out.
+    of_tasks = {name: _task_results(raw, name) for name in sorted(raw["results"])}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -108,10 +110,10 @@ def evaluate(
         "solver": solver,
         "fixed_point": fixed_point_metrics(solves),
         "versions": _versions(),
-        "tasks": {name: _task_results(raw, name) for name in sorted(raw["results"])},
+        "tasks": of_tasks,
     }
     if sources is not None:
-        results["suite"] = paper.scores(sources, results["tasks"], limit)
+        results["suite"] = paper.scores(sources, of_tasks, limit)
     write_json(path, results)
     if out is None:
         add_measured(checkpoint)
@@ -195,7 +197,7 @@ def table(results: dict) -> Table:
 
 
 @contextlib.contextmanager
-def _solves():
+def _solves() -> Iterator[list]:
     """A list of the statistics of all solves that any model makes within the block: lm-eval builds
     the model itself, so its outputs are seen by a hook on all modules."""
     from torch.nn.modules.module import register_module_forward_hook
@@ -386,7 +388,7 @@ def _version(package: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """Leave the progress bars of the evaluation and real warnings, hush the rest."""
     from transformers.utils import logging as hf_logging
 

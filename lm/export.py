@@ -14,8 +14,11 @@ from lm.outputs import check_folder, read_json, writing
 from lm.travelling import ExportError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lm.config import Config
     from lm.model_card import Facts
+    from lm.run_dir import RunDir
 
 __all__ = ["ExportError", "export", "write_export"]
 
@@ -67,8 +70,8 @@ def check_licence(name: str | None) -> None:
 class Trained(NamedTuple):
     """What a run has trained."""
 
-    model: object  # a PreTrainedModel, fp32, on the CPU, in training mode
-    tokenizer: object
+    model: PreTrainedModel  # fp32, on the CPU, in training mode
+    tokenizer: PreTrainedTokenizerBase
     name: str  # of the run
     origin: str  # sentences on where its weights come from
     config: Config
@@ -113,12 +116,12 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
-def _refuse_without_run(run) -> None:
+def _refuse_without_run(run: RunDir) -> None:
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
 
 
-def _put_average(model, path: Path) -> float:
+def _put_average(model: PreTrainedModel, path: Path) -> float:
     """Give the model the average of a checkpoint's weights → its decay."""
     import torch
 
@@ -138,7 +141,7 @@ def _put_average(model, path: Path) -> float:
 
 
 def write_export(
-    model,
+    model: PreTrainedModel,
     out: Path,
     tokenizer: Path | None,
     name: str,
@@ -189,7 +192,7 @@ def write_export(
     return out
 
 
-def _map_auto_classes(model) -> None:
+def _map_auto_classes(model: PreTrainedModel) -> None:
     """Have `save_pretrained` write the model's code, and for which class it stands in AutoConfig,
     AutoModel and AutoModelForCausalLM."""
     model.config.register_for_auto_class()

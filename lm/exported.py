@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHOWN = 3  # names of weights that a message gives
 
@@ -13,7 +17,7 @@ class LoadError(UserError, RuntimeError):
     """A model that cannot be loaded as it was saved; the message says what is wrong with it."""
 
 
-def load_model(path: Path | str):
+def load_model(path: Path | str) -> PreTrainedModel:
     """The causal language model of an exported directory, or of a name on the hub, on the CPU.
 
     The code of a directory is run where it has a model of its own (a user's mixer); that of a name
@@ -66,7 +70,7 @@ def load_model(path: Path | str):
     return model
 
 
-def load_tokenizer(path: Path | str):
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     """The tokenizer of an exported directory, or of a name on the hub.
 
     Raises:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lm.inspection.result import Inspection, Score
+    from lm.run_dir import RunDir
 
 
 class FacadeError(UserError, RuntimeError):
@@ -23,12 +26,12 @@ class LanguageModel:
         tokenizer: its tokenizer. name: of the folder, or on the hub.
     """
 
-    def __init__(self, model, tokenizer, name: str):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
 
-    def generate(self, prompt: str, **options) -> str:
+    def generate(self, prompt: str, **options: Any) -> str:
         """The prompt and its continuation, as `fprnn generate` prints it.
 
         Args:
@@ -113,7 +116,7 @@ def _of_run(folder: Path) -> LanguageModel | None:
     return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
 
 
-def _refuse_synthetic(run) -> None:
+def _refuse_synthetic(run: RunDir) -> None:
     from lm.config import load_tree
 
     if "task" in load_tree(run.config):

@@ -11,9 +11,14 @@ import math
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import BAD_CONFIG, UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from lm.model.configuration_fprnn import FPRNNConfig
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
 RENAMES = [
@@ -140,7 +145,11 @@ def ours(weights: dict) -> dict:
 
 
 def settled(
-    weights: dict, config, path: Path, shapes_only: bool = False, conv_bias: bool = True
+    weights: dict,
+    config: FPRNNConfig,
+    path: Path,
+    shapes_only: bool = False,
+    conv_bias: bool = True,
 ) -> dict:
     """Weights under our names as a Source has them, checked against the model that config
     describes. conv_bias: whether its convolutions have a bias.
@@ -172,7 +181,7 @@ def settled(
     return weights
 
 
-def expected_shapes(config) -> dict:
+def expected_shapes(config: FPRNNConfig) -> dict:
     """The shapes of a model's weights by name; the head only where it is not the embedding."""
     import torch
 
@@ -241,7 +250,7 @@ def _their_config(folder: Path):
         raise SourceError(f"{folder / 'config.json'} cannot be read: {reason}") from None
 
 
-def of_transformers(c) -> tuple:
+def of_transformers(c: PretrainedConfig) -> tuple[FPRNNConfig, bool]:
     """MambaConfig or Mamba2Config → the FPRNNConfig of the same model, and whether convolutions
     have a bias.
 

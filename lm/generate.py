@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
 from lm.exported import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
@@ -17,7 +22,7 @@ class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 
-def load_exported(path: Path | str):
+def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
     Raises:
@@ -79,11 +84,11 @@ class Sampling:
 
 @contextlib.contextmanager
 def solving(
-    model,
+    model: PreTrainedModel,
     schedule: str | None = None,
     tol: float | None = None,
     max_iters: int | None = None,
-):
+) -> Iterator[None]:
     """Within the block `model` solves its fixed points so in evaluation; None leaves what the
     checkpoint says.
 
@@ -110,7 +115,7 @@ def solving(
         raise GenerationError(f"tol is {tol:g}: it is a relative residual, above 0 (say 0.01)")
     if max_iters is not None and max_iters < 1:
         raise GenerationError(f"max_iters is {max_iters}: it counts iterations, at least 1")
-    new = {"eval_tol": tol, "eval_max_iters": max_iters}
+    new: dict[str, str | float | None] = {"eval_tol": tol, "eval_max_iters": max_iters}
     if schedule == PAPER:
         new |= {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     elif schedule is not None:
@@ -129,7 +134,7 @@ def solving(
         yield
 
 
-def generate(path: Path | str, prompt: str, **options) -> str:
+def generate(path: Path | str, prompt: str, **options: Any) -> str:
     """Prompt and continuation as text.
 
     Args:
@@ -143,7 +148,9 @@ def generate(path: Path | str, prompt: str, **options) -> str:
     return continued(model, tokenizer, prompt, sampling)
 
 
-def continued(model, tokenizer, prompt: str, sampling: Sampling) -> str:
+def continued(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling
+) -> str:
     """`generate` with a model that is loaded, in evaluation mode.
 
     Raises:
@@ -157,7 +164,7 @@ def continued(model, tokenizer, prompt: str, sampling: Sampling) -> str:
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:
         raise GenerationError("the prompt is empty: give at least one character")
-    drawing = {"do_sample": False}
+    drawing: dict[str, bool | float] = {"do_sample": False}
     if sampling.temperature > 0:
         drawing = {
             "do_sample": True,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm import foreign, upcycle
-from lm.config import Config
+from lm.config import Config, InitFrom
 from lm.errors import ConfigError
 from lm.foreign import Source, SourceError
+from lm.ranks import Ranks
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHOWN = 3  # tokens that a message gives
 
@@ -107,7 +112,7 @@ def goes_on(cfg: Config) -> bool:
     return True
 
 
-def check(cfg: Config, model) -> list[str]:
+def check(cfg: Config, model: PreTrainedModel) -> list[str]:
     """Refuse, before anything trains, what cannot be started from → what would be taken, in words.
 
     Args:
@@ -144,7 +149,13 @@ def check(cfg: Config, model) -> list[str]:
     return lines
 
 
-def begin(cfg: Config, model, tokenizer, ranks, run: RunDir) -> None:
+def begin(
+    cfg: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    run: RunDir,
+) -> None:
     """Give a new run's model the weights of `init_from`, where there is one, and write down what
     was taken. Every rank reads them.
 
@@ -152,14 +163,19 @@ def begin(cfg: Config, model, tokenizer, ranks, run: RunDir) -> None:
         as `check`; ConfigError: a source of another tokenizer.
     """
     if cfg.init_from is not None:
-        ranks.each(_begin, cfg, model, tokenizer, ranks.is_main, run)
+        ranks.each(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
 
 
-def _begin(cfg: Config, model, tokenizer, is_main: bool, run: RunDir) -> None:
+def _begin(
+    wanted: InitFrom,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    is_main: bool,
+    run: RunDir,
+) -> None:
     from lm.console import say
     from lm.outputs import write_json
 
-    wanted = cfg.init_from
     source = read(wanted.path)
     found = upcycle.match(
         source,
@@ -176,7 +192,7 @@ def _begin(cfg: Config, model, tokenizer, is_main: bool, run: RunDir) -> None:
         write_json(run.init_from, upcycle.record(found, source, model.config))
 
 
-def _other_tokens(source: Source, tokenizer) -> str:
+def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
     the same number here, or it has none beside it."""
     from lm.exported import load_tokenizer

@@ -8,7 +8,10 @@ import netrc
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
+from lm.config import Run
 from lm.console import say
 from lm.metrics import read_metrics
 from lm.outputs import write_text, writing
@@ -117,15 +120,19 @@ def _has_wandb_key() -> bool:
         return False
 
 
+Result = TypeVar("Result")
+
+
 class Wandb:
     """Weights & Biases; a resumed run goes on in the same place."""
 
-    def __init__(self, cfg, run: RunDir, resumed_at: int):
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         import wandb
 
         if not run.wandb_id.exists():
             write_text(run.wandb_id, uuid.uuid4().hex[:12])
-        default_mode = "online" if _has_wandb_key() else "offline"
+        # wandb's annotation leaves out some of the modes that it takes (WANDB_MODES of preflight).
+        mode: Any = os.environ.get("WANDB_MODE")
         self.run = wandb.init(
             id=run.wandb_id.read_text(),
             resume="allow",
@@ -133,7 +140,7 @@ class Wandb:
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),
-            mode=os.environ.get("WANDB_MODE") or default_mode,
+            mode=mode or ("online" if _has_wandb_key() else "offline"),
         )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
@@ -146,7 +153,7 @@ class Wandb:
 class TensorBoard:
     """Event files in the run directory, without what a resumed run will write again."""
 
-    def __init__(self, cfg, run: RunDir, resumed_at: int):
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         from torch.utils.tensorboard import SummaryWriter
 
         purge = resumed_at + 1 if resumed_at else None
@@ -160,7 +167,9 @@ class TensorBoard:
         self.writer.close()
 
 
-TRACKERS = {"wandb": Wandb, "tensorboard": TensorBoard}  # by the key of `log:` that asks for them
+Tracker = Wandb | TensorBoard
+# By the key of `log:` that asks for them.
+TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Writer:
@@ -173,15 +182,15 @@ class Writer:
         resumed_at: records of later steps, written before a kill, are dropped.
     """
 
-    def __init__(self, cfg, run: RunDir, resumed_at: int = 0):
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int = 0):
         self.run = run
         self.path = run.metrics
         self.file = self.path.open("a", encoding="utf-8")
         self.keep_until(resumed_at)
-        self.trackers: dict[str, Wandb | TensorBoard] = {}
+        self.trackers: dict[str, Tracker] = {}
         for name, tracker in TRACKERS.items():
             if getattr(cfg.log, name):
-                made = self._tried(name, lambda of=tracker: of(cfg, run, resumed_at))
+                made = self._tried(name, partial(tracker, cfg, run, resumed_at))
                 if made is not None:
                     self.trackers[name] = made
 
@@ -199,7 +208,7 @@ class Writer:
             self.file.flush()
         numbers = grouped(record) if self.trackers else {}
         for name, tracker in list(self.trackers.items()):
-            self._tried(name, lambda of=tracker: of.log(record["step"], numbers))
+            self._tried(name, partial(tracker.log, record["step"], numbers))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # of a full disk, and said when it was written
@@ -207,7 +216,7 @@ class Writer:
         for name, tracker in list(self.trackers.items()):
             self._tried(name, tracker.close)
 
-    def _tried(self, name: str, do: Callable):
+    def _tried(self, name: str, do: Callable[[], Result]) -> Result | None:
         """What a tracker returns; None where it fails, and it is left out from then on."""
         try:
             return do()

@@ -7,7 +7,8 @@ the model holds is counted (lm/activations.py). N: parameters, w: ranks.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,7 +86,7 @@ def sizes(
         optim: what steps it; None: AdamW.
     """
     each = [p.numel() for p in model.parameters()]
-    low = {}
+    low: dict[int, int] = {}
     if precision == "bf16":
         for module in model.modules():
             if module.__class__ in SENT_LOW:
@@ -156,14 +157,17 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
     )
 
 
+Change = dict[str, int | bool]  # keys of the config, dots as `__`, and their new values
+
+
 class Planner:
     """The memory of a run and of its variants; models are counted once each."""
 
     def __init__(self, cfg: Config, world_size: int, card: Card, of: Sizes):
         self.cfg, self.world_size, self.card, self.of = cfg, world_size, card, of
-        self._counted = {}
+        self._counted: dict[bool, Activations] = {}  # by whether layers are computed again
 
-    def memory(self, **changes) -> Memory:
+    def memory(self, **changes: Any) -> Memory:
         """Of the run with these keys changed: `key=value` as on the command line, dots as `__`."""
         cfg = changed(self.cfg, changes)
         checkpointed = cfg.model.gradient_checkpointing
@@ -181,7 +185,7 @@ class Planner:
             return USABLE * self.card.memory
         return self.card.memory / self.world_size
 
-    def smallest_change(self) -> tuple[dict, Memory] | None:
+    def smallest_change(self) -> tuple[Change, Memory] | None:
         """What makes the run fit with the fewest keys changed, the cheapest first among equals, and
         its memory; None: nothing here does. The global batch stays."""
         for change in self._changes():
@@ -190,13 +194,16 @@ class Planner:
                 return change, needed
         return None
 
-    def _changes(self) -> list[dict]:
+    def _changes(self) -> list[Change]:
         """Sets of changes, from the smallest. A kind's choices are from the cheapest on."""
         t, m = self.cfg.train, self.cfg.model
         zero = deepspeed_config(self.cfg, self.world_size)["zero_optimization"]
         stage = zero["stage"]
         own_json = isinstance(self.cfg.engine.deepspeed, str)
-        bucket, stages, checkpointed, batches = [{}], [{}], [{}], [{}]
+        bucket: list[Change] = [{}]
+        stages: list[Change] = [{}]
+        checkpointed: list[Change] = [{}]
+        batches: list[Change] = [{}]
         if stage and not own_json and zero.get("reduce_bucket_size", BUCKET) > SMALL_BUCKET:
             key = "engine__deepspeed__zero_optimization__reduce_bucket_size"
             bucket.append({key: SMALL_BUCKET})
@@ -219,7 +226,7 @@ class Planner:
             places = places[::-1]
             kinds = sum(place > 0 for place in places)
             cost = sum(weight * place for weight, place in enumerate(places, 1))
-            change = {}
+            change: Change = {}
             for choice, place in zip(choices, places):
                 change |= choice[place]
             found.append(((kinds, cost), change))
@@ -227,7 +234,7 @@ class Planner:
         return [change for (kinds, _), change in found if kinds]
 
 
-def changed(cfg: Config, changes: dict) -> Config:
+def changed(cfg: Config, changes: Mapping[str, Any]) -> Config:
     """The config with keys changed, dots written as `__`."""
     from lm import config
 

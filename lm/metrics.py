@@ -10,12 +10,16 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
 
 FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
 
@@ -28,7 +32,9 @@ def peak_flops() -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | None = None) -> dict:
+def fixed_point_metrics(
+    stats: list, gather: Gather = lambda t: t, rows: torch.Tensor | None = None
+) -> dict:
     """What solving cost and left, per layer, over several micro-batches (and ranks).
 
     Args:
@@ -51,7 +57,7 @@ def fixed_point_metrics(stats: list, gather=lambda t: t, rows: torch.Tensor | No
         values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
         return values if counted is None else values[:, counted]
 
-    measured = {
+    measured: dict[str, list[float] | dict[str, list[float]]] = {
         name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", "failed", "residual")
     }
     if stats[0].layers is not None:
@@ -73,13 +79,15 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:  # getrusage also counts what was there before a process became this one
         status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M)[1]) * 1024
-    except (OSError, TypeError):  # no Linux
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+    except OSError:  # no Linux
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M):
+        return int(found[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
-def adjoint_metrics(model, gather=lambda t: t) -> dict:
+def adjoint_metrics(model: torch.nn.Module, gather: Gather = lambda t: t) -> dict:
     """{"adjoint": [a number a layer]}: the norm of the adjoint in the last backward relative to
     what came in, the largest over its sequences (and ranks); {} where there was none."""
     norms = model.adjoint_norms() if hasattr(model, "adjoint_norms") else []
@@ -93,7 +101,9 @@ def _rounded(t: torch.Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def probe(model, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None):
+def probe(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Any:
     """ℓ* of sequences: the FixedPointReport of one evaluation that also counts, for each layer, the
     iterations that the paper's procedure needs on its input, whatever schedule solves the model. It
     costs these iterations.
@@ -129,7 +139,7 @@ class FailureWatch:
         say: takes a sentence. solver: what `model.solver()` gives.
     """
 
-    def __init__(self, say, solver: dict | str):
+    def __init__(self, say: Callable[[str], None], solver: dict | str):
         self.say = say
         self.solver = solver
         self.said: set[int] = set()
@@ -174,7 +184,7 @@ def failures(
     }
 
 
-def imbalance(seconds: float, gather) -> dict:
+def imbalance(seconds: float, gather: Gather) -> dict:
     """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
     of one rank alone.
 
@@ -280,7 +290,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        self.tokens = {}
+        self.tokens: dict[int, int] = {}  # by the length of their sequences
         self.since = self.last = _clocks()
 
     def skip(self) -> None:
@@ -306,7 +316,8 @@ class Throughput:
         """
         seconds = _clocks()["seconds"] - self.since["seconds"]
         rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
-        values = {"tokens_per_s": round(float(sum(rates.values())), 1)}
+        values: dict[str, float | dict[str, float]] = {}
+        values["tokens_per_s"] = round(float(sum(rates.values())), 1)
         if self.peak and self.flops_per_token:
             each = self.flops_per_token
             flops = sum(rate * each[length](evaluations) for length, rate in rates.items())
@@ -348,18 +359,20 @@ def parse_record(line: bytes) -> dict | None:
     return record if type(step) is int and step >= 0 else None
 
 
-def affine(flops_per_token, lengths: list[int]) -> dict | None:
+def affine(
+    flops_per_token: Callable[..., float] | None, lengths: Iterable[int]
+) -> dict[int, Callable[[float], float]] | None:
     """{length: evaluations a token → FLOPs in sequences of that length}, taken while the weights
     are whole; None for a model that cannot say."""
     if flops_per_token is None:
         return None
 
-    def of(length):
+    def of(length: int) -> Callable[[float], float]:
         at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
         return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
 
     return {length: of(length) for length in lengths}
 
 
-def mean(values) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

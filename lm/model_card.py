@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm import __version__
 from lm.config import Config, Data, Optim
@@ -16,6 +17,9 @@ from lm.metrics import read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
 from lm.warmups import Growth
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 UNKNOWN = "unknown"  # the hub's word for a licence that nobody has said
 # What transformers needs to load an export: `dependencies` of pyproject.toml (a test compares).
@@ -190,7 +194,12 @@ def _iterations(probe: dict) -> list[str]:
 
 
 def card(
-    model, name: str, origin: str, facts: Facts | None, has_tokenizer: bool, licence: str | None
+    model: PreTrainedModel,
+    name: str,
+    origin: str,
+    facts: Facts | None,
+    has_tokenizer: bool,
+    licence: str | None,
 ) -> str:
     """The card as text.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class MatricesAndRest(torch.optim.Optimizer):
         self.pieces, self.world_size, self.rank = pieces, world_size, rank
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update. Every rank makes it alike."""
         flat = [g for g in self._of("muon") if g["params"][0].ndim == 1]
         for group in flat:

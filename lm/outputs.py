@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lm.errors import UserError
 
@@ -103,7 +104,7 @@ def write_text(path: Path | str, text: str) -> None:
         sync(path.parent)
 
 
-def write_json(path: Path | str, value) -> None:
+def write_json(path: Path | str, value: Any) -> None:
     """`write_text` of a value as JSON.
 
     Raises:

@@ -7,6 +7,10 @@ import html
 import io
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Drawn in this colour, lines and letters of a figure take the page's (`svg` replaces it).
 _INK = "#0a0b0c"
@@ -150,7 +154,7 @@ def ink() -> Iterator[None]:
         yield
 
 
-def svg(drawn) -> str:
+def svg(drawn: Figure) -> str:
     """A matplotlib figure as SVG text, the same every time; the figure is closed.
 
     Inside a page lines and letters have the page's colour; alone, black.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lm import cost, init_from
 from lm.activations import for_gpu
@@ -11,10 +12,14 @@ from lm.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.config import Config, ConfigError
 from lm.cost import flops_of
 from lm.deepspeed_json import deepspeed_config, highest_stage
-from lm.memory import Planner, on_the_meta_device, sizes
+from lm.memory import Planner, Sizes, on_the_meta_device, sizes
 from lm.optim import described as described_optimizer
 from lm.run_dir import RunDir
 from lm.warmups import Growth
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedModel
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
@@ -78,10 +83,10 @@ def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
     from lm.data.mixture import parts, shares
 
     found = {name: training_data(part, name) for name, part in parts(cfg).items()}
-    counts = {name: count for name, (count, _) in found.items()}
-    of_each = dict.fromkeys(found)
-    if cfg.data.temperature is None or None not in counts.values():
-        of_each = shares(cfg.data, counts)
+    known = {name: count for name, (count, _) in found.items() if count is not None}
+    of_each: dict[str, float | None] = dict.fromkeys(found)
+    if cfg.data.temperature is None or len(known) == len(found):
+        of_each.update(shares(cfg.data, known))
     sources = {}
     for name, (count, where) in found.items():
         share = of_each[name]
@@ -176,12 +181,12 @@ def where(
     return Where(world_size, card(gpu or here()), hosts, utilisation, evaluations)
 
 
-def evaluations_of(model, at: Where) -> float | None:
+def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
     """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
     EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
     iterates nothing."""
     solver = model.train().solver() if hasattr(model, "solver") else "none"
-    if solver == "none":
+    if isinstance(solver, str):  # "none"
         return None
     if at.evaluations is not None:
         return at.evaluations
@@ -236,11 +241,13 @@ def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
     }
 
 
-def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dict:
+def _planned_work(
+    cfg: Config, at: Where, growth: Growth, model: PreTrainedModel, counted: Sizes
+) -> dict:
     """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
     tokens_of_length = growth.tokens_by_length(cfg.train.steps)
     flops_per_token = flops_of(cfg, model, counted)
-    flops_in_all = dict.fromkeys(flops_per_token, 0)
+    flops_in_all: dict[str, float] = dict.fromkeys(flops_per_token, 0)
     for length, tokens in tokens_of_length.items():
         for name, flops in flops_of(cfg, model, counted, length).items():
             flops_in_all[name] += flops * tokens
@@ -260,7 +267,7 @@ def _planned_work(cfg: Config, at: Where, growth: Growth, model, counted) -> dic
     }
 
 
-def _planned_memory(cfg: Config, at: Where, counted) -> dict:
+def _planned_memory(cfg: Config, at: Where, counted: Sizes) -> dict:
     """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
     planner = Planner(cfg, at.world_size, at.card, counted)
     needed = planner.memory()
@@ -304,7 +311,7 @@ def _amount(count: float) -> str:
     return f"{count / 1e9:,.3f} B" if count >= 1e8 else f"{count:,.0f}"
 
 
-def describe(p: dict, cfg: Config):
+def describe(p: dict, cfg: Config) -> Table:
     """The plan as a rich table of one screen."""
     from rich.table import Table
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 
@@ -75,5 +76,10 @@ def group(backend: str, rank: str, world_size: str, file: str) -> dict:
 
 
 if __name__ == "__main__":
-    probe = {"torch": torch, "kernels": kernels, "deepspeed": deepspeed, "group": group}
+    probe: dict[str, Callable[..., dict]] = {
+        "torch": torch,
+        "kernels": kernels,
+        "deepspeed": deepspeed,
+        "group": group,
+    }
     print("\n" + json.dumps(probe[sys.argv[1]](*sys.argv[2:])))

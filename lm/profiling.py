@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -55,7 +55,7 @@ class Profile:
             self.updates = None
 
     @contextlib.contextmanager
-    def update(self, number: int):
+    def update(self, number: int) -> Iterator[None]:
         """The context of update `number`, counted from 1."""
         if self.updates is None:
             yield
@@ -74,6 +74,7 @@ class Profile:
     def close(self) -> None:
         """Give up a profile whose last update does not come: the run stops before."""
         if self._profiler is not None:
+            assert self.updates is not None  # there is no profiler without them
             with contextlib.suppress(Exception):
                 self._profiler.stop()
             self._profiler = None
@@ -93,6 +94,7 @@ class Profile:
 
     def _finish(self, number: int) -> None:
         done, self._profiler = self._profiler, None
+        assert done is not None  # it is on
         name = f"updates-{self._begun_at}-{number}"
         trace, table = (self.folder / f"{name}{end}" for end in (".trace.json.gz", ".txt"))
         try:

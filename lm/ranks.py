@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -13,6 +14,7 @@ import torch.distributed as torch_dist
 from lm.errors import ConfigError
 
 MOST_RANKS = 1_000_000
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device | str = "cpu"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
 
     @property
@@ -32,7 +34,7 @@ class Ranks:
         if self.world_size > 1:
             torch_dist.barrier()
 
-    def first(self, fn, *args):
+    def first(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Rank 0 calls fn; every rank gets its result, or raises its error."""
         box: list[Any] = [None, None]
         if self.is_main:
@@ -48,9 +50,9 @@ class Ranks:
             raise box[1]
         return box[0]
 
-    def each(self, fn, *args) -> None:
+    def each(self, fn: Callable[..., object], *args: Any) -> None:
         """Every rank calls fn; where one fails, all raise the first one's error."""
-        error = None
+        error: Exception | None = None
         try:
             fn(*args)
         except Exception as e:
@@ -59,7 +61,7 @@ class Ranks:
 
     def raise_any(self, error: Exception | None) -> None:
         """Every rank says whether it has failed; where one has, all raise the first one's error."""
-        errors = [error]
+        errors: list[Exception | None] = [error]
         if self.world_size > 1:
             errors = [None] * self.world_size
             own = None if error is None else _sendable(error)

@@ -7,8 +7,12 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
+
+if TYPE_CHECKING:
+    from lm.model.configuration_fprnn import FPRNNConfig
 
 # Where the paper's implementation and ours call the same tensor differently, in order.
 RENAMES = [
@@ -197,7 +201,9 @@ def _flat(description: dict) -> dict:
     Raises:
         ReferenceCheckpointError: an unknown key, or a key that has two values.
     """
-    flat, places, unknown = {}, {}, []
+    flat: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    unknown: list[str] = []
 
     def read(mapping, place):
         if not isinstance(mapping, dict):
@@ -327,7 +333,7 @@ def _refuse_what_we_cannot_have(flat: dict, block: str) -> None:
         raise ReferenceCheckpointError(f"`glu_in_loop` is True: {why}, which is not supported")
 
 
-def reference_config(description: dict, **overrides):
+def reference_config(description: dict, **overrides: Any) -> FPRNNConfig:
     """A configuration under the paper's names → FPRNNConfig. Nothing of it is dropped: every key is
     mapped, is known to have no effect (NO_EFFECT, UNREAD), or is refused.
 
@@ -352,7 +358,7 @@ def reference_config(description: dict, **overrides):
             raise ReferenceCheckpointError(f"the configuration has no `{key}`")
     _refuse_what_we_cannot_have(flat, block)
 
-    kwargs = {"block": block, **ALWAYS}
+    kwargs: dict[str, Any] = {"block": block, **ALWAYS}
     read = {k: v for k, v in flat.items() if k in MAPPED and k not in UNREAD[block]}
     for key, value in read.items():
         ours, kind = MAPPED[key]

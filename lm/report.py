@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm import plots
 from lm.checkpoint import CheckpointError, newest
@@ -18,6 +19,9 @@ from lm.reports.read import read_all
 from lm.reports.series import having
 from lm.reports.write import write
 from lm.run_dir import RunDir, RunDirError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 
@@ -169,7 +173,7 @@ def _add_layers(table, fixed: dict) -> None:
         )
 
 
-def table(summary: dict, title: str):
+def table(summary: dict, title: str) -> Table:
     """The summary as a rich table."""
     from rich.table import Table
 

@@ -27,14 +27,16 @@ def resume_rule(schema: type[BaseModel], key: str) -> Resume:
     Raises:
         KeyError: no such key.
     """
-    rule, section = None, schema
+    rule: Resume | None = None
+    section = schema
     for name in key.split("."):
         field = section.model_fields[name]
         own = [marker for marker in field.metadata if isinstance(marker, Resume)]
         rule = own[0] if own else rule
-        section = subsection(field)
-        if section is None:
+        below = subsection(field)
+        if below is None:
             break
+        section = below
     if rule is None:
         raise KeyError(f"{key} does not say whether a resumed run may change it")
     return rule

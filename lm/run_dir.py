@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from lm.config import Run, build, load_tree
@@ -66,7 +67,7 @@ class RunDir:
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
         return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
-    def claim(self, cfg: Run, overwrite: bool, say=print) -> None:
+    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
         What a continued run may change is said by the fields of the schema (`lm.resuming`); its
         config.yaml stays as it was until `confirm`.
@@ -128,7 +129,7 @@ class RunDir:
             with contextlib.suppress(Exception):  # the disk may be what failed
                 self.write_failure(sentence(error) or repr(error), exit_status(error))
 
-    def _take(self, cfg: Run, overwrite: bool, say) -> None:
+    def _take(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
         if self.holds_run and not overwrite and self.is_started:
             if cfg.resume == "never":
                 raise RunDirError(
@@ -187,7 +188,7 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _continued(cfg: Run, saved: Path, say) -> Run:
+def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
     """Refuse what a continued run may not change, and say what changes its training.
 
     Args:
@@ -205,7 +206,7 @@ def _continued(cfg: Run, saved: Path, say) -> Run:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
-    said = {Resume.FIXED: [], Resume.NOTED: [], Resume.FREE: []}
+    said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
     for key, (before, now) in changed.items():
         if key.startswith("solver.") and cfg.model.name != "fprnn":
             continue  # a baseline has none

@@ -11,6 +11,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 from lm import config
 from lm.config import ConfigError
@@ -19,6 +20,9 @@ from lm.lease import is_alive
 from lm.metrics import read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
@@ -88,7 +92,7 @@ def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
         steps: updates of the whole run, None where that is not known. now: Unix seconds.
     """
     lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
-    if is_held(run, lease, now):
+    if lease is not None and is_held(run, lease, now):
         return "running", holder_name(lease)
     if result is not None:
         updates = result.get("updates")
@@ -119,11 +123,11 @@ def planned_updates(path: Path) -> int | None:
     return steps if is_count(steps) else None
 
 
-def is_count(value) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def is_number(value) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -158,13 +162,13 @@ def reached_by(result: dict) -> str:
     return f"{text}, trained {duration(seconds)}" if is_number(seconds) else text
 
 
-def is_held(run: RunDir, lease: dict | None, now: float) -> bool:
+def is_held(run: RunDir, lease: dict, now: float) -> bool:
     """Whether the process that a run's lease names is at work.
 
     Args:
-        lease: what lease.json holds, None where there is none. now: Unix seconds.
+        lease: what lease.json holds. now: Unix seconds.
     """
-    return lease is not None and is_alive(lease) is not False and is_fresh(run.lease, now)
+    return is_alive(lease) is not False and is_fresh(run.lease, now)
 
 
 def is_fresh(path: Path, now: float) -> bool:
@@ -203,7 +207,7 @@ def duration(seconds: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
 
 
-def table(points: list[Point]):
+def table(points: list[Point]) -> Table:
     """The points as a rich table; what happened to those not done stands below, in full
     (`remarks`)."""
     from rich.table import Table

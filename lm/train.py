@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -163,8 +164,8 @@ class Training:
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        names, kept = (f(self.model, cfg.optim) for f in (optimizer_order, moments))
-        whole = gathered(path, manifest, names, kept)
+        names = optimizer_order(self.model, cfg.optim)
+        whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
@@ -367,7 +368,7 @@ class Training:
         self.engine.times.skip()
 
     @contextlib.contextmanager
-    def _paused(self):
+    def _paused(self) -> Iterator[None]:
         """What happens within is part of no update."""
         yield
         self._skip_time()

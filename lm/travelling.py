@@ -13,8 +13,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REGISTER = "own_mixers.py"  # of lm/model: what is written in its place registers the mixers
 HOW = "write `from lm.model.FILE import NAME`"
@@ -24,7 +28,7 @@ class ExportError(UserError, RuntimeError):
     """An export that cannot be made; the message says why."""
 
 
-def own_mixers(model) -> dict[str, type]:
+def own_mixers(model: PreTrainedModel) -> dict[str, type]:
     """`model.mixer` → its class, of those mixers of a model that are not built in."""
     from lm.model.fixed_point import FixedPointBlock
     from lm.model.mixer_base import MIXERS, is_built_in
@@ -34,7 +38,7 @@ def own_mixers(model) -> dict[str, type]:
     return {name: cls for name, cls in used.items() if not is_built_in(cls)}
 
 
-def flat_files(model) -> dict[str, str]:
+def flat_files(model: PreTrainedModel) -> dict[str, str]:
     """Name → text of the files that a model's own mixers travel in; {} where it has none.
 
     Raises:

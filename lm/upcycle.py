@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from lm.errors import ConfigError
 from lm.foreign import EMBEDDING, HEAD, Source, counted
 from lm.model.patterns import FIXED_POINT, KINDS
 from lm.model.sizes import heads_of, width_of_mlp
+
+if TYPE_CHECKING:
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 # The gates a of a mixer that starts at the identity: σ(GATE) by their number, by which ‖I − Q‖ is
 # at most 2 σ(GATE) ≈ 1.7e-6. It cannot be 0, and the smaller it is the longer it takes to open.
@@ -56,8 +61,8 @@ class Match:
 
 def match(
     source: Source,
-    model,
-    layers: str | list[int | None] = "auto",
+    model: FPRNNForCausalLM,
+    layers: Literal["auto"] | list[int | None] = "auto",
     partial: bool = False,
     vocabulary: int | None = None,
     other_tokens: str = "",
@@ -112,7 +117,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
     at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
     accounted_for = set(at_vocabulary)
     for name, shape in shapes.items():
-        there = wanted.get(name)
+        there = wanted.get(name, "")  # no tensor's name: nothing there means the same
         tensor = source.weights.get(there)
         if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
             found.taken[name] = there
@@ -123,7 +128,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
         if tensor is not None:
             misshapen.append(f"{name} {list(tensor.shape)} there, {list(shape)} here")
             accounted_for.add(there)
-        elif there is not None:
+        elif there:
             missing.append(name)
     used = set(found.taken.values())
     found.left = [name for name in source.weights if name not in used]
@@ -135,7 +140,7 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
 
 
 def _vocabulary(
-    found: Match, source: Source, ours, vocabulary: int | None, other_tokens: str
+    found: Match, source: Source, ours: FPRNNConfig, vocabulary: int | None, other_tokens: str
 ) -> dict[str, str]:
     """Embedding and head: {name here: name there}; none where their rows are of other tokens."""
     theirs = source.config
@@ -156,7 +161,7 @@ def _vocabulary(
     return wanted
 
 
-def _compare_models(found: Match, theirs, ours) -> None:
+def _compare_models(found: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
     for name in ("rms_norm", "norm_epsilon"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
@@ -178,7 +183,12 @@ def _compare_models(found: Match, theirs, ours) -> None:
 # Layers.
 
 
-def paired(source: Source, ours, layers, partial: bool) -> list[int | None]:
+def paired(
+    source: Source,
+    ours: FPRNNConfig,
+    layers: Literal["auto"] | list[int | None],
+    partial: bool,
+) -> list[int | None]:
     """Of every layer of a model the number of its partner in a source, or None.
 
     auto: of as many layers one to one; else each layer in turn has the next one of its kind that
@@ -220,7 +230,9 @@ def paired(source: Source, ours, layers, partial: bool) -> list[int | None]:
     return list(layers)
 
 
-def _of_layer(found: Match, theirs, ours, index: int, names: list[str]) -> dict[str, str]:
+def _of_layer(
+    found: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, names: list[str]
+) -> dict[str, str]:
     """{name here: name there} of a layer; notes what becomes of it, and what is not equal.
 
     Args: names: of the layer's parameters, without what comes before.
@@ -238,7 +250,8 @@ def _of_layer(found: Match, theirs, ours, index: int, names: list[str]) -> dict[
         found.pairs[index] = None
         found.silent.append(index)
         return {}
-    renamed, apart = {}, ()
+    renamed: dict[str, str] = {}
+    apart: tuple[str, ...] = ()
     if here != there:
         found.converted.append(index)
         apart = NEW_IN_FP
@@ -288,7 +301,7 @@ def _value(config, name: str):
 # What is done.
 
 
-def apply(found: Match, source: Source, model) -> None:
+def apply(found: Match, source: Source, model: FPRNNForCausalLM) -> None:
     """Give a model the weights that `match` has found for it."""
     import torch
 
@@ -333,7 +346,7 @@ def _shut(gate, value: float) -> None:
 # What is said.
 
 
-def described(found: Match, source: Source, config) -> list[str]:
+def described(found: Match, source: Source, config: FPRNNConfig) -> list[str]:
     """Lines that say what was taken."""
     numbers, kinds = found.numbers, [layer.kind for layer in config.layer_list()]
 
@@ -357,7 +370,7 @@ def described(found: Match, source: Source, config) -> list[str]:
     return [*lines, *found.notes]
 
 
-def record(found: Match, source: Source, config) -> dict:
+def record(found: Match, source: Source, config: FPRNNConfig) -> dict:
     """What is written down of it."""
     kinds = [layer.kind for layer in config.layer_list()]
     return {

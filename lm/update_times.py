@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -50,7 +52,7 @@ class UpdateTimes:
         self._mark("other")
 
     @contextlib.contextmanager
-    def part(self, name: str):
+    def part(self, name: str) -> Iterator[None]:
         """What happens within is of this part; of what is around it where it ends."""
         around, self._part = self._part, name
         self._mark(name)
@@ -61,7 +63,7 @@ class UpdateTimes:
             self._part = around
             self._mark(around)
 
-    def solving(self):
+    def solving(self) -> AbstractContextManager[None]:
         """The context of a solve. One in a backward pass, of a layer that is computed again, is
         part of that; one in a validation is no update's."""
         return self.part("solve") if self._part == "forward" else _unnamed
@@ -77,8 +79,8 @@ class UpdateTimes:
         """Seconds per update in each part, mean over the updates since the last reading; {} of
         none. Together they are what an update takes. "forward" is without "solve", which is
         absent where nothing is solved."""
-        if self.on_gpu and self._marks:
-            self._marks[-1].when.synchronize()
+        if self._marks:
+            _wait_for(self._marks[-1])
         self._settle()
         updates, seconds = self.updates, self._seconds
         self.updates, self._seconds = 0, defaultdict(float)
@@ -102,13 +104,24 @@ class UpdateTimes:
         """Add up what lies between marks that are passed; the last one stays, where the next part
         begins."""
         marks = self._marks
-        while len(marks) > 1 and (not self.on_gpu or marks[1].when.query()):
+        while len(marks) > 1 and _is_passed(marks[1]):
             begun = marks.popleft()
-            ended = marks[0].when
-            if self.on_gpu:
-                self._seconds[begun.part] += begun.when.elapsed_time(ended) / 1000
-            else:
-                self._seconds[begun.part] += ended - begun.when
+            self._seconds[begun.part] += _seconds_between(begun, marks[0])
+
+
+def _wait_for(mark: Mark) -> None:
+    if not isinstance(mark.when, float):
+        mark.when.synchronize()
+
+
+def _is_passed(mark: Mark) -> bool:
+    return isinstance(mark.when, float) or mark.when.query()
+
+
+def _seconds_between(begun: Mark, ended: Mark) -> float:
+    if isinstance(begun.when, float):
+        return ended.when - begun.when
+    return begun.when.elapsed_time(ended.when) / 1000
 
 
 _unnamed = contextlib.nullcontext()

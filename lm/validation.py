@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lm.config import Config
 from lm.console import Progress, say
@@ -14,6 +15,9 @@ from lm.log import iterations
 from lm.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.ranks import Ranks
 from lm.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Validation:
@@ -33,7 +37,7 @@ class Validation:
         held_out: dict[str, list],
         shares: dict[str, float],
         watch: FailureWatch | None,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
     ):
         self.cfg, self.ranks, self.watch = cfg, ranks, watch
         self.held_out, self.shares = held_out, shares
@@ -90,7 +94,7 @@ class Validation:
         what changes is the model. Of a mixture it is one of the source with the largest share."""
         if self.watch is None:
             return {}
-        batch = self.held_out[max(self.shares, key=self.shares.get)][0]
+        batch = self.held_out[max(self.shares, key=self.shares.__getitem__)][0]
         report = probe(engine.deepspeed, batch["input_ids"].to(self.ranks.device))
         rows = (batch["labels"] != -100).any(-1)
         return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
@@ -146,7 +150,9 @@ def pooled(found: dict[str, dict], shares: dict[str, float]) -> dict:
     }
 
 
-def text_bytes_of(held_out: dict[str, list], tokenizer, ranks: Ranks) -> dict[str, int | None]:
+def text_bytes_of(
+    held_out: dict[str, list], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> dict[str, int | None]:
     """Of each source the UTF-8 bytes of the text that the targets of all ranks' micro-batches stand
     for, see `lm.data.text_bytes`; None, which is said, where the tokenizer does not tell. Every
     rank calls it."""
@@ -158,8 +164,8 @@ def text_bytes_of(held_out: dict[str, list], tokenizer, ranks: Ranks) -> dict[st
     found = {}
     for name, batches in held_out.items():
         counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
-        unknown = counts.count(None)
-        total, unknown = ranks.sum(sum(count or 0 for count in counts), unknown)
+        known = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(known), len(counts) - len(known))
         found[name] = None if unknown else int(total)
     if None in found.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -26,11 +27,13 @@ class Growing(Section):
 
     # sequences an update, up to global_batch_size. Fixed: the tokens of a record are counted by it.
     batch_warmup: Annotated[Warmup | None, FIXED] = None
+    if TYPE_CHECKING:  # `train:` has it beside these
+        global_batch_size: int | None = None
     # tokens a sequence is cut into, up to data.seq_len
     length_warmup: Annotated[Warmup | None, NOTED] = None
 
     @model_validator(mode="after")
-    def _whole_multiples_of_the_start(self):
+    def _whole_multiples_of_the_start(self) -> Self:
         warmup, whole = self.batch_warmup, self.global_batch_size
         if warmup is None:
             return self
@@ -186,7 +189,7 @@ class Growth:
             found["length"] = self.length(update)
         return found
 
-    def announce(self, say) -> None:
+    def announce(self, say: Callable[[str], None]) -> None:
         for what, how in self.described():
             say(f"{what}: {how}")
 

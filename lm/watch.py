@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.console import Pace, duration, say
 from lm.log import of_layers
 from lm.metrics import parse_record
 from lm.run_dir import RunDir, RunDirError
 from lm.sweep_status import is_number, num_iters_of, planned_updates, state_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 COLOURS = {
     "running": "green",
@@ -193,7 +199,7 @@ def _check(run: RunDir) -> None:
     raise RunDirError(f"{run} is no run directory, it has no config.yaml: {hint}")
 
 
-def _until_ended(followed: list[Followed], every_s: float, wait: bool):
+def _until_ended(followed: list[Followed], every_s: float, wait: bool) -> Iterator[list[Seen]]:
     """What is seen of all, every so many seconds, until none is to be waited for."""
     while True:
         seen = [one.look(time.time()) for one in followed]
@@ -203,7 +209,7 @@ def _until_ended(followed: list[Followed], every_s: float, wait: bool):
         time.sleep(every_s)
 
 
-def _live(looks) -> list[Seen]:
+def _live(looks: Iterable[list[Seen]]) -> list[Seen]:
     """A table that is drawn anew with every look → the last one."""
     from rich.live import Live
 
@@ -214,7 +220,7 @@ def _live(looks) -> list[Seen]:
     return seen
 
 
-def _lines(looks) -> list[Seen]:
+def _lines(looks: Iterable[list[Seen]]) -> list[Seen]:
     """A line for every new record and every change of state → the last look."""
     said: dict[str, tuple] = {}
     seen = []
@@ -256,7 +262,7 @@ def cells(one: Seen) -> dict[str, str]:
     }
 
 
-def _number(value, form: str) -> str:
+def _number(value: object, form: str) -> str:
     return form.format(value) if is_number(value) else ""
 
 
@@ -274,7 +280,7 @@ def short_names(names: list[str]) -> dict[str, str]:
     return {name: os.path.relpath(os.path.abspath(name), common) for name in names}
 
 
-def table(seen: list[Seen], without: tuple[str, ...] = ()):
+def table(seen: list[Seen], without: tuple[str, ...] = ()) -> Table:
     """The runs as a rich table.
 
     Args:
@@ -295,7 +301,7 @@ def table(seen: list[Seen], without: tuple[str, ...] = ()):
     return out
 
 
-def fitting(seen: list[Seen], console):
+def fitting(seen: list[Seen], console: Console) -> Table:
     """The table with as many columns as the console is wide for."""
     unlimited = console.options.update(max_width=UNLIMITED)
     for count in range(len(LESS_NEEDED) + 1):

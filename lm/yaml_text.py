@@ -14,7 +14,7 @@ from lm.errors import ConfigError
 class Loader(yaml.SafeLoader):
     """YAML with the numbers of version 1.2 (PyYAML has those of 1.1) and no key twice."""
 
-    def construct_mapping(self, node, deep=False):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -28,7 +28,7 @@ class Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Quotes what `Loader` would otherwise read as a number, and escapes what is not printable."""
 
-    def represent_text(self, value):
+    def represent_text(self, value: str) -> yaml.ScalarNode:
         style = None if value.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -40,7 +40,7 @@ class Task(Section):
         return check_name(value, registered_tasks(), "task")
 
     @model_validator(mode="after")
-    def _options_of_ones_own(self):
+    def _options_of_ones_own(self) -> Self:
         if self.options and not is_place(self.name):
             raise ValueError(
                 f"`options` is for a task of your own, named as module:Class: {self.name} reads the"
@@ -106,7 +106,7 @@ class Train(Section):
         return value
 
     @model_validator(mode="after")
-    def _curriculum_within_lengths(self):
+    def _curriculum_within_lengths(self) -> Self:
         longest = self.lengths[1]
         if self.curriculum and self.curriculum.start > longest:
             raise ValueError(
@@ -181,17 +181,17 @@ class Config(base.Run):
     bars: Annotated[tuple[Bar, ...], FREE] = ()
 
     @model_validator(mode="after")
-    def _profile_within_training(self):
+    def _profile_within_training(self) -> Self:
         base.check_profile(self.log.profile, self.train.steps)
         return self
 
     @model_validator(mode="after")
-    def _warmup_within_training(self):
+    def _warmup_within_training(self) -> Self:
         base.check_warmup(self)
         return self
 
     @model_validator(mode="after")
-    def _weights_of_our_model(self):
+    def _weights_of_our_model(self) -> Self:
         if self.init_from and self.model.name != "fprnn":
             raise ValueError(
                 f"`init_from` is of model.name fprnn, not of {self.model.name}: leave it out"
@@ -199,7 +199,7 @@ class Config(base.Run):
         return self
 
     @model_validator(mode="after")
-    def _adversary_of_what_solves(self):
+    def _adversary_of_what_solves(self) -> Self:
         if self.train.adversary and not self.model.has_fixed_point:
             raise ValueError(
                 f"`train.adversary` is {self.train.adversary}: it works on the state of fixed-point"
@@ -208,7 +208,7 @@ class Config(base.Run):
         return self
 
     @model_validator(mode="after")
-    def _limits_of_what_iterates(self):
+    def _limits_of_what_iterates(self) -> Self:
         limits = {"train.max_iters": self.train.max_iters, "eval.max_iters": self.eval.max_iters}
         for key, value in limits.items():
             if value not in (None, "config") and not self.solver.iterates:
@@ -222,4 +222,4 @@ class Config(base.Run):
 
 def load(path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None) -> Config:
     """`lm.config.load` for the YAML of a synthetic run."""
-    return base.load(path, tuple(overrides), job_index, schema=Config)
+    return base.load(path, overrides, job_index, Config)

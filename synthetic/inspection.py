@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from lm.inspection.tokens import named
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors, sequences_that_fit, solver_of, solving
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LONGEST = 2048  # tokens that one page shows; ℓ* costs as many solves, and may grow with the length
 
@@ -44,7 +48,12 @@ def inspect_run(
 
 @torch.no_grad()
 def inspect_batch(
-    model, task: Task, batch: Batch, name: str, precision: str = "fp32", max_iters=None
+    model: PreTrainedModel,
+    task: Task,
+    batch: Batch,
+    name: str,
+    precision: str = "fp32",
+    max_iters: int | None = None,
 ) -> Inspection:
     """The same of a model in evaluation mode and a batch of one sequence without padding.
 

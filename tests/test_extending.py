@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,6 +323,21 @@ def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, 
         cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
         _check_lengths_and_bars(cfg, tasks.build(cfg.task), [10])
     assert words in str(e.value)
+
+
+def test_a_task_of_one_size_needs_no_init(monkeypatch):
+    class Silence(tasks.Task):
+        vocab_size, chance = 2, 1.0
+
+        def sample(self, rng, batch_size, lengths, split):
+            return tasks.Batch(*np.zeros((2, batch_size, lengths[0]), np.int64))
+
+        def held_apart(self, length):
+            return False
+
+    monkeypatch.setitem(tasks.TASKS, "silence", Silence)
+    made = tasks.build(SimpleNamespace(name="silence"))
+    assert made.batch(0, "train", 0, 3, (4, 4)).labels.shape == (3, 4)
 
 
 def test_options_are_of_ones_own_task_and_names_are_known(page, tmp_path):

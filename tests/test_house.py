@@ -172,8 +172,9 @@ def test_nothing_imports_upward(path):
 
 # Modules that import each other, and why that stays. Whatever else does is put where it belongs.
 CIRCLES = {
-    # A Config holds what warmups defines; of Config warmups names the type alone, for the checker.
-    frozenset({"lm.config", "lm.warmups"}),
+    # A Config holds what warmups and config_data define; they name the types alone of Config and of
+    # its Data, for the checker.
+    frozenset({"lm.config", "lm.config_data", "lm.warmups"}),
     # An Inspection shows itself, by functions that read one; they are imported when it does.
     frozenset({"lm.inspection.result", "lm.inspection.page", "lm.inspection.words"}),
 }
@@ -272,10 +273,6 @@ def test_model_imports_its_own_files_only_and_flat():
     assert relatives > 5
 
 
-# Folders whose public functions all say their types; the others follow.
-TYPED = ("lm/data", "lm/kernels", "lm/model/", "lm/baselines", "lm/tasks")
-
-
 def untyped(tree: ast.Module) -> list[str]:
     """The public functions and methods of a module that leave a type out. Those that Triton
     compiles have none; what a class with an underscore has is not public."""
@@ -304,8 +301,7 @@ def untyped(tree: ast.Module) -> list[str]:
 def test_public_functions_say_their_types():
     source = "def f(x): pass\nclass A:\n    def g(self, y: int) -> int: pass\n    def h(self): pass"
     assert untyped(ast.parse(source)) == ["f", "A.h"]
-    files = [p for p in SOURCES if relative(p).startswith(TYPED) and not p.is_symlink()]
-    assert len(files) > 40
+    files = [p for p in SOURCES if not p.is_symlink()]
     found = {relative(p): untyped(ast.parse(p.read_text(encoding="utf-8"))) for p in files}
     assert {name: functions for name, functions in found.items() if functions} == {}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ LANGUAGE = (50264, 12, 12, {"d_model": 768, "d_state": 16})
 WORDS = (64, 1, 2, {"d_model": 512, "d_state": 16})
 
 
-def count(vocab_size: int, **fields) -> tuple[int, int]:
+def count(vocab_size: int, **fields: Any) -> tuple[int, int]:
     """Parameters in all, and without the (tied) embedding. Built on the meta device."""
     section = Model(**fields)
     with torch.device("meta"), contextlib.redirect_stdout(io.StringIO()):

@@ -34,7 +34,7 @@ class BaselineConfig(PretrainedConfig):
     def __init_subclass__(cls, **kwargs):
         # transformers makes a dataclass of every subclass; the __init__ that it would generate for
         # one without its own never calls ours, and the defaults below would be lost.
-        cls.__init__ = cls.__init__
+        cls.__init__ = cls.__init__  # type: ignore[method-assign]
         super().__init_subclass__(**kwargs)
 
     def __init__(
@@ -117,27 +117,31 @@ class Rows:
     def __init__(self, mask: torch.Tensor | None, starts: torch.Tensor | None):
         """mask: (b,l) bool, False at padding, or None; starts: (b,l) bool, True at the first token
         of a document, or None."""
-        self.order = None  # (b,l) which token of its row comes when; None: as they are
-        self.lengths = None  # (b,) tokens of each row; None: all
-        self.tokens = None  # (tokens,) which of the batch, row after row, are none of padding
+        # (b,l) which token of its row comes when; None: as they are
+        self.order: torch.Tensor | None = None
+        # (b,) tokens of each row; None: all
+        self.lengths: torch.Tensor | None = None
+        # (tokens,) which of the batch, row after row, are none of padding
+        self.tokens: torch.Tensor | None = None
         if starts is not None:
             self._one_row_a_document(mask, starts)
         elif mask is not None:
             self.order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
             self.lengths = mask.sum(1)
 
-    def _one_row_a_document(self, mask, starts):
+    def _one_row_a_document(self, mask: torch.Tensor | None, starts: torch.Tensor) -> None:
         # 1. The tokens (b,l), and where a document begins: at a start, and at a row's first token.
         is_token = torch.ones_like(starts) if mask is None else mask
         is_first = is_token & (is_token.cumsum(1) == 1)
         begins = (starts & is_token) | is_first
         # 2. Of every token, in the order of the batch: (tokens,) its document's number from 0.
-        self.tokens = is_token.flatten().nonzero().squeeze(1)
-        self.document = begins.flatten()[self.tokens].cumsum(0) - 1
+        tokens = is_token.flatten().nonzero().squeeze(1)
+        self.tokens = tokens
+        self.document = begins.flatten()[tokens].cumsum(0) - 1
         # 3. And its place in the document, from 0.
         lengths = self.document.bincount()
         before = lengths.cumsum(0) - lengths  # tokens of all documents before each
-        in_order = torch.arange(len(self.tokens), device=starts.device)
+        in_order = torch.arange(len(tokens), device=starts.device)
         self.place = in_order - before[self.document]
         self.shape = (len(lengths), int(lengths.max()))
 

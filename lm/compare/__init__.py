@@ -42,7 +42,9 @@ def compare(
     return page.write(found, Path(c.out_dir) / c.name)
 
 
-def train(c: settings.Comparison, costs, jobs: int, gpus: int | None) -> None:
+def train(
+    c: settings.Comparison, costs: dict[str, results.Cost], jobs: int, gpus: int | None
+) -> None:
     """The trainings in their order: the grids; all seeds at what was best; the other budgets."""
     grids = [one for model in c.models for one in results.tuning(c, model)]
     say(f"tuning   {len(c.models)} models, {len(grids)} trainings")

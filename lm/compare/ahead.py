@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lm.compare.results import tuning
 from lm.compare.settings import Comparison
 from lm.errors import ConfigError
 from lm.plan import plan, where
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def expected(c: Comparison, gpus: int, gpu: str | None, utilisation: float | None) -> list[dict]:
@@ -41,7 +46,7 @@ def expected(c: Comparison, gpus: int, gpu: str | None, utilisation: float | Non
     return rows
 
 
-def describe(c: Comparison, rows: list[dict], gpus: int, price: float | None):
+def describe(c: Comparison, rows: list[dict], gpus: int, price: float | None) -> Table:
     """The table of `fprnn compare --plan`. price: of a GPU for an hour, in any currency."""
     from rich.table import Table
 

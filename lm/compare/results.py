@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from lm.build import vocabulary
@@ -221,12 +222,12 @@ def _scores(found: dict, model: str, budget: str) -> dict[int, float]:
     return {row["seed"]: row["score"] for row in rows if row["state"] == "done"}
 
 
-def _mean(values) -> float | None:
+def _mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return statistics.mean(values) if values else None
 
 
-def _deviation(values) -> float | None:
+def _deviation(values: Iterable[float]) -> float | None:
     """The standard deviation of one training, None of fewer than two."""
     values = list(values)
     return statistics.stdev(values) if len(values) > 1 else None

@@ -138,7 +138,8 @@ def run_all(trainings: Iterable[Training], jobs: int, gpus: int | None) -> None:
         Stopped: a signal asked for it, and the trainings have saved.
     """
     left = [training for training in trainings if is_left(training)]
-    failed, began = [], time.perf_counter()
+    failed: list[Exception] = []
+    began = time.perf_counter()
     running: dict[Path, subprocess.Popen] = {}
 
     def one(training: Training) -> None:

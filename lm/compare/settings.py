@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -159,7 +160,12 @@ def points(c: Comparison) -> list[tuple[tuple[str, Any], ...]]:
 
 
 def training(
-    c: Comparison, model: str, budget: str, point, seed: int, steps: int | None = None
+    c: Comparison,
+    model: str,
+    budget: str,
+    point: Iterable[tuple[str, Any]],
+    seed: int,
+    steps: int | None = None,
 ) -> Training:
     """One run. Its directory says the model, the point, the seed, and the budget with its updates
     where that is not equal tokens.

@@ -63,7 +63,7 @@ def naming(name: str) -> Iterator[None]:
         raise DataError(said if said != str(e) else f"data.mixture.{name}: {e}") from None
 
 
-def shares(data: Data, tokens: Mapping[str, int]) -> dict[str, float]:
+def shares(data: Data, tokens: Mapping[str, float]) -> dict[str, float]:
     """The share of each source, in alphabetic order; they sum to 1.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from lm.data.text_bytes import bytes_of_tokens
 from lm.errors import UserError
 from lm.inspection.result import Guess, Inspection, Layers, Score
 from lm.inspection.tokens import tokens_of, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOP = 5  # likeliest predictions that are kept
 PREDICTED_AT_ONCE = 512  # tokens: a large vocabulary's logits are gone through in parts
@@ -35,7 +38,9 @@ class Predictions(NamedTuple):
 
 
 @torch.no_grad()
-def read(model, ids: torch.Tensor, mask: torch.Tensor | None = None):
+def read(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Layers | None]:
     """One pass, in the mode that the model is in → logits (t,v) and Layers, or None of a model
     without a layer that is solved. ids, mask: (1,t)."""
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
@@ -113,13 +118,15 @@ def named_guesses(
     return [[Guess(number, shown[number], p) for number, p in row] for row in guesses]
 
 
-def start_token(tokenizer) -> int | None:
+def start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """What is put before a text, as lm-eval does: BOS where the tokenizer has one, else EOS."""
     bos = tokenizer.bos_token_id
     return tokenizer.eos_token_id if bos is None else bos
 
 
-def encode(model, tokenizer, text: str) -> tuple[list[int], list[int]]:
+def encode(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+) -> tuple[list[int], list[int]]:
     """(the start token or nothing, the text's tokens). Text that spells a special token stays text,
     as in training.
 
@@ -147,7 +154,9 @@ def encode(model, tokenizer, text: str) -> tuple[list[int], list[int]]:
     return ([] if first is None else [first]), list(ids)
 
 
-def inspect_text(model, tokenizer, text: str, name: str) -> Inspection:
+def inspect_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, name: str
+) -> Inspection:
     """What a causal language model, in evaluation mode, makes of a text.
 
     Raises:
@@ -183,7 +192,7 @@ def inspect_text(model, tokenizer, text: str, name: str) -> Inspection:
 
 
 @torch.no_grad()
-def score_text(model, tokenizer, text: str) -> Score:
+def score_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Score:
     """How likely the model, in evaluation mode, finds a text.
 
     Raises:
@@ -199,7 +208,7 @@ def score_text(model, tokenizer, text: str) -> Score:
     return Score(of_text, shown, -loss, len(text.encode()) if start else None)
 
 
-def in_words(model) -> str:
+def in_words(model: PreTrainedModel) -> str:
     """A model in a few words: its kind, layers, width, parameters."""
     config = model.config
     width = getattr(config, "hidden_size", None)

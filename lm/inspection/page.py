@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -134,12 +135,12 @@ def page(found: Inspection) -> str:
     parts = [MADE_BY, _facts(found), _chooser(ways), "<section>", _text(found, ways[0])]
     parts += ["<aside id='detail' aria-live='polite'></aside></section>", _data(found, ways)]
     if found.layers is not None:
-        parts += [shell.heading("Layers"), shell.table(layer_rows(found))]
+        parts += [shell.heading("Layers"), shell.table(layer_rows(found.layers, found.tokens))]
         parts.append(shell.heading("Over time"))
         if importlib.util.find_spec("matplotlib") is None:
             parts.append("<p>The figures need matplotlib: pip install 'fprnn[train]'</p>")
         else:
-            parts.append(shell.figure(draw(found)))
+            parts.append(shell.figure(draw(found.layers, found.tokens)))
     parts += [shell.heading("What is shown"), shell.bullets(notes(found))]
     return shell.page(f"Inside {found.name}", parts, STYLE, SCRIPT)
 
@@ -209,14 +210,14 @@ def _pieces(token: Token) -> str:
 
 def _data(found: Inspection, ways: list[Colouring]) -> str:
     """The numbers that the script reads."""
-    hardest = ways[0].values
+    hardest = [-1 if value is None else value for value in ways[0].values]
     value = {
         "colourings": [way._asdict() for way in ways],
         "tokens": [_of_token(found, t) for t in range(len(found.tokens))],
         "following": [[guess.shown, guess.probability] for guess in found.following],
         "layers": [] if found.layers is None else _of_layers(found.layers),
         "answers": found.answers is not None,
-        "first": max(range(len(hardest)), key=lambda t: -1 if hardest[t] is None else hardest[t]),
+        "first": hardest.index(max(hardest)),
     }
     text = json.dumps(value, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     return f"<script type='application/json' id='data'>{text}</script>"
@@ -262,9 +263,8 @@ def _rounded(values: torch.Tensor) -> list[float | None]:
     return [None if value is None else float(f"{value:.5g}") for value in plain(values)]
 
 
-def draw(found: Inspection) -> str:
+def draw(layers: Layers, tokens: Sequence[Token]) -> str:
     """ℓ*, the state's norm, the mixer's gate and the decay over time, one line a layer, as SVG."""
-    layers = found.layers
     rows = [
         ("ℓ*", layers.iterations.float()),
         ("state's norm ‖h_t‖", layers.state_norm),
@@ -274,13 +274,13 @@ def draw(found: Inspection) -> str:
     rows = [(name, values) for name, values in rows if not values.isnan().all()]
     with shell.ink(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # the page's fonts have what matplotlib's lack
-        return shell.svg(_drawn(found, rows))
+        return shell.svg(_drawn(layers, tokens, rows))
 
 
-def _drawn(found: Inspection, rows: list[tuple[str, torch.Tensor]]):
+def _drawn(layers: Layers, tokens: Sequence[Token], rows: list[tuple[str, torch.Tensor]]):
     import matplotlib.pyplot as plt
 
-    numbers, length = found.layers.numbers, len(found.tokens)
+    numbers, length = layers.numbers, len(tokens)
     colours = plt.get_cmap("tab10" if len(numbers) <= 10 else "viridis")
     figure, axes = plt.subplots(
         len(rows), 1, figsize=(11, 2 * len(rows)), layout="constrained", sharex=True
@@ -296,7 +296,7 @@ def _drawn(found: Inspection, rows: list[tuple[str, torch.Tensor]]):
     axes[0].set_ylim(bottom=0)
     axes[-1].set_xlabel("token")
     if length <= NAMED_TICKS:
-        shown = [token.shown for token in found.tokens]
+        shown = [token.shown for token in tokens]
         labels = axes[-1].set_xticks(range(length), shown, rotation=90, family="monospace")
         for label in labels:
             label.label1.set_parse_math(False)  # a $ is a $

@@ -34,7 +34,7 @@ def parts(found: Inspection, console: Console) -> list[RenderableType]:
     if found.layers is None:
         out.append(f"note: {NO_SOLVER}")
     else:
-        out.append(_table(layer_rows(found)))
+        out.append(_table(layer_rows(found.layers, found.tokens)))
     out.append("\n".join(f"{name}: {value}" for name, value in facts(found)))
     return out
 

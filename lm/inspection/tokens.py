@@ -78,7 +78,8 @@ def _cut_characters(raw: list[bytes]) -> list[str]:
         text = b"".join(raw).decode()
     except UnicodeDecodeError:  # no text that anybody wrote: nothing to say
         return [""] * len(raw)
-    spans = []  # of each byte: its character, and where that begins and ends
+    # Of each byte: its character, and where that begins and ends.
+    spans: list[tuple[str, int, int]] = []
     for character in text:
         size = len(character.encode())
         spans += [(character, len(spans), len(spans) + size)] * size

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from lm.inspection.result import Inspection
+from lm.inspection.result import Inspection, Layers
+from lm.inspection.tokens import Token
 
 LN2 = math.log(2)
 NO_SOLVER = (
@@ -78,8 +80,10 @@ def facts(found: Inspection) -> list[tuple[str, str]]:
         size += f", for {found.text_bytes:,} bytes of text"
     out = [("model", found.model), ("tokens", size)]
     if found.answers is not None:
-        due = [answer.is_right for answer in found.answers if answer.right is not None]
-        out.append(("answers that are right", f"{sum(due)} of {len(due)}" if due else "none due"))
+        due = [answer for answer in found.answers if answer.right is not None]
+        right = [answer for answer in due if answer.is_right]
+        share = f"{len(right)} of {len(due)}" if due else "none due"
+        out.append(("answers that are right", share))
     if found.scored:
         nats = found.mean_loss
         of_what = "of an answer" if found.answers else "of a token"
@@ -96,10 +100,9 @@ def facts(found: Inspection) -> list[tuple[str, str]]:
     return out
 
 
-def layer_rows(found: Inspection) -> list[list[str]]:
+def layer_rows(layers: Layers, tokens: Sequence[Token]) -> list[list[str]]:
     """A table of the layers that are solved, its head first."""
     rows = [["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]]
-    layers = found.layers
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())
@@ -110,7 +113,7 @@ def layer_rows(found: Inspection) -> list[list[str]]:
                 str(number),
                 f"{float(counts.double().mean()):.1f}",
                 most,
-                f"{at}: {found.tokens[at].shown}",
+                f"{at}: {tokens[at].shown}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
                 "–" if math.isnan(gate) else f"{gate:.2f}",
                 f"{float(layers.decay[i].mean()):.3f}",

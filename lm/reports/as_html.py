@@ -9,17 +9,13 @@ from itertools import groupby
 from lm import page
 from lm.reports.blocks import (
     Block,
-    Chart,
     Folded,
-    HeatMap,
     Notes,
+    Picture,
     Preformatted,
     Section,
-    Stack,
-    Table,
-    numbers,
-    numbers_of_layers,
-    numbers_of_parts,
+    Words,
+    in_numbers,
 )
 from lm.reports.draw import drawings
 
@@ -38,7 +34,6 @@ li, .traced, summary { overflow-wrap: anywhere; }
 summary { cursor: pointer; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
-NUMBERS = {Chart: numbers, HeatMap: numbers_of_layers, Stack: numbers_of_parts}
 
 
 def as_html(title: str, sections: Sequence[Section], made: str) -> str:
@@ -60,18 +55,20 @@ def as_html(title: str, sections: Sequence[Section], made: str) -> str:
 def _blocks(blocks: Sequence[Block]) -> list[str]:
     """Pictures that follow one another stand side by side where there is room."""
     parts = []
-    for pictures, run in groupby(blocks, key=lambda block: type(block) in NUMBERS):
-        if pictures:
-            parts.append(f"<div class='charts'>{''.join(map(_picture, run))}</div>")
-        else:
-            parts += map(_words, run)
+    for are_pictures, run in groupby(blocks, key=lambda block: isinstance(block, Picture)):
+        shown = [_block(block) for block in run]
+        parts += [f"<div class='charts'>{''.join(shown)}</div>"] if are_pictures else shown
     return parts
 
 
-def _picture(block: Chart | HeatMap | Stack) -> str:
+def _block(block: Block) -> str:
+    return _picture(block) if isinstance(block, Picture) else _words(block)
+
+
+def _picture(block: Picture) -> str:
     panels = [drawn[drawn.index("<svg") :] for drawn in drawings(block)]
     kind = " class='wide'" if len(panels) > 1 else ""
-    table = page.table(NUMBERS[type(block)](block).rows)
+    table = page.table(in_numbers(block).rows)
     title = html.escape(block.title)
     return (
         f"<figure{kind}><h3>{title}</h3>"
@@ -81,7 +78,7 @@ def _picture(block: Chart | HeatMap | Stack) -> str:
     )
 
 
-def _words(block: Table | Notes | Folded | Preformatted) -> str:
+def _words(block: Words) -> str:
     if isinstance(block, Notes):
         return page.bullets(block.lines)
     if isinstance(block, Preformatted):

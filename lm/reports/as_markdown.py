@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lm.reports.as_html import NUMBERS
-from lm.reports.blocks import Block, Folded, Notes, Preformatted, Section, Table
+from lm.reports.blocks import Block, Folded, Notes, Preformatted, Section, Table, in_numbers
 
 
 def as_markdown(title: str, sections: Sequence[Section], made: str) -> str:
@@ -36,7 +35,7 @@ def _block(block: Block) -> list[str]:
             table(block.rows),
             *([f"From {inline(block.traced)}."] if block.traced else []),
         ]
-    of = NUMBERS[type(block)](block)
+    of = in_numbers(block)
     return [
         f"### {escaped(block.title)}",
         table(of.rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NO_VALUE = "–"  # in a cell: nothing is known
@@ -41,7 +42,7 @@ class Curve:
     tokens: list[float | None] = field(default_factory=list)
     style: str = "line"
 
-    def across(self, axis: str) -> list[float | None]:
+    def across(self, axis: str) -> Sequence[float | None]:
         """Where the points are on an axis: update or tokens."""
         return self.tokens if axis == "tokens" else self.steps
 
@@ -118,7 +119,9 @@ class Preformatted:
     text: str
 
 
-Block = Table | Chart | HeatMap | Stack | Notes | Folded | Preformatted
+Picture = Chart | HeatMap | Stack
+Words = Table | Notes | Folded | Preformatted
+Block = Picture | Words
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Section:
     blocks: list[Block]
 
 
-def shown(value) -> str:
+def shown(value: object) -> str:
     """A value as a reader sees it: numbers with six digits that count, None as NO_VALUE."""
     if value is None:
         return NO_VALUE
@@ -148,6 +151,15 @@ def _decimal(value: float) -> str:
     if abs(value) >= 1e6:
         return f"{value:,.0f}"
     return f"{value:,.6g}"
+
+
+def in_numbers(picture: Picture) -> Table:
+    """What a picture shows, as a table."""
+    if isinstance(picture, Chart):
+        return numbers(picture)
+    if isinstance(picture, HeatMap):
+        return numbers_of_layers(picture)
+    return numbers_of_parts(picture)
 
 
 def numbers(chart: Chart) -> Table:

@@ -12,13 +12,22 @@ BOTH = ("update", "tokens")
 LINES = 6  # layers of which each has a line; of more there is a heat map
 
 
-def curve(run: int, files: Files, keys: Sequence[str], label: str = "", style="line") -> Curve:
+def curve(
+    run: int, files: Files, keys: Sequence[str], label: str = "", style: str = "line"
+) -> Curve:
     """What lies under nested keys of a run's records, over updates and tokens."""
     steps, values = column(files.records, *keys)
     return of_values(run, files, label or files.label, steps, values, style)
 
 
-def of_values(run: int, files: Files, label: str, steps, values, style="line") -> Curve:
+def of_values(
+    run: int,
+    files: Files,
+    label: str,
+    steps: list[int],
+    values: list[float | None],
+    style: str = "line",
+) -> Curve:
     """A curve of numbers that are known."""
     return Curve(label, run, steps, values, tokens_at(files.records, steps), style)
 
@@ -73,10 +82,11 @@ def without(runs: Sequence[Files], having: Sequence[int], what: str) -> list[Blo
 
 
 def per_layer(
-    runs: Sequence[Files], title: str, unit: str, keys: Sequence[str], *, logarithmic=False
+    runs: Sequence[Files], title: str, unit: str, keys: Sequence[str], *, logarithmic: bool = False
 ) -> list[Block]:
     """Of each run a line for each of its layers, or a heat map of many."""
-    path, blocks = ".".join(keys), []
+    path = ".".join(keys)
+    blocks: list[Block] = []
     for files in runs:
         of = layers(files.records, *keys)
         if not of.steps:

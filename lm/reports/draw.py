@@ -154,7 +154,8 @@ def _stack(stack: Stack):
     names = list(stack.parts)
     figure, axes = _panel(stack.unit, "update", math.ceil(len(names) / 3))
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
-    steps, values = stack.steps, list(stack.parts.values())
+    steps: list[float] = [*stack.steps]
+    values = list(stack.parts.values())
     if len(steps) == 1:  # an area needs two ends
         steps, values = [steps[0] - 0.5, steps[0] + 0.5], [of * 2 for of in values]
     areas = axes.stackplot(steps, values, colors=colors, alpha=0.85, lw=0)

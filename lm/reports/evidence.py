@@ -45,7 +45,8 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
 
 
 def _arrow(of: dict) -> str:
-    return {True: " ↑", False: " ↓"}.get(of.get("higher_is_better"), "")
+    better = of.get("higher_is_better")
+    return (" ↑" if better else " ↓") if isinstance(better, bool) else ""
 
 
 def _score(of: dict, limit) -> str:

@@ -93,15 +93,15 @@ def _last_list(records: Sequence[dict], key: str) -> list | None:
     return next((r[key] for r in reversed(records) if isinstance(r.get(key), list)), None)
 
 
-def _mean(values) -> float | None:
+def _mean(values: object) -> float | None:
     known = _numbers(values)
     return sum(known) / len(known) if known else None
 
 
-def _most(values) -> float | None:
+def _most(values: object) -> float | None:
     return max(_numbers(values), default=None)
 
 
-def _numbers(values) -> list[float]:
+def _numbers(values: object) -> list[float]:
     of = values if isinstance(values, list) else []
     return [value for v in of if (value := number(v)) is not None]

@@ -178,7 +178,7 @@ def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
 
 def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     """A nested mapping by dotted keys."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             found |= flat(value, f"{prefix}{key}.")
@@ -187,7 +187,7 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def as_written(value) -> str:
+def as_written(value: object) -> str:
     """A value of a configuration on one line: null, true, "text" without its quotes."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

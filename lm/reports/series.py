@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Layers(NamedTuple):
     left_out: int
 
 
-def number(value) -> float | int | None:
+def number(value: object) -> float | int | None:
     """A finite number as it is; None of anything else, also of a whole number beyond any float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -80,7 +80,7 @@ def smoothing_span(count: int) -> int:
 def tokens_at(records: Records, steps: Sequence[int]) -> list[float | None]:
     """Tokens seen until each update: of the training record of that update, between two records in
     proportion; None after the last one."""
-    known = {0: 0}
+    known: dict[int, float] = {0: 0}
     for record in having(records, "loss"):
         tokens = number(record.get("tokens"))
         if tokens is not None:
@@ -125,7 +125,7 @@ def _of_layers(record: dict, keys: tuple[str, ...]) -> dict[int, float | None] |
     return {layer: number(value) for layer, value in zip(numbers, values, strict=True)}
 
 
-def over_layers(of: Layers, join) -> list[float | None]:
+def over_layers(of: Layers, join: Callable[[list[float]], float]) -> list[float | None]:
     """One number for each update out of those of its layers: their mean, say, or their most."""
     joined = []
     for values in zip(*of.values, strict=True):

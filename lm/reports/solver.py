@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lm.reports.blocks import Block, Notes, Section
 from lm.reports.curves import joined, mean, per_layer
 from lm.reports.read import Files
 from lm.reports.series import having
 
-# Title, unit, keys of the records, how layers are joined where several runs stand together, and
-# whether the scale may be logarithmic.
+
+class Work(NamedTuple):
+    """A figure of what solving cost or left."""
+
+    title: str
+    unit: str
+    keys: tuple[str, ...]  # of the records
+    join: Callable[[list], float]  # of the layers, where several runs stand together
+    is_logarithmic: bool  # where the values span enough
+
+
 WORK = [
-    ("Evaluations a token", "evaluations of the layer's map", ("evaluations",), mean, False),
-    ("Tokens whose solve failed", "share of the tokens", ("failed",), max, False),
-    ("Residual", "largest of a token, mean over sequences", ("residual",), max, True),
-    ("Adjoint", "norm against what came in", ("adjoint",), max, True),
-    ("Mixing norm", "‖I − Q‖", ("mixing_norm",), max, False),
-    ("Lipschitz constant", "‖∂f/∂y‖", ("lipschitz",), max, False),
+    Work("Evaluations a token", "evaluations of the layer's map", ("evaluations",), mean, False),
+    Work("Tokens whose solve failed", "share of the tokens", ("failed",), max, False),
+    Work("Residual", "largest of a token, mean over sequences", ("residual",), max, True),
+    Work("Adjoint", "norm against what came in", ("adjoint",), max, True),
+    Work("Mixing norm", "‖I − Q‖", ("mixing_norm",), max, False),
+    Work("Lipschitz constant", "‖∂f/∂y‖", ("lipschitz",), max, False),
 ]
 ITERATIONS = ("probe", "num_iters", "mean")
 

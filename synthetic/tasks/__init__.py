@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,12 @@ class Batch(NamedTuple):
     kinds: np.ndarray | None = None  # (b,l) int64: the sub-task of a label, of a task that has them
     carry: bool = False  # the sequences go on where those of the batch before ended
     shared: np.ndarray | None = None  # (n,) uint64: hashes of its samples that are not held apart
+
+
+class TaskSection(Protocol):
+    """The `task` section of a YAML, of which each task reads what concerns it."""
+
+    name: str
 
 
 class Task:
@@ -57,6 +64,9 @@ class Task:
     source: str = ""
     streams: bool = False
     seen: dict[str, tuple[int, int]]
+
+    def __init__(self, section: TaskSection | None = None):
+        """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
@@ -122,10 +132,11 @@ class Task:
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
 
+AnyTask = TypeVar("AnyTask", bound=Task)
 TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
-def task(*names: str):
+def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
     """A decorator that registers a subclass of Task under these names, which `task.name` may then
     have. One that is not in this folder can also be named as `module:Class`.
 
@@ -133,7 +144,7 @@ def task(*names: str):
         TaskError: what is decorated is no Task or lacks a method; a name that another has.
     """
 
-    def decorated(cls):
+    def decorated(cls: type[AnyTask]) -> type[AnyTask]:
         check_class(cls)
         for name in names:
             other = TASKS.setdefault(name, cls)
@@ -180,7 +191,7 @@ def registered_tasks() -> list[str]:
     return list(TASKS)
 
 
-def build(section) -> Task:
+def build(section: TaskSection) -> Task:
     """`synthetic.config.Task` → the dataset it names.
 
     Raises:

@@ -385,13 +385,15 @@ def test_scores_samples_and_events(tmp_path, undrawn):
     lines = [*records([0]), {"step": 40, "rollback": {"number": 1, "why": "the loss is <nan>"}}]
     folder = run_in(tmp_path / "run", lines)
     scores = {"acc": {"value": 0.24, "stderr": 0.061, "higher_is_better": True}}
+    spoilt = {"acc": {"value": 0.5, "higher_is_better": ["true"]}}
     (folder / "hf/eval").mkdir(parents=True)
-    results = {"limit": 50, "tasks": {"catbabi_mini": {"metrics": scores}}}
-    (folder / "hf/eval/results.json").write_text(json.dumps(results))
+    tasks = {"catbabi_mini": {"metrics": scores}, "spoilt": {"metrics": spoilt}}
+    (folder / "hf/eval/results.json").write_text(json.dumps({"limit": 50, "tasks": tasks}))
     (folder / "sample.txt").write_text("Once <b>upon</b> a ``` time")
     page = reported(folder, tmp_path)
     row = page.rows("Evaluations")["catbabi_mini"]
     assert (row["metric"], row["run"]) == ("acc ↑", "0.24 ± 0.061 (50 documents)")
+    assert page.rows("Evaluations")["spoilt"]["metric"] == "acc"
     assert "Once <b>upon</b> a ``` time" in page.text
     assert page.tables["Events"][0][1][1:] == ["40", "rollback", "the loss is <nan>"]
 

@@ -254,7 +254,7 @@ def two_ranks(rank, port, folder, results, fails_on):
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    made = Checkpoints(folder, Ranks(rank, 2, "cpu", dist.group.WORLD), Checkpoint())
+    made = Checkpoints(folder, Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD), Checkpoint())
     files = {f"rank{rank}.pt": torch.full((10,), float(rank))}
     made.save(1, lambda: files)
     made.finish()

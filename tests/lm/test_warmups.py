@@ -16,7 +16,9 @@ from lm.data import loader
 from lm.data.tokenizer import load_tokenizer
 from lm.plan import plan
 from lm.preflight import check_config
+from lm.ranks import Ranks
 from lm.reshard import consolidated
+from lm.run_dir import RunDir
 from lm.train import RANK_FILE
 from lm.warmups import Growth
 from tests.lm.test_train import trace
@@ -204,3 +206,12 @@ def test_a_checkpoint_of_another_batch_warmup_is_refused(tiny):
     for manifest, now in [(of_grown, of_plain), (of_plain, of_grown)]:
         with pytest.raises(CheckpointError, match=r"train\.batch_warmup="):
             check_batch(Path("x"), manifest, now, None, None)
+
+
+def test_a_checkpoint_of_0_1_in_a_directory_that_has_lost_its_config(tiny, tmp_path):
+    run = RunDir(tmp_path)
+    run.config.write_text(tiny(*BATCH).to_yaml())  # as the run that goes on there has written it
+    manifest, path = {"world_size": 1}, run.checkpoints / "step-000003"
+    check_batch(path, manifest, identity(tiny(*BATCH), 1), run, Ranks())
+    with pytest.raises(CheckpointError, match="with 8 sequences an update, this run has 4"):
+        check_batch(path, manifest, {"batch_warmup": None, "global_batch_size": 4}, run, Ranks())
