@@ -398,7 +398,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         places = [("the embedded input", self.embeddings)]
         places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
         places += [("the final norm", self.norm_f)]
-        raise explained(*places[first], self.config, what) from None
+        where, module = places[first]
+        raise explained(where, module, self.config, what) from None
 
     def _end(self, input_ids, seqs, state, ends):
         """The FPRNNState after the last token, from those of the layers."""

@@ -23,6 +23,8 @@ class FixedPointReport:
     compare what is in them; these are not of that kind.
     """
 
+    token_iters: torch.Tensor | None
+
     def __init__(self, fields: Iterable[Any], layers: list[int] | None = None) -> None:
         self.layers = layers  # their numbers, from 0 on; None: all
         for name, value in zip(FixedPointStats._fields, fields, strict=True):

@@ -3,7 +3,7 @@
 Shape suffixes: b batch, l length, d channels, k d_conv.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +154,7 @@ class Kept:
 
     _marks: Any
     _views: Any
-    _made: dict[str, Any]
+    _made: dict[Hashable, Any]
 
     def __init__(self) -> None:
         self._marks, self._views, self._made = None, (), {}
@@ -175,14 +175,14 @@ class Kept:
             self._made = {}
         return self
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
+    def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
         """What `make()` gives, or gave before."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
 
-def once(kept: Kept | None, name: str, make: Callable[[], Any]) -> Any:
+def once(kept: Kept | None, name: Hashable, make: Callable[[], Any]) -> Any:
     """`kept.once`, where something may be kept. kept: Kept or None."""
     return make() if kept is None else kept.once(name, make)
 
