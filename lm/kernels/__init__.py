@@ -29,6 +29,7 @@ MODULES = {
         "ssd_scan": "triton_ssd",
         "step": "triton_step",
         "short_conv": "triton_conv",
+        "roots": "triton_roots",
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
 }

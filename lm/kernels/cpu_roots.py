@@ -6,6 +6,7 @@ Shape suffixes: n tokens, r rank.
 """
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,15 +33,20 @@ def usable() -> tuple[bool, str]:
 
 def _self_check() -> float:
     """The largest |φ(s) − s| of the roots of a few equations; infinite where one was not found."""
+    return check_by_phi(find_roots, list(DTYPES))
+
+
+def check_by_phi(search: Callable[..., Roots], dtypes: list[torch.dtype]) -> float:
+    """`_self_check` of some `find_roots`, on torch's default device."""
     errors = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for r in (1, 2, 3):
             steps = torch.arange(4 * r * r + 2, dtype=dtype)
             alpha, delta, gamma1 = (steps[k : k + 4 * r].sin().view(4, r) for k in range(3))
             beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
             gamma2 = beta @ beta.mT + torch.eye(r, dtype=dtype)
             gamma0 = gamma1.square().sum(-1) + 1
-            s, solved = find_roots(alpha, beta, delta, gamma0, gamma1, gamma2, 1e-5)
+            s, solved = search(alpha, beta, delta, gamma0, gamma1, gamma2, 1e-5)
             s_column = s.unsqueeze(-1)
             slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
             square = gamma0 + ((gamma1 + slant) * s).sum(-1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import BackendError, Unsupported, available, find
+from lm.kernels import BackendError, Unsupported, available, cpu_roots, find
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -148,8 +148,8 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert available("cuda") == (
-        "selective_scan triton, ssd_scan triton or mamba_ssm, step triton, short_conv triton"
-        " (mamba_ssm for selective_scan: built without)"
+        "selective_scan triton, ssd_scan triton or mamba_ssm, step triton, short_conv triton,"
+        " roots triton (mamba_ssm for selective_scan: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
     assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm or triton, ")
@@ -295,6 +295,8 @@ def everything(model, padded):
 def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()
+    # Interpreted, the search for roots takes a second a call: it has tests of its own.
+    monkeypatch.setattr("lm.kernels.triton_roots.find_roots", cpu_roots.find_roots)
     fields = dict(**MODELS[name], token=token, schedule="parallel")
     runs, used = {}, []
     compute = kernels.compute

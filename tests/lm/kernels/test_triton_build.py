@@ -13,7 +13,7 @@ import triton
 from lm.kernels import Unsupported, triton_build
 from lm.kernels.triton_build import INTERPRETED, block_for, check, check_keep, dense, launch
 
-FILES = ("triton_conv", "triton_scan", "triton_ssd", "triton_step")
+FILES = ("triton_conv", "triton_roots", "triton_scan", "triton_ssd", "triton_step")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,0 +1,109 @@
+"""The search for roots in Triton, through the interpreter, against the CPU's and the plain one."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lm.kernels import Unsupported, cpu_roots, triton_roots
+from lm.kernels.triton_build import INTERPRETED
+from lm.model import cell
+from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
+from tests.lm.model.test_cell import coefficients_of, normal, random_coefficients
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    skip_where_missing(triton_roots)
+    with poisoned_memory():
+        yield
+
+
+def on_device(coefficients, dtype=torch.float32):
+    fields = (t.to(DEVICE, dtype) for t in coefficients[:-1])
+    return type(coefficients)(*fields, coefficients.floor)
+
+
+def roots_of(coefficients):
+    s, solved = triton_roots.find_roots(*on_device(coefficients))
+    return s.cpu(), solved.cpu()
+
+
+def in_fp32(coefficients):
+    return type(coefficients)(*(t.float() for t in coefficients[:-1]), coefficients.floor)
+
+
+@pytest.mark.parametrize("r, tokens", [(1, 40), (2, 40), (3, 11), (4, 11), (6, 3), (8, 3)])
+def test_it_is_the_plain_search(r, tokens):
+    coefficients = random_coefficients(tokens, r, 1.0, seed=r)
+    s, solved = roots_of(coefficients)
+    expected, there = cell._find_root_plain(in_fp32(coefficients))
+    assert solved.all() and there.all()
+    torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+@pytest.mark.parametrize("scale", [3.0, 1e3])
+def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
+    """Also where Picard does not converge and bisection finds the root."""
+    if not cpu_roots.usable()[0]:
+        pytest.skip(cpu_roots.usable()[1])
+    coefficients = random_coefficients(16, r, scale, seed=20 + r)
+    s, solved = roots_of(coefficients)
+    expected, there = cpu_roots.find_roots(*in_fp32(coefficients))
+    assert torch.equal(solved, there)
+    torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rotation_that_picard_circles_is_bisected():
+    """M turns by 90 degrees and doubles: every step of Picard leads away, bisection does not."""
+    turn = torch.tensor([[0.0, -40.0], [40.0, 0.0]]).double().repeat(3, 1, 1)
+    U = torch.eye(12).double()[:2].repeat(3, 1, 1)
+    coefficients = coefficients_of(
+        normal(3, 12), turn @ U, U, torch.ones(12).double(), torch.zeros(12).double(), kind="rms"
+    )
+    s, solved = roots_of(coefficients)
+    left = in_fp32(coefficients).phi(s)[0] - s
+    assert solved.all() and left.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["alpha", "gamma0", "gamma2"])
+def test_nan_stays_in_its_token(name):
+    coefficients = random_coefficients(6, 2)
+    expected, _ = roots_of(coefficients)
+    getattr(coefficients, name)[3] = torch.nan
+    s, solved = roots_of(coefficients)
+    others = torch.arange(6) != 3
+    assert torch.equal(s[others], expected[others]) and solved[others].all()
+    assert not solved[3] and s[3].isnan().all()
+
+
+def test_what_it_cannot_compute_is_refused():
+    with pytest.raises(Unsupported, match="rank 9"):
+        roots_of(random_coefficients(2, 9))
+    with pytest.raises(Unsupported, match=r"alpha is torch\.float64"):
+        triton_roots.find_roots(*on_device(random_coefficients(2, 2), torch.float64))
+
+
+@pytest.mark.parametrize("rank", [1, 4, *(pytest.param(r, marks=pytest.mark.slow) for r in (2, 8))])
+def test_it_compiles(rank, monkeypatch):
+    """As it is launched, for sm_80 and sm_90."""
+    launched = []
+    monkeypatch.setattr(
+        triton_roots, "launch", lambda *args, **named: launched.append((args, named))
+    )
+    triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
+    ((kernel, _, *args), constants) = launched[0]
+    warps = constants.pop("num_warps")
+    types = {torch.float32: "*fp32", torch.uint8: "*u8", int: "i32", float: "fp32"}
+    kinds = [types[a.dtype if torch.is_tensor(a) else type(a)] for a in args]
+    names = kernel.fn.__code__.co_varnames[: len(kinds)]
+    case = {
+        "kernel": kernel.fn.__name__,
+        "signature": dict(zip(names, kinds)) | dict.fromkeys(constants, "constexpr"),
+        "constexprs": constants,
+        "options": {"num_warps": warps},
+    }
+    assert compile_for_gpus("lm.kernels.triton_roots", [case]) == {}
