@@ -10,6 +10,8 @@ SCAN = "lm/kernels/triton_scan.py"
 STEP = "lm/kernels/triton_step.py"
 SSD = "lm/kernels/triton_ssd.py"
 CONV = "lm/kernels/triton_conv.py"
+CPU_ROOTS = "lm/kernels/cpu_roots.cpp"
+ROOTS = "lm/kernels/triton_roots.py"
 TESTS = "tests/lm/kernels/"
 
 
@@ -214,5 +216,32 @@ MUTATIONS = [
         "mamba-ssm: a reset is one token late",
         "lm/kernels/mamba_ssd.py", "(keep == 0).cumsum(1", "(keep.roll(1, 1) == 0).cumsum(1",
         (f"{TESTS}test_mamba_ssm.py::test_the_chunked_scan",),
+    ),
+    # The search for roots.
+    Mutation(
+        "compiled roots: Β is read transposed",
+        CPU_ROOTS, "e.beta[i][j] = beta[i * r + j];", "e.beta[i][j] = beta[j * r + i];",
+        (f"{TESTS}test_cpu_roots.py::test_it_is_the_plain_search",),
+    ),
+    Mutation(
+        "compiled roots: γ1 is another token's",
+        CPU_ROOTS, "(p.gamma1) + token * r;", "(p.gamma1);",
+        (f"{TESTS}test_cpu_roots.py::test_it_is_the_plain_search",),
+    ),
+    Mutation(
+        "roots in Triton: Newton goes back",
+        ROOTS, "        near = tl.sum((tl.abs(moved",
+        "        moved = 2.0 * s - moved\n        near = tl.sum((tl.abs(moved",
+        triton("roots", "test_it_is_the_search_of_the_cpu_step_for_step"),
+    ),
+    Mutation(
+        "roots in Triton: no rows are exchanged",
+        ROOTS, "eligible = (row >= k) &", "eligible = (row == k) &",
+        triton("roots", "test_rows_are_exchanged"),
+    ),
+    Mutation(
+        "roots in Triton: whatever Newton finds is taken",
+        ROOTS, "found = found | (ended & _attracts(", "found = found | (ended | _attracts(",
+        triton("roots", "test_it_is_the_search_of_the_cpu_step_for_step"),
     ),
 ]  # fmt: skip

@@ -69,6 +69,21 @@ def test_a_rotation_that_picard_circles_is_bisected():
     assert solved.all() and left.abs().max() < 1e-3
 
 
+def test_rows_are_exchanged():
+    """I − φ′ has nothing in its first corner: elimination without exchanges would divide by it."""
+    beta = torch.tensor([[1.0, 0.5], [0.5, 0.0]]).double().repeat(2, 1, 1)
+    zeros = torch.zeros(2, 2).double()
+    alpha = torch.tensor([[0.3, -0.2], [0.1, 0.4]]).double()
+    coefficients = cell.Coefficients(
+        alpha, beta, zeros, torch.ones(2).double(), zeros, torch.zeros(2, 2, 2).double(), 1e-5
+    )
+    s, solved = roots_of(coefficients)
+    eye = torch.eye(2).double()
+    expected = torch.linalg.solve(eye - beta, alpha)  # φ is linear here
+    assert solved.all()
+    torch.testing.assert_close(s.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["alpha", "gamma0", "gamma2"])
 def test_nan_stays_in_its_token(name):
     coefficients = random_coefficients(6, 2)
