@@ -12,6 +12,8 @@ from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
 from tests.lm.model.test_cell import coefficients_of, normal, random_coefficients
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# Of the interpreter, where a search goes through a pole.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
