@@ -63,6 +63,9 @@ def _compare(args: argparse.Namespace) -> int:
     from lm.console import say
     from lm.errors import ConfigError
 
+    if (args.plan or args.report) and args.jobs > 1:
+        option = "--plan" if args.plan else "--report"
+        raise ConfigError(f"{option} trains nothing: leave --jobs out")
     if args.plan:
         say(_planned(args))
         return 0

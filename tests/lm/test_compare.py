@@ -438,6 +438,9 @@ def test_options_that_do_nothing_are_refused(tmp_path, capsys):
     assert "--gpu is for --plan" in capsys.readouterr().err
     assert main(["compare", path, "--gpus", "4", "--jobs", "2"]) == 78
     assert "leave --jobs out" in capsys.readouterr().err
+    for option in ("--plan", "--report"):
+        assert main(["compare", path, option, "--jobs", "2"]) == 78
+        assert f"{option} trains nothing: leave --jobs out" in capsys.readouterr().err
     assert main(["compare", path, "--gpus", "4"]) == 78
     assert "on GPUs take `time`" in capsys.readouterr().err
 
