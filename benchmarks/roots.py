@@ -54,7 +54,8 @@ def searches(a):
                     module = kernels.find("roots", like)
                 except kernels.BackendError:
                     continue
-            found += [backend] if module is not None else []
+            own = kernels.MODULES[backend]["roots"]  # on another device another one is found
+            found += [backend] if module and module.__name__.endswith(own) else []
     return found
 
 

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from lm.config import Run
 from lm.console import say
@@ -185,8 +185,7 @@ class Writer:
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int = 0):
         self.run = run
         self.path = run.metrics
-        self.file = self.path.open("a", encoding="utf-8")
-        self.keep_until(resumed_at)
+        self.file = self._kept_until(resumed_at)
         self.trackers: dict[str, Tracker] = {}
         for name, tracker in TRACKERS.items():
             if getattr(cfg.log, name):
@@ -196,10 +195,16 @@ class Writer:
 
     def keep_until(self, step: int) -> None:
         """Drop the records of later steps from metrics.jsonl, and go on from there; all at 0."""
+        with writing(self.path):
+            self.file.close()
+        self.file = self._kept_until(step)
+
+    def _kept_until(self, step: int) -> TextIO:
+        """metrics.jsonl without the records of later steps, open to go on."""
         kept = [r for r in read_metrics(self.run.path) if r["step"] <= step] if step else []
-        self.file.close()
         write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
-        self.file = self.path.open("a", encoding="utf-8")
+        with writing(self.path):
+            return self.path.open("a", encoding="utf-8")
 
     def write(self, record: dict) -> None:
         """record: {"step": n, …} with numbers, lists of one number a layer, or nested mappings."""

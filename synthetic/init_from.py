@@ -69,7 +69,7 @@ def _read(path: str) -> tuple[Source, Task]:
     run = RunDir(Path(path).expanduser())
     if not run.holds_run:
         raise SourceError(f"init_from.path is {path}, which is no run: it must be a synthetic run")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():  # on a GPU too: building a model seeds all generators
         loaded = load_run(run.path)
     if loaded.cfg.model.name != "fprnn":
         raise SourceError(
@@ -83,8 +83,9 @@ def _read(path: str) -> tuple[Source, Task]:
 
 def _other_task(theirs: Task, ours: Task) -> str:
     """In what two tasks differ, in words: an id may mean another thing in each. "": in nothing."""
-    there = theirs.model_dump()
-    here = ours.model_dump()
+    no_matter = {"csv", "data", "context"}  # where it lies, and how much is packed together
+    there = theirs.model_dump(exclude=no_matter)
+    here = ours.model_dump(exclude=no_matter)
     names = [name for name in here if here[name] != there[name]]
     differing = [f"task.{name} {there[name]} there, {here[name]} here" for name in names]
     return f"it was trained on another task ({', '.join(differing)})" if differing else ""

@@ -93,14 +93,22 @@ def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
     assert all(found[name].holds for name in told), found
 
 
+def test_a_mixer_without_low_rank_is_iterated(page):
+    typed(page, "my_mixer", "low_rank", "turned_plane")
+    found = {f.what: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    assert all(f.holds is not False for f in found.values()), found
+    assert "low_rank is I − Q" not in found and found["gradient of the mixer's"].holds
+
+
 @pytest.mark.parametrize(
     "old, new, what",
     [
         ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
         ("return v - (", "return v.relu() - (", "Q v is linear in v"),
+        ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
     ],
-    ids=["gradient", "bound", "linear"],
+    ids=["gradient", "bound", "linear", "low rank"],
 )  # fmt: skip
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)

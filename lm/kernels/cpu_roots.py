@@ -16,6 +16,7 @@ from lm.kernels import Unsupported, cpu_build
 from lm.kernels.cpu_build import DTYPES, address, check, functions
 
 MOST_RANK = 8  # as in cpu_cell_root.h
+SCALE_BEYOND_PICARD = 30.0  # of an equation that the self-check has solved as well
 _pack = struct.Struct("3qd8q").pack  # `struct Roots` of cpu_roots.cpp
 
 
@@ -32,7 +33,8 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check() -> float:
-    """The largest |φ(s) − s| of the roots of a few equations; infinite where one was not found."""
+    """The largest |φ(s) − s| of the roots of a few equations, relative; infinite where one was not
+    found."""
     return check_by_phi(find_roots, list(DTYPES))
 
 
@@ -40,19 +42,23 @@ def check_by_phi(search: Callable[..., Roots], dtypes: list[torch.dtype]) -> flo
     """`_self_check` of some `find_roots`, on torch's default device."""
     errors = []
     for dtype in dtypes:
-        for r in (1, 2, 3):
-            steps = torch.arange(4 * r * r + 2, dtype=dtype)
+        for r in (1, 3, 5):
+            steps = torch.arange(4 * r * r + 2, dtype=torch.float64)
             alpha, delta, gamma1 = (steps[k : k + 4 * r].sin().view(4, r) for k in range(3))
             beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
-            gamma2 = beta @ beta.mT + torch.eye(r, dtype=dtype)
+            gamma2 = beta @ beta.mT + torch.eye(r, dtype=torch.float64)
             gamma0 = gamma1.square().sum(-1) + 1
-            s, solved = search(alpha, beta, delta, gamma0, gamma1, gamma2, 1e-5)
-            s_column = s.unsqueeze(-1)
+            alpha[3] *= SCALE_BEYOND_PICARD
+            beta[3] *= SCALE_BEYOND_PICARD
+            given = (t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2))
+            s, solved = search(*given, 1e-5)
+            s_column = s.double().unsqueeze(-1)
             slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
             square = gamma0 + ((gamma1 + slant) * s).sum(-1)
             numerator = alpha + (beta @ s_column).squeeze(-1)
             phi = numerator * square.rsqrt().unsqueeze(-1) + delta
-            errors.append(torch.where(solved.unsqueeze(-1), (phi - s).abs(), torch.inf).max())
+            off = (phi - s).abs() / (1 + phi.abs())
+            errors.append(torch.where(solved.unsqueeze(-1), off, torch.inf).max())
     return max(error.item() for error in errors)
 
 

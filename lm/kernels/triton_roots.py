@@ -258,7 +258,7 @@ def _roots_kernel(
         psi, _, _, _, residual, scale = _evaluate(
             s, alpha, beta, delta, gamma0, gamma1, gamma2, floor
         )
-        done = active & (residual <= 8.0 * eps * scale)
+        done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
         lost = lost | (active & (residual == float("inf")))
         active = active & (done == 0) & (lost == 0)
         root = tl.where(done[:, None], s, root)

@@ -269,7 +269,7 @@ def _find_root_plain(coefficients):
         value, there = coefficients.phi(s)
         psi = value - s
         residual = psi.abs().amax(-1)
-        done = residual <= ROUNDING * coefficients.rounding(s, there)
+        done = (residual <= ROUNDING * coefficients.rounding(s, there)) & torch.isfinite(residual)
         # 2. Newton goes the rest of a way that is short.
         found, by_newton = _polished(coefficients, s, there, residual, residual_before, ~done)
         done = done | by_newton

@@ -387,4 +387,11 @@ MUTATIONS = [
         STATE, "return tail * (document == document[:, -1:]).unsqueeze(-1)", "return tail",
         ("tests/lm/model/test_state.py::test_last_takes_the_last_tokens_of_each_row_within_its_document",),
     ),
+    Mutation(
+        "tokens that are solved together read the mean of all",
+        "lm/model/fixed_point.py", "        x, parts, rows = self._mixed(s, y)",
+        "        s = s._replace(x=s.x + 1e-3 * s.x.mean(1, keepdim=True))\n"
+        "        x, parts, rows = self._mixed(s, y)",
+        ("tests/lm/model/test_causal.py::test_later_tokens_change_no_other_schedules_result[fp_rnn-window:4]",),
+    ),
 ]  # fmt: skip

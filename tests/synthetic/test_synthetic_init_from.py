@@ -22,7 +22,7 @@ TREE = {
     "train": {"steps": 3, "batch_size": 8, "length": 4},
     "eval": {"lengths": "4", "examples": 8, "batch_size": 8},
 }
-HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7")
+HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7", "task.context=99")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")
 

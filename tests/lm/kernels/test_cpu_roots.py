@@ -56,7 +56,7 @@ def test_nan_stays_in_its_token(name, value):
     s, solved = cpu_roots.find_roots(*coefficients)
     others = torch.arange(6) != 3
     assert torch.equal(s[others], expected.s[others]) and solved[others].all()
-    if value != value:
+    if name != "gamma0" or value != value:  # 1/√∞ is 0, and s = δ
         assert not solved[3] and s[3].isnan().all()
 
 

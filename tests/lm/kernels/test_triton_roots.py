@@ -86,11 +86,14 @@ def test_rows_are_exchanged():
     torch.testing.assert_close(s.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["alpha", "gamma0", "gamma2"])
-def test_nan_stays_in_its_token(name):
+@pytest.mark.parametrize(
+    "name, value",
+    [("alpha", torch.nan), ("gamma0", torch.nan), ("gamma2", torch.nan), ("alpha", torch.inf)],
+)
+def test_nan_stays_in_its_token(name, value):
     coefficients = random_coefficients(6, 2)
     expected, _ = roots_of(coefficients)
-    getattr(coefficients, name)[3] = torch.nan
+    getattr(coefficients, name)[3] = value
     s, solved = roots_of(coefficients)
     others = torch.arange(6) != 3
     assert torch.equal(s[others], expected[others]) and solved[others].all()
