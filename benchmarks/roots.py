@@ -52,7 +52,8 @@ def searches(a):
             with contenders.kernels(backend):
                 try:
                     module = kernels.find("roots", like)
-                except kernels.BackendError:
+                except kernels.BackendError as why:
+                    print(f"without {backend}: {why}")
                     continue
             own = kernels.MODULES[backend]["roots"]  # on another device another one is found
             found += [backend] if module and module.__name__.endswith(own) else []

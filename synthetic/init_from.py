@@ -12,9 +12,8 @@ from lm.errors import ConfigError
 from lm.foreign import Source, SourceError, settled
 from lm.outputs import write_json
 from lm.run_dir import RunDir
-from synthetic.build import load_run
+from synthetic.build import load_run, trained_on
 from synthetic.config import Config, Task
-from synthetic.tasks import Task as BuiltTask
 
 
 def is_needed(cfg: Config, overwrite: bool) -> bool:
@@ -30,28 +29,34 @@ class Start:
     does not fit, and changes nothing.
 
     Args:
-        cfg: of the run, with an `init_from`. task: as it is built. model: the run's.
+        cfg: of the run, with an `init_from`. model: the run's.
+    Attributes:
+        seen: as `synthetic.train.Training.seen`, of the batches that the source was trained on;
+            empty where that was on another task, None where it is not known.
     Raises:
         ConfigError: the run itself, or a model that does not match. SourceError: no trained
             synthetic run, or one of another model than ours. CheckpointError: a damaged one.
     """
 
-    def __init__(self, cfg: Config, task: BuiltTask, model: torch.nn.Module):
+    def __init__(self, cfg: Config, model: torch.nn.Module):
         wanted = cfg.init_from
         assert wanted is not None
         if Path(wanted.path).expanduser().resolve() == Path(cfg.run_dir).resolve():
             raise ConfigError(
                 f"init_from.path is {wanted.path}, which is this run itself: choose another `name`"
             )
-        self.source, trained_on = _read(wanted.path)
+        self.source = _read(wanted.path)
         self.model = model
+        task, seen = trained_on(self.source.path)
+        other_task = _other_task(task, cfg.task)
+        self.seen = set() if other_task else seen
         self.found = upcycle.match(
             self.source,
             model,
             wanted.layers,
             wanted.partial,
             model.config.vocab_size,
-            _other_task(trained_on, cfg.task),
+            other_task,
         )
 
     def apply(self) -> list[str]:
@@ -64,12 +69,13 @@ class Start:
         write_json(run.init_from, upcycle.record(self.found, self.source, self.model.config))
 
 
-def _read(path: str) -> tuple[Source, Task]:
-    """A trained synthetic run, and the task it was trained on."""
+def _read(path: str) -> Source:
+    """The model of a trained synthetic run."""
     run = RunDir(Path(path).expanduser())
     if not run.holds_run:
         raise SourceError(f"init_from.path is {path}, which is no run: it must be a synthetic run")
-    with torch.random.fork_rng():  # on a GPU too: building a model seeds all generators
+    all_gpus = range(torch.cuda.device_count())  # building a model seeds all generators
+    with torch.random.fork_rng(devices=all_gpus):
         loaded = load_run(run.path)
     if loaded.cfg.model.name != "fprnn":
         raise SourceError(
@@ -78,14 +84,14 @@ def _read(path: str) -> tuple[Source, Task]:
         )
     config = loaded.model.config
     weights = settled(loaded.model.state_dict(), config, run.path)
-    return Source(run.path, "a synthetic run", config, weights, None), loaded.cfg.task
+    return Source(run.path, "a synthetic run", config, weights, None)
 
 
 def _other_task(theirs: Task, ours: Task) -> str:
     """In what two tasks differ, in words: an id may mean another thing in each. "": in nothing."""
-    no_matter = {"csv", "data", "context"}  # where it lies, and how much is packed together
-    there = theirs.model_dump(exclude=no_matter)
-    here = ours.model_dump(exclude=no_matter)
+    packing = {"context"}  # how many tokens copying packs together: no id means another thing
+    there = theirs.model_dump(exclude=packing)
+    here = ours.model_dump(exclude=packing)
     names = [name for name in here if here[name] != there[name]]
     differing = [f"task.{name} {there[name]} there, {here[name]} here" for name in names]
     return f"it was trained on another task ({', '.join(differing)})" if differing else ""

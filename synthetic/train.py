@@ -102,7 +102,7 @@ class Training:
         self._build()
         self.init_from: Start | None = None
         if init_from.is_needed(cfg, overwrite):
-            self.init_from = Start(cfg, self.task, self.model)
+            self.init_from = Start(cfg, self.model)
         # Where it stands; all of it is in a checkpoint.
         self.step = 0  # updates made
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
@@ -160,6 +160,7 @@ class Training:
             for line in self.init_from.apply():
                 say(f"init     {line}")
             self.init_from.write(run)
+            self.seen = self.init_from.seen  # its samples are in training, too
         self.init_from = None  # its weights need not be kept
         if self.step < self.cfg.train.steps and self.solved_at is None:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
