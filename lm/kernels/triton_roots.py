@@ -5,7 +5,8 @@ roots together, with some fifty small kernels for each of up to three hundred st
 takes its tokens to the end by itself. All is computed in fp64, whatever is read: near a fold a
 rounding decides which root is taken. The search is that of cpu_cell_root.h, step for step.
 
-Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r.
+Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
+`equation` is (α, Β, δ, γ0, γ1, Γ2, the floor of the square) of T tokens.
 """
 
 import torch
@@ -36,9 +37,10 @@ def _any(mask):
 
 
 @triton.jit
-def _evaluate(s, alpha, beta, delta, gamma0, gamma1, gamma2, floor):
+def _evaluate(s, equation):
     """Of φ at s (T,R): ψ = φ(s) − s, α + Β s, γ1 + Γ2 s, 1/√…, max |ψ| (infinite where ψ is not
     finite), and what rounding is measured against."""
+    alpha, beta, delta, gamma0, gamma1, gamma2, floor = equation
     moved = tl.sum(beta * s[:, None, :], 2)
     slant = gamma1 + tl.sum(gamma2 * s[:, None, :], 2)
     under = gamma0 + tl.sum(s * (gamma1 + slant), 1)
@@ -94,6 +96,7 @@ def _attracts(M, R: tl.constexpr):
     polynomial (Faddeev and LeVerrier) and Routh's array."""
     row = tl.arange(0, R)[None, :]
     eye = row[:, :, None] == row[:, None, :]
+    # What is added times zero gives the shape, and keeps a NaN.
     power = tl.where(eye, 1.0, 0.0) + M * 0.0
     above = tl.where(row == 0, 1.0, 0.0) + tl.sum(M, 2) * 0.0  # coefficients 0, 2, 4, …
     below = tl.sum(M, 2) * 0.0  # 1, 3, 5, …
@@ -120,42 +123,24 @@ def _attracts(M, R: tl.constexpr):
 
 
 @triton.jit
-def _shortcut(
-    s,
-    trying,
-    residual,
-    q,
-    alpha,
-    beta,
-    delta,
-    gamma0,
-    gamma1,
-    gamma2,
-    floor,
-    eps,
-    MOST: tl.constexpr,
-    R: tl.constexpr,
-):
+def _shortcut(s, trying, residual, q, equation, eps, MOST: tl.constexpr, R: tl.constexpr):
     """Newton from s (T,R), where Picard contracts by q (T,) → where it came to, and whether (T,)
     that is what Picard would have found."""
+    beta = equation[1]
     start = s
     most = (2.0 * residual / (1.0 - q))[:, None]
     found = trying & (residual < 0.0)  # none yet
     tries = 0
     while (tries < MOST) & _any(trying):
-        psi, numerator, slant, inverse, before, _ = _evaluate(
-            s, alpha, beta, delta, gamma0, gamma1, gamma2, floor
-        )
+        psi, numerator, slant, inverse, before, _ = _evaluate(s, equation)
         moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
         near = tl.sum((tl.abs(moved - start) <= most).to(tl.int32), 1) == R
         trying = trying & near
-        _, _, _, _, after, _ = _evaluate(moved, alpha, beta, delta, gamma0, gamma1, gamma2, floor)
+        _, _, _, _, after, _ = _evaluate(moved, equation)
         halved = after <= before / 2.0
         taken = trying & (halved | (after < before))
         s = tl.where(taken[:, None], moved, s)
-        _, numerator, slant, inverse, now, scale = _evaluate(
-            s, alpha, beta, delta, gamma0, gamma1, gamma2, floor
-        )
+        _, numerator, slant, inverse, now, scale = _evaluate(s, equation)
         at_rounding = (now <= 8.0 * eps * scale) | ((now <= 256.0 * eps * scale) & (halved == 0))
         ended = trying & at_rounding
         found = found | (ended & _attracts(_rest(beta, numerator, slant, inverse, R), R))
@@ -165,43 +150,30 @@ def _shortcut(
 
 
 @triton.jit
-def _last_resort(
-    alpha,
-    beta,
-    delta,
-    gamma0,
-    gamma1,
-    gamma2,
-    floor,
-    eps,
-    MOST_TRIES: tl.constexpr,
-    MOST: tl.constexpr,
-    R: tl.constexpr,
-):
+def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R: tl.constexpr):
     """A root by bisection of g = 1/√…, in which the equation is linear, polished by Newton; and
     whether (T,) it is one."""
     eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
     eye = tl.where(eye, 1.0, 0.0)
+    alpha, beta, delta, floor = equation[0], equation[1], equation[2], equation[6]
     low = floor * 0.0 + 1e-18
     high = 1.0 / tl.sqrt(floor)
     for _ in range(MOST_TRIES):
         g = tl.sqrt(low * high)
         s = _eliminate(eye - g[:, None, None] * beta, g[:, None] * alpha + delta, R)
-        _, _, _, inverse, _, _ = _evaluate(s, alpha, beta, delta, gamma0, gamma1, gamma2, floor)
+        _, _, _, inverse, _, _ = _evaluate(s, equation)
         below = inverse >= g  # NaN is above
         low = tl.where(below, g, low)
         high = tl.where(below, high, g)
     s = _eliminate(eye - low[:, None, None] * beta, low[:, None] * alpha + delta, R)
     going = low > 0.0
     for _ in range(MOST):
-        psi, numerator, slant, inverse, before, scale = _evaluate(
-            s, alpha, beta, delta, gamma0, gamma1, gamma2, floor
-        )
+        psi, numerator, slant, inverse, before, scale = _evaluate(s, equation)
         moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
-        _, _, _, _, after, _ = _evaluate(moved, alpha, beta, delta, gamma0, gamma1, gamma2, floor)
+        _, _, _, _, after, _ = _evaluate(moved, equation)
         going = going & (before > 8.0 * eps * scale) & (after < before)
         s = tl.where(going[:, None], moved, s)
-    _, _, _, _, residual, scale = _evaluate(s, alpha, beta, delta, gamma0, gamma1, gamma2, floor)
+    _, _, _, _, residual, scale = _evaluate(s, equation)
     return s, residual <= 256.0 * eps * scale
 
 
@@ -241,6 +213,7 @@ def _roots_kernel(
     gamma0 = tl.load(gamma0 + token, mask=live, other=1.0).to(tl.float64)
     floor = tl.zeros([TOKENS], tl.float64) + floor
     eps = tl.zeros([TOKENS], tl.float64) + eps
+    equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
 
     # 2. Damped Picard from zero; Newton goes the rest of a way that is short.
     s = tl.zeros([TOKENS, R], tl.float64)
@@ -255,9 +228,7 @@ def _roots_kernel(
     lost = token < 0
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
-        psi, _, _, _, residual, scale = _evaluate(
-            s, alpha, beta, delta, gamma0, gamma1, gamma2, floor
-        )
+        psi, _, _, _, residual, scale = _evaluate(s, equation)
         done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
         lost = lost | (active & (residual == float("inf")))
         active = active & (done == 0) & (lost == 0)
@@ -266,22 +237,7 @@ def _roots_kernel(
         near = (q > 0.0) & (q < 0.99) & (residual / (1.0 - q) <= 0.05 * scale)
         trying = active & near
         if _any(trying):
-            ahead, found = _shortcut(
-                s,
-                trying,
-                residual,
-                q,
-                alpha,
-                beta,
-                delta,
-                gamma0,
-                gamma1,
-                gamma2,
-                floor,
-                eps,
-                MOST_NEWTON,
-                R,
-            )
+            ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
             root = tl.where(found[:, None], ahead, root)
             done = done | found
             active = active & (found == 0)
@@ -298,19 +254,7 @@ def _roots_kernel(
 
     # 3. Where that has found nothing: bisection, or the best that was met.
     if _any(active):
-        last, found = _last_resort(
-            alpha,
-            beta,
-            delta,
-            gamma0,
-            gamma1,
-            gamma2,
-            floor,
-            eps,
-            BISECTIONS,
-            MOST_NEWTON,
-            R,
-        )
+        last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
         chosen = tl.where(found[:, None], last, best_s)
         root = tl.where(active[:, None], chosen, root)
         solved = solved | (active & found)
