@@ -14,7 +14,8 @@ done
 while true; do
     "$@" &
     run=$!
-    while kill -0 "$run" 2>/dev/null; do wait "$run"; status=$?; done  # a signal cuts a wait short
+    while kill -0 "$run" 2>/dev/null; do wait "$run"; done  # a signal cuts a wait short
+    wait "$run"; status=$?
     case $status in 77 | 134 | 137 | 139) ;; *) exit "$status" ;; esac
     if [ -n "$asked" ] || [ "$left" = 0 ]; then exit "$status"; fi
     echo "$(date '+%F %T') ended with status $status: again, at most $left times" >&2

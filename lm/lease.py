@@ -16,6 +16,7 @@ from lm.outputs import read_mapping, writing
 
 BEAT_S = 10.0  # seconds between two signs of life
 PATIENCE_S = 30.0  # a holder on another host without one for so long is taken for dead
+WRITING_S = 2.0  # a lease that says nothing yet is being written for no longer than this
 
 
 class LeaseError(UserError, RuntimeError):
@@ -50,7 +51,7 @@ class Lease:
             OutputError: the file cannot be written.
         """
         while not self._create():
-            holder = read_mapping(self.path)
+            holder = self._holder()
             if holder is None:
                 continue  # gone meanwhile
             self._outlive(holder)
@@ -90,6 +91,14 @@ class Lease:
                 self.path.unlink(missing_ok=True)
                 raise
         return True
+
+    def _holder(self) -> dict | None:
+        """What the lease says; None where there is none. An empty one is about to be written: it is
+        looked at again, for its holder is not unknown, only quick."""
+        until = time.monotonic() + WRITING_S
+        while (holder := read_mapping(self.path)) == {} and time.monotonic() < until:
+            time.sleep(0.01)
+        return holder
 
     def _outlive(self, holder: dict) -> None:
         """Returns when the holder is dead; raises LeaseError when it lives."""

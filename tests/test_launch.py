@@ -474,6 +474,14 @@ def test_again_after_what_may_heal_and_so_often(tmp_path, times, ends, status, r
     assert said.count(": again, at most") == runs - 1
 
 
+def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):
+    """It may be gone before the script looks at it: here every line of the script comes late."""
+    (tmp_path / "late").write_text("trap 'sleep 0.05' DEBUG\n")
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "late"))
+    ended, made, _ = again(tmp_path, 5, "exit 77", "exit 78")
+    assert (ended, made) == (78, 2)
+
+
 def test_a_signal_to_again_goes_on_and_ends_it(tmp_path):
     command = f"trap 'exit 77' TERM; touch {tmp_path / 'ready'}; while true; do sleep 0.05; done"
     process = subprocess.Popen([LAUNCH / "again.sh", "5", "bash", "-c", command])

@@ -20,6 +20,7 @@ fork = multiprocessing.get_context("fork")
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "BEAT_S", 0.05)
     monkeypatch.setattr(leases, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(leases, "WRITING_S", 0.4)
     return tmp_path / "lease.json"
 
 
@@ -108,6 +109,25 @@ def test_a_file_that_says_nothing_is_waited_for(path, text):
     lease.acquire()
     assert "an unknown process" in said[0]
     lease.release()
+
+
+def test_one_that_is_being_written_is_of_whom_it_will_name(path):
+    """Its file is there a moment before its text: whoever looks then is to be told the name."""
+    path.write_text("")
+
+    def write():
+        time.sleep(0.1)
+        path.write_text(json.dumps(Lease(path).own))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    said = []
+    try:
+        with pytest.raises(LeaseError, match=f"is in use by process {os.getpid()} on"):
+            Lease(path, said.append).acquire()
+    finally:
+        thread.join()
+    assert not said
 
 
 def test_a_holder_that_was_suspended_finds_out(path):
