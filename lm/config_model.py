@@ -110,6 +110,7 @@ class Model(Section):
     b_h_dep: bool = True
     c_h_dep: bool = True
     dt_h_dep: bool = False
+    gate_h_dep: bool = True
     bc_norm: bool = True
     glu_in_loop: bool = False
     use_short_conv: bool = False

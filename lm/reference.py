@@ -70,6 +70,7 @@ ALWAYS = {
     "b_h_dep": True,
     "c_h_dep": True,
     "dt_h_dep": False,
+    "gate_h_dep": True,
     "reset_at_eos": False,
 }
 # … but for the solver of an imported checkpoint, which is ours; the damping stays the paper's.

@@ -152,7 +152,9 @@ class Mamba(Block):
         for z, y in zip(self.z, ys):
             gated = y
             if not self.c.glu_in_loop:
-                gated = silu(z + weight_normalised(self.p, "z_y_proj") @ before) * y
+                if self.c.gate_h_dep:
+                    z = z + weight_normalised(self.p, "z_y_proj") @ before
+                gated = silu(z) * y
             out.append(linear(self.p, "out_proj", gated))
             before = y
         return torch.stack(out)

@@ -67,7 +67,7 @@ class FPMamba(FixedPointBlock):
             self.bc_y_proj = WNLinear(d, n * (cfg.b_h_dep + cfg.c_h_dep))
         if cfg.dt_h_dep:
             self.dt_y_proj = WNLinear(d, dt)
-        if not cfg.glu_in_loop:
+        if cfg.gate_h_dep and not cfg.glu_in_loop:
             self.z_y_proj = WNLinear(d, d)
 
     def _prepared(self, x, z, bc_x, delta, seqs, tail):

@@ -233,7 +233,8 @@ class FPRNNConfig(PretrainedConfig):
         mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
         symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
         b_h_dep, c_h_dep, dt_h_dep: B, C, and the step size Δ (with it the decay λ), read sh(y) as
-        well as x (Table 1); of fp_mamba1 and fp_mamba2.
+        well as x (Table 1). gate_h_dep: so does the output gate, where it is outside the iteration.
+        These four are of fp_mamba1 and fp_mamba2.
         glu_in_loop: the output gate is inside the iteration. use_short_conv: convolution on x.
         out_norm_epsilon: of the LayerNorm that ends an iteration. eps: floor of the norms that
         vectors inside the iteration are divided by.
@@ -301,6 +302,7 @@ class FPRNNConfig(PretrainedConfig):
         b_h_dep: bool = True,
         c_h_dep: bool = True,
         dt_h_dep: bool = False,
+        gate_h_dep: bool = True,
         bc_norm: bool = True,
         glu_in_loop: bool = False,
         use_short_conv: bool = False,
@@ -341,6 +343,7 @@ class FPRNNConfig(PretrainedConfig):
             ("b_h_dep", b_h_dep, True),
             ("c_h_dep", c_h_dep, True),
             ("dt_h_dep", dt_h_dep, False),
+            ("gate_h_dep", gate_h_dep, True),
         ]:
             if block == "fp_rnn" and value != default:
                 raise ValueError(
@@ -375,6 +378,7 @@ class FPRNNConfig(PretrainedConfig):
         self.b_h_dep = b_h_dep
         self.c_h_dep = c_h_dep
         self.dt_h_dep = dt_h_dep
+        self.gate_h_dep = gate_h_dep
         self.bc_norm = bc_norm
         self.glu_in_loop = glu_in_loop
         self.use_short_conv = use_short_conv

@@ -274,9 +274,15 @@ class FixedPointBlock(nn.Module):
     def finish(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
         if not self.config.glu_in_loop:
-            before = shift(y, s.seqs, "f_y").to(s.z.dtype)
-            y = F.silu(s.z + self._of_y("z_y_proj", before, s.seqs.kept)) * y
+            y = F.silu(self._gate_outside(s, y)) * y
         return self.out_proj(y.to(s.z.dtype))
+
+    def _gate_outside(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
+        """z, and what it reads of sh(y)."""
+        if not self.config.gate_h_dep:
+            return s.z
+        before = shift(y, s.seqs, "f_y").to(s.z.dtype)
+        return s.z + self._of_y("z_y_proj", before, s.seqs.kept)
 
     # How it is solved.
 

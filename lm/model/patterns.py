@@ -23,6 +23,7 @@ _OF_FP_MAMBA = (
     "b_h_dep",
     "c_h_dep",
     "dt_h_dep",
+    "gate_h_dep",
     "bc_norm",
     "glu_in_loop",
 )

@@ -65,6 +65,11 @@ def _check_mixer(config, kind):
         raise ValueError(
             "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
         )
+    if config.glu_in_loop and not config.gate_h_dep:
+        raise ValueError(
+            "gate_h_dep is False: it is for the gate outside the iteration; inside, with"
+            " glu_in_loop, it never reads sh(y)"
+        )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(
             f"mixer_rank is {config.mixer_rank}: of monarch it is the block size and must divide"

@@ -17,9 +17,9 @@ OPTIONS = dict(
     d_model=D_MODEL, d_inner=12, d_state=16, d_conv=4, dt_rank=1, headdim=64, ngroups=1,
     mixer_rank=1, mixer_proj_rank=None, mixer_act="silu", eigen_range="signed",
     kronecker_norm="rows", contractive=None, mixer_h_dep=True, symm_mixer=False, b_h_dep=True,
-    c_h_dep=True, dt_h_dep=False, bc_norm=True, glu_in_loop=False, use_short_conv=False,
-    out_norm_epsilon=1e-5, eps=1e-5, gradient="one_step", n_backwards=1, norm_epsilon=1e-5,
-    rms_norm=True, tie_embeddings=True, eos_token_id=None, reset_at_eos=False,
+    c_h_dep=True, dt_h_dep=False, gate_h_dep=True, bc_norm=True, glu_in_loop=False,
+    use_short_conv=False, out_norm_epsilon=1e-5, eps=1e-5, gradient="one_step", n_backwards=1,
+    norm_epsilon=1e-5, rms_norm=True, tie_embeddings=True, eos_token_id=None, reset_at_eos=False,
 )  # fmt: skip
 MAMBA1 = dict(block="fp_mamba1", d_state=4)
 MAMBA2 = dict(block="fp_mamba2", d_state=4)

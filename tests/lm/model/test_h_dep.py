@@ -28,6 +28,7 @@ SETTINGS = {
     "dt_and_c": dict(dt_h_dep=True, b_h_dep=False, glu_in_loop=True, use_short_conv=True),
     "b": dict(c_h_dep=False, mixer_h_dep=False, bc_norm=False),
     "nothing": dict(b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
+    "gate": dict(gate_h_dep=False),
     "mamba2_dt": dict(block="fp_mamba2", dt_h_dep=True, ngroups=2),
     "mamba2_dt_alone": dict(
         block="fp_mamba2", dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False
@@ -35,7 +36,7 @@ SETTINGS = {
     "mamba2_dt_and_b": dict(
         block="fp_mamba2", dt_h_dep=True, c_h_dep=False, glu_in_loop=True, use_short_conv=True
     ),
-    "mamba2_c": dict(block="fp_mamba2", b_h_dep=False, symm_mixer=True, ngroups=2),
+    "mamba2_c": dict(block="fp_mamba2", b_h_dep=False, gate_h_dep=False, symm_mixer=True, ngroups=2),
     "mamba2_nothing": dict(block="fp_mamba2", b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
 }
 every_setting = pytest.mark.parametrize("name", SETTINGS)
@@ -391,8 +392,29 @@ def test_flops_count_the_maps_where_they_run(name):
         assert here == (once - dt * through, expected)
 
 
+@pytest.mark.parametrize("name", MAMBAS)
+def test_the_gate_outside_reads_x_alone(name):
+    """Its map of sh(y) is gone, with its FLOPs; nothing else is another."""
+    with_map, without = block_of(block=name), block_of(block=name, gate_h_dep=False)
+    gone = {"z_y_proj.direction", "z_y_proj.gain"}
+    assert dict(with_map.named_parameters()).keys() - dict(without.named_parameters()).keys() == gone
+    once, step = with_map.flops_per_token()
+    assert without.flops_per_token() == (once - 2 * 16 * 16, step)
+    without.load_state_dict({k: v for k, v in with_map.state_dict().items() if k not in gone})
+    with torch.no_grad():
+        with_map.z_y_proj.gain.zero_()
+    u = torch.randn(2, 5, 8, dtype=without.D.dtype)
+    torch.testing.assert_close(without(u), with_map(u))
+
+
+def test_a_gate_inside_reads_no_y_that_could_be_left_out():
+    with pytest.raises(ValueError, match="gate_h_dep is False: it is for the gate outside"):
+        block_of(gate_h_dep=False, glu_in_loop=True)
+
+
 def test_fp_rnn_names_the_field_that_it_cannot_have():
-    for field, value in {"b_h_dep": False, "c_h_dep": False, "dt_h_dep": True}.items():
+    others = {"b_h_dep": False, "c_h_dep": False, "dt_h_dep": True, "gate_h_dep": False}
+    for field, value in others.items():
         with pytest.raises(ValueError, match=f"{field} is {value}, which only fp_mamba1"):
             FPRNNConfig(block="fp_rnn", **{field: value})
     FPRNNConfig(block="fp_rnn", b_h_dep=True, c_h_dep=True, dt_h_dep=False)
