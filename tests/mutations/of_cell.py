@@ -286,6 +286,16 @@ MUTATIONS = [
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(
+        "the gate outside the loop reads no sh(y)",
+        BLOCK, 'return s.z + self._of_y("z_y_proj", before, s.seqs.kept)', "return s.z",
+        by_token("fp_mamba1-householder1"),
+    ),
+    Mutation(
+        "a gate that reads x alone keeps its map of sh(y)",
+        BLOCKS, "if cfg.gate_h_dep and not cfg.glu_in_loop:", "if not cfg.glu_in_loop:",
+        (f"{TESTS}test_h_dep.py::test_the_gate_outside_reads_x_alone[fp_mamba1]",),
+    ),
+    Mutation(
         "token: the state after a token is of the x that is not mixed",
         BLOCK, "_, h = self.scan_time(s, parts, mixed)", "_, h = self.scan_time(s, parts, s.x)",
         by_token("fp_mamba1-householder1"),

@@ -20,9 +20,7 @@ MODELS = {
     "fp_mamba1-householder4": dict(mixer_rank=4),
     "fp_mamba1-conv-gate_inside": dict(use_short_conv=True, glu_in_loop=True, mixer_rank=2),
     "fp_mamba1-dplr3": dict(mixer="dplr", mixer_rank=3, contractive=0.9),
-    "fp_mamba1-dt-lowrank": dict(
-        dt_h_dep=True, gate_h_dep=False, mixer_rank=2, mixer_proj_rank=3
-    ),
+    "fp_mamba1-dt-lowrank": dict(dt_h_dep=True, gate_h_dep=False, mixer_rank=2, mixer_proj_rank=3),
     "fp_mamba1-kronecker": dict(mixer="kronecker", contractive=0.5),
     "fp_mamba1-symm-monarch": dict(
         symm_mixer=True, mixer="monarch", mixer_rank=4, contractive=0.5, c_h_dep=False

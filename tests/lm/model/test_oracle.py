@@ -69,7 +69,9 @@ OF_MAMBA = {
     "dt": dict(dt_h_dep=True),
     "dt_alone": dict(dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
     "gate_reads_x_alone": dict(gate_h_dep=False),
-    "nothing": dict(gate_h_dep=False, b_h_dep=False, c_h_dep=False, mixer_h_dep=False, bc_norm=False),
+    "nothing": dict(
+        gate_h_dep=False, b_h_dep=False, c_h_dep=False, mixer_h_dep=False, bc_norm=False
+    ),
     "everything": dict(
         glu_in_loop=True, use_short_conv=True, symm_mixer=True, dt_h_dep=True, mixer="dplr",
         mixer_rank=2, mixer_proj_rank=3,
