@@ -192,7 +192,7 @@ class Reflections(Mixer):
         if weights.extra:
             vectors = self._second_layer(vectors, weights)
         options = r, self.scale, self.eps, self.act_name, self.sequential
-        mixed = faster("step", "mix", x, gates, None, vectors, None, x, y, *options)
+        mixed = faster("step", "mix", x, gates, vectors, x, y, *options)
         return super().mix(raw, x, y, weights) if mixed is None else mixed
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .solver import token_residual
 
 def normalise(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """nrm(v) (b,l,k) of each of the groups that the last dimension is cut into. v: (b,l,k)."""
-    unit = faster("step", "normalise", v, v, None, groups, eps)
+    unit = faster("step", "normalise", v, v, groups, eps)
     if unit is not None:
         return unit
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
