@@ -53,7 +53,7 @@ def parts(block, s, y, in_dtype):
         o, _ = selective_scan(x, dt, A, B, C, None, keep, decays)
     return {
         "projection": lambda: s.projections.rows(shift(y, s.seqs)),
-        "mix": lambda: block.mixer.mix(rows["mixer"], None, s.x, y, s.mixer),
+        "mix": lambda: block.mixer.mix(rows["mixer"], s.x, y, s.mixer),
         "normalise": lambda: block.parts_of(s, rows),
         "scan": lambda: selective_scan(x, dt, A, B, C, None, keep, decays),
         "finish and residual": lambda: block.norm_time(s, o, x, y),

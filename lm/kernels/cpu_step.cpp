@@ -16,17 +16,16 @@
 // entries; arrays without one are contiguous. "or null" marks those that may be missing.
 struct Mix {
     int64_t tokens, channels, rank, act, sequential, threads;
-    int64_t gates_x_step, gates_y_step, vectors_x_step, vectors_y_step, x_step, y_step;
-    const void *gates_x, *gates_y, *vectors_x, *vectors_y;  // (t,r) and (t,r·d), the y or null
-    const void *x, *y;                                      // (t,d)
-    void *mixed;                                            // (t,d)
+    int64_t gates_step, vectors_step, x_step, y_step;
+    const void *gates, *vectors, *x, *y;  // (t,r) (t,r·d) (t,d) (t,d)
+    void *mixed;                          // (t,d)
     double scale, eps;
 };
 
 struct Normalise {
-    int64_t tokens, groups, width, threads, x_step, y_step;
-    const void *x, *y;  // (t, groups·width), y or null
-    void *unit;         // (t, groups·width)
+    int64_t tokens, groups, width, threads, v_step;
+    const void *v;  // (t, groups·width)
+    void *unit;     // (t, groups·width)
     double eps;
 };
 
@@ -81,24 +80,20 @@ template <class T> inline T length_of(Vec<T> squares, double eps) {
 template <class T, Act act> void mix_token(const Mix &p, int64_t t, T *u) {
     const int64_t d = p.channels;
     const T *x = in<T>(p.x) + t * p.x_step, *y = in<T>(p.y) + t * p.y_step;
-    const T *gates_x = in<T>(p.gates_x) + t * p.gates_x_step;
-    const T *gates_y = p.gates_y ? in<T>(p.gates_y) + t * p.gates_y_step : nullptr;
+    const T *gates = in<T>(p.gates) + t * p.gates_step;
+    const T *vectors = in<T>(p.vectors) + t * p.vectors_step;
     T *mixed = out<T>(p.mixed) + t * d;
     for (int64_t i = 0; i < p.rank; ++i) {
-        const T *v_x = in<T>(p.vectors_x) + t * p.vectors_x_step + i * d;
-        const T *v_y = p.vectors_y ? in<T>(p.vectors_y) + t * p.vectors_y_step + i * d : nullptr;
         const T *so_far = i ? mixed : x, *reflected = p.sequential ? so_far : x;
         Vec<T> squares{}, dot{};
         blocks<T>(d, [&](int64_t c, int64_t lanes) {
-            Vec<T> v = load<T>(v_x + c, lanes);
-            if (v_y) v += load<T>(v_y + c, lanes);
-            v = activate<T, act>(v);
+            const Vec<T> v = activate<T, act>(load<T>(vectors + i * d + c, lanes));
             store<T>(u + c, v, lanes);
             squares += v * v;
             dot += v * (load<T>(reflected + c, lanes) - load<T>(y + c, lanes));
         });
         const T length = length_of<T>(squares, p.eps);
-        const Vec<T> gate = Vec<T>{} + (gates_y ? gates_x[i] + gates_y[i] : gates_x[i]);
+        const Vec<T> gate = Vec<T>{} + gates[i];
         const T a = T(p.scale) * sigmoid<T>(gate)[0];
         const T coefficient = a * (across<T>(dot) / length) / length;
         blocks<T>(d, [&](int64_t c, int64_t lanes) {
@@ -127,13 +122,11 @@ template <class T> void normalise(const Normalise &p) {
     share(p.tokens, p.tokens * row, p.threads, [&](int64_t first, int64_t last) {
         for (int64_t i = first * p.groups; i < last * p.groups; ++i) {
             const int64_t t = i / p.groups, c0 = i % p.groups * width;
-            const T *x = in<T>(p.x) + t * p.x_step + c0;
-            const T *y = p.y ? in<T>(p.y) + t * p.y_step + c0 : nullptr;
+            const T *group = in<T>(p.v) + t * p.v_step + c0;
             T *unit = out<T>(p.unit) + t * row + c0;
             Vec<T> squares{};
             blocks<T>(width, [&](int64_t c, int64_t lanes) {
-                Vec<T> v = load<T>(x + c, lanes);
-                if (y) v += load<T>(y + c, lanes);
+                const Vec<T> v = load<T>(group + c, lanes);
                 store<T>(unit + c, v, lanes);
                 squares += v * v;
             });

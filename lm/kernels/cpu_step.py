@@ -18,8 +18,8 @@ from lm.kernels import cpu_build
 from lm.kernels.cpu_build import DTYPES, address, check, functions, token_step
 
 # The structs of cpu_step.cpp, field by field.
-_pack_mix = struct.Struct("19q2d").pack
-_pack_normalise = struct.Struct("9qd").pack
+_pack_mix = struct.Struct("15q2d").pack
+_pack_normalise = struct.Struct("7qd").pack
 _pack_finish = struct.Struct("18qd").pack
 _ACTS = {"silu": 0, "relu": 1, "identity": 2}
 _KINDS = {"layer": 0, "rms": 1}
@@ -31,10 +31,8 @@ def usable() -> tuple[bool, str]:
 
 
 def mix(
-    gates_x: Tensor,
-    gates_y: Tensor | None,
-    vectors_x: Tensor,
-    vectors_y: Tensor | None,
+    gates: Tensor,
+    vectors: Tensor,
     x: Tensor,
     y: Tensor,
     rank: int,
@@ -45,12 +43,11 @@ def mix(
 ) -> Tensor:
     """x̃ = M(x − y) + y, M the product or the sum of r reflections (householder, dplr).
 
-        δ ← δ − a_i u_i (u_iᵀ δ)        a = scale σ(gates_x + gates_y)
-                                        u = nrm(act(vectors_x + vectors_y))
+        δ ← δ − a_i u_i (u_iᵀ δ)        a = scale σ(gates), u = nrm(act(vectors))
 
     Args:
-        gates_x: (b,l,r). vectors_x: (b,l,r·d). gates_y, vectors_y: the same, or None.
-        x, y: (b,l,d). rank: r. eps: the least that a vector is divided by.
+        gates: (b,l,r). vectors: (b,l,r·d), u_1 first. x, y: (b,l,d). rank: r.
+        eps: the least that a vector is divided by.
         act: "silu", "relu" or "identity". sequential: one reflection after the other
         (householder); else all of the same δ (dplr).
     Returns:
@@ -59,50 +56,46 @@ def mix(
         RuntimeError: a gradient would be needed. TypeError, ValueError: devices, shapes, names.
         Unsupported: dtypes.
     """
-    b, length, d = inputs = x.shape
-    gates = (b, length, rank)
-    vectors = (b, length, rank * d)
-    _no_gradient(gates_x, gates_y, vectors_x, vectors_y, x, y)
+    b, length, d = shape = x.shape
+    _no_gradient(gates, vectors, x, y)
     check(
         x.dtype,
-        ("x", x, inputs),
-        ("y", y, inputs),
-        ("gates_x", gates_x, gates),
-        ("gates_y", gates_y, gates),
-        ("vectors_x", vectors_x, vectors),
-        ("vectors_y", vectors_y, vectors),
+        ("x", x, shape),
+        ("y", y, shape),
+        ("gates", gates, (b, length, rank)),
+        ("vectors", vectors, (b, length, rank * d)),
     )
     if act not in _ACTS or rank < 1:
         raise ValueError(f"act is `{act}` of {', '.join(_ACTS)} and rank {rank} of 1 and above")
     mixed = x.new_empty(b, length, d)
     # In the order of the struct's fields: sizes, steps between tokens, addresses, numbers.
-    tensors, steps = _spaced(gates_x, gates_y, vectors_x, vectors_y, x, y)
+    tensors, steps = _spaced(gates, vectors, x, y)
     sizes = (b * length, d, rank, _ACTS[act], sequential, torch.get_num_threads())
     addresses = [address(t) for t in (*tensors, mixed)]
     functions()["mix"][x.dtype](_pack_mix(*sizes, *steps, *addresses, scale, eps))
     return mixed
 
 
-def normalise(v_x: Tensor, v_y: Tensor | None, groups: int, eps: float) -> Tensor:
-    """nrm(v_x + v_y) of each of `groups` equal parts of the last dimension.
+def normalise(v: Tensor, groups: int, eps: float) -> Tensor:
+    """nrm(v) of each of `groups` equal parts of the last dimension.
 
     Args:
-        v_x: (b,l,k), groups divides k. v_y: the same, or None. eps: the least to divide by.
+        v: (b,l,k), groups divides k. eps: the least to divide by.
     Returns:
         (b,l,k)
     Raises:
         As `mix`.
     """
-    b, length, k = shape = v_x.shape
-    _no_gradient(v_x, v_y)
-    check(v_x.dtype, ("v_x", v_x, shape), ("v_y", v_y, shape))
+    b, length, k = shape = v.shape
+    _no_gradient(v)
+    check(v.dtype, ("v", v, shape))
     if groups < 1 or k % groups:
         raise ValueError(f"{groups} groups do not divide {k} entries")
-    unit = v_x.new_empty(b, length, k)
-    tensors, steps = _spaced(v_x, v_y)
+    unit = v.new_empty(b, length, k)
+    tensors, steps = _spaced(v)
     sizes = (b * length, groups, k // groups, torch.get_num_threads())
     addresses = [address(t) for t in (*tensors, unit)]
-    functions()["normalise"][v_x.dtype](_pack_normalise(*sizes, *steps, *addresses, eps))
+    functions()["normalise"][v.dtype](_pack_normalise(*sizes, *steps, *addresses, eps))
     return unit
 
 
@@ -201,14 +194,14 @@ def _self_check() -> float:
         wide = torch.linspace(-3, 70, 2 * 3 * 96, dtype=dtype).sin().reshape(2, 3, 96)
         x, y, v, z, D, gate = wide.split([19, 19, 19, 19, 19, 1], -1)
         D = D[0, 0].contiguous()
-        u = F.silu(v + z)
-        u, unit = (t / torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (u, v + z))
+        u = F.silu(v)
+        u, unit = (t / torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (u, v))
         mixed = x - torch.sigmoid(gate) * (u * (x - y)).sum(-1, keepdim=True) * u
         normed = F.layer_norm((x + D * y) * F.silu(z), D.shape, D, D, eps)
         change = (y - normed).abs().amax(-1) / normed.abs().amax(-1)
         ours = (
-            mix(gate, None, v, z, x, y, 1, 1.0, eps),
-            normalise(v, z, 1, eps),
+            mix(gate, v, x, y, 1, 1.0, eps),
+            normalise(v, 1, eps),
             *finish_residual(x, y, D, z, D, D, eps, "layer", y),
         )
         pairs = zip(ours, (mixed, unit, normed, change))

@@ -47,40 +47,19 @@ def _self_check(device) -> float:
     """The `deviation` on a small problem, gradients included."""
     wide = torch.linspace(-3, 70, 2 * 3 * 96).sin().reshape(2, 3, 96)
     x, y, v, z, D, gate = (t.detach().requires_grad_() for t in wide.split([19] * 5 + [1], -1))
-    u = F.normalize(F.silu(v + z), dim=-1)
+    u = F.normalize(F.silu(v), dim=-1)
     mixed = x - torch.sigmoid(gate) * (u * (x - y)).sum(-1, keepdim=True) * u
     weight, results = D[0, 0], []
     normed = F.layer_norm((x + weight * y) * F.silu(z), weight.shape, weight, weight, 1e-5)
     end = x, y, weight, z, weight, weight, 1e-5, "layer"
-    ours = mix(gate, None, v, z, x, y, 1, 1.0, 1e-5, "silu", True), normalise(v, z, 1, 1e-5)
-    theirs = mixed, F.normalize(v + z, dim=-1), normed
+    ours = mix(gate, v, x, y, 1, 1.0, 1e-5, "silu", True), normalise(v, 1, 1e-5)
+    theirs = mixed, F.normalize(v, dim=-1), normed
     for outs in ((*ours, finish(*end)), theirs):
         loss = sum((out * wide[..., :19]).sum() for out in outs)
         results.append([*outs, *torch.autograd.grad(loss, (x, y, v, z, D, gate))])
     change = (y - normed).abs().amax(-1) / normed.abs().amax(-1)
     results[0].append(finish_residual(*end, y)[1])
     return triton_build.deviation(results[0], [*results[1], change], 1e-4)
-
-
-def _of_sum(grad, *terms):
-    """The gradient of a sum for each of its terms."""
-    return [None if t is None else grad.to(t.dtype) for t in terms]
-
-
-def _widest(*tensors):
-    first, *rest = (t.dtype for t in tensors if t is not None)
-    for dtype in rest:
-        first = torch.promote_types(first, dtype)
-    return first
-
-
-@triton.jit
-def _load_sum(first, first_stride, second, second_stride, row, col, mask):
-    """The sum of two such tensors, of which the second may be None."""
-    both = load(first, row, first_stride, col, mask)
-    if second is not None:
-        both += load(second, row, second_stride, col, mask)
-    return both
 
 
 @triton.jit
@@ -94,20 +73,16 @@ def _unit(w, eps):
 
 @triton.jit
 def _mix_kernel(
-    gates_x,
-    gates_y,
-    vectors_x,
-    vectors_y,
+    gates,
+    vectors,
     x,
     y,
     out,
     dots,
     tokens,
     d,
-    gx_row,
-    gy_row,
-    vx_row,
-    vy_row,
+    gates_row,
+    vectors_row,
     x_row,
     y_row,
     scale,
@@ -124,8 +99,8 @@ def _mix_kernel(
     v = load(x, row, x_row, col, mask) - y_d
     mixed = v
     for i in tl.static_range(RANK):
-        a = scale * tl.sigmoid(_load_sum(gates_x, gx_row, gates_y, gy_row, row, first + i, one))
-        p = _load_sum(vectors_x, vx_row, vectors_y, vy_row, row, i * d + col, mask)
+        a = scale * tl.sigmoid(load(gates, row, gates_row, first + i, one))
+        p = load(vectors, row, vectors_row, i * d + col, mask)
         u, _, _ = _unit(activate(p, ACT), eps)
         if SEQUENTIAL:
             v = mixed
@@ -138,10 +113,8 @@ def _mix_kernel(
 
 @triton.jit
 def _mix_grad_kernel(
-    gates_x,
-    gates_y,
-    vectors_x,
-    vectors_y,
+    gates,
+    vectors,
     kept,
     y,
     dots,
@@ -152,10 +125,8 @@ def _mix_grad_kernel(
     dy,
     tokens,
     d,
-    gx_row,
-    gy_row,
-    vx_row,
-    vy_row,
+    gates_row,
+    vectors_row,
     kept_row,
     y_row,
     grad_row,
@@ -177,9 +148,9 @@ def _mix_grad_kernel(
     g, before = after, after
     for step in tl.static_range(RANK):
         i = RANK - 1 - step
-        gate = tl.sigmoid(_load_sum(gates_x, gx_row, gates_y, gy_row, row, first + i, one))
+        gate = tl.sigmoid(load(gates, row, gates_row, first + i, one))
         a = scale * gate
-        p = _load_sum(vectors_x, vx_row, vectors_y, vy_row, row, i * d + col, mask)
+        p = load(vectors, row, vectors_row, i * d + col, mask)
         u, inverse, small = _unit(activate(p, ACT), eps)
         s = load(dots, row, RANK, first + i, one)
         if SEQUENTIAL:
@@ -197,13 +168,12 @@ def _mix_grad_kernel(
         store(dy, row, d, col, mask, after - before)
 
 
-def _mix(gates_x, gates_y, vectors_x, vectors_y, x, y, options, with_dots=False):
+def _mix(gates, vectors, x, y, options, with_dots=False):
     rank, scale, eps, act, sequential = options
     out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     dots = out.new_empty(*x.shape[:-1], rank) if with_dots else None
-    pairs = [as_rows(t) for t in (gates_x, gates_y, vectors_x, vectors_y, x, y)]
-    rows, strides = zip(*pairs)
-    tokens, d = rows[4].shape
+    rows, strides = zip(*map(as_rows, (gates, vectors, x, y)))
+    tokens, d = rows[2].shape
     block = block_for(d)
     launch(
         _mix_kernel,
@@ -226,25 +196,22 @@ def _mix(gates_x, gates_y, vectors_x, vectors_y, x, y, options, with_dots=False)
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates_x, gates_y, vectors_x, vectors_y, x, y, options):
-        inputs = gates_x, gates_y, vectors_x, vectors_y
-        out, dots = _mix(*inputs, x, y, options, with_dots=True)
+    def forward(ctx, gates, vectors, x, y, options):
+        out, dots = _mix(gates, vectors, x, y, options, with_dots=True)
         ctx.options, ctx.x_dtype = options, x.dtype
         # A product is undone from its end, which is there already: the scan after it keeps it.
-        ctx.save_for_backward(*inputs, out if options[-1] else x, y, dots)
+        ctx.save_for_backward(gates, vectors, out if options[-1] else x, y, dots)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *inputs, y, dots = ctx.saved_tensors
+        gates, vectors, kept, y, dots = ctx.saved_tensors
         rank, scale, eps, act, sequential = ctx.options
-        gates, vectors, shape = inputs[:2], inputs[2:4], y.shape
-        dgates = y.new_empty(gates[0].shape, dtype=_widest(*gates))
-        dvectors = y.new_empty(vectors[0].shape, dtype=_widest(*vectors))
-        dx = y.new_empty(shape, dtype=ctx.x_dtype) if ctx.needs_input_grad[4] else None
-        dy = y.new_empty(shape) if ctx.needs_input_grad[5] else None
-        (*rows, grad), strides = zip(*map(as_rows, (*inputs, y, grad)))
+        dgates, dvectors = (t.new_empty(t.shape) for t in (gates, vectors))
+        dx = y.new_empty(y.shape, dtype=ctx.x_dtype) if ctx.needs_input_grad[2] else None
+        dy = y.new_empty(y.shape) if ctx.needs_input_grad[3] else None
+        (*rows, grad), strides = zip(*map(as_rows, (gates, vectors, kept, y, grad)))
         tokens, d = grad.shape
         block = block_for(d)
         launch(
@@ -267,14 +234,12 @@ class _Mix(torch.autograd.Function):
             SEQUENTIAL=sequential,
             **block,
         )
-        return *_of_sum(dgates, *gates), *_of_sum(dvectors, *vectors), dx, dy, None
+        return dgates, dvectors, dx, dy, None
 
 
 def mix(
-    gates_x: Tensor,
-    gates_y: Tensor | None,
-    vectors_x: Tensor,
-    vectors_y: Tensor | None,
+    gates: Tensor,
+    vectors: Tensor,
     x: Tensor,
     y: Tensor,
     rank: int,
@@ -284,11 +249,11 @@ def mix(
     sequential: bool,
 ) -> Tensor:
     """x̃ = M(x − y) + y, M a product or a sum of reflections (lm.model.mixers.Reflections), with
-    a = scale σ(gates_x + gates_y) and u_i = nrm(act(vectors_x + vectors_y)). Differentiable once.
+    a = scale σ(gates) and u_i = nrm(act(vectors)). Differentiable once.
 
     Args:
-        gates_x, gates_y: (…,r). vectors_x, vectors_y: (…,r·d), u_1 first. Those of y may be None.
-        x, y: (…,d). act: one of ACTIVATIONS. sequential: householder; else dplr.
+        gates: (…,r). vectors: (…,r·d), u_1 first. x, y: (…,d). act: one of ACTIVATIONS.
+        sequential: householder; else dplr.
     Returns:
         (…,d) fp32
     Raises:
@@ -298,14 +263,12 @@ def mix(
     check(
         x=(x, x.shape),
         y=(y, x.shape),
-        gates_x=(gates_x, (*lead, rank)),
-        gates_y=(gates_y, (*lead, rank)),
-        vectors_x=(vectors_x, (*lead, rank * d)),
-        vectors_y=(vectors_y, (*lead, rank * d)),
+        gates=(gates, (*lead, rank)),
+        vectors=(vectors, (*lead, rank * d)),
     )
     if act not in ACTIVATIONS:
         raise ValueError(f"unknown act `{act}`: one of {', '.join(ACTIVATIONS)}")
-    inputs = gates_x, gates_y, vectors_x, vectors_y, x, y
+    inputs = gates, vectors, x, y
     options = rank, float(scale), float(eps), act, bool(sequential)
     if needs_grad(*inputs):
         return _Mix.apply(*inputs, options)
@@ -314,15 +277,13 @@ def mix(
 
 @triton.jit
 def _normalise_kernel(
-    v_x,
-    v_y,
+    v,
     grad,
     out,
     rows,
     n,
     groups,
-    x_row,
-    y_row,
+    v_row,
     eps,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -330,10 +291,7 @@ def _normalise_kernel(
     """A row is a group of a token. With grad, out is the gradient of v rather than nrm(v)."""
     row, col, _, mask = tile(rows, n, TOKENS, COLUMNS)
     token, start = row // groups, (row % groups * n)[:, None]
-    if v_y is not None:
-        v_y += start
-    v = _load_sum(v_x + start, x_row, v_y, y_row, token, col, mask)
-    u, inverse, small = _unit(v, eps)
+    u, inverse, small = _unit(load(v + start, token, v_row, col, mask), eps)
     if grad is not None:
         g = load(grad, row, n, col, mask)
         along = tl.where(small, 0.0, tl.sum(u * g, 1))[:, None]  # eps is no function of v
@@ -341,23 +299,21 @@ def _normalise_kernel(
     store(out, row, n, col, mask, u)
 
 
-def _normalise(v_x, v_y, groups, eps, out, grad=None):
-    n = v_x.shape[-1] // groups
-    (x, x_row), (y, y_row) = as_rows(v_x), as_rows(v_y)
-    rows, block = x.shape[0] * groups, block_for(n)
+def _normalise(v, groups, eps, out, grad=None):
+    n = v.shape[-1] // groups
+    v, v_row = as_rows(v)
+    rows, block = v.shape[0] * groups, block_for(n)
     grad = None if grad is None else grad.contiguous()
     launch(
         _normalise_kernel,
         (triton.cdiv(rows, block["TOKENS"]),),
-        x,
-        y,
+        v,
         grad,
         out,
         rows,
         n,
         groups,
-        x_row,
-        y_row,
+        v_row,
         eps,
         **block,
     )
@@ -366,34 +322,33 @@ def _normalise(v_x, v_y, groups, eps, out, grad=None):
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, v_x, v_y, groups, eps):
-        ctx.save_for_backward(v_x, v_y)
+    def forward(ctx, v, groups, eps):
+        ctx.save_for_backward(v)
         ctx.options = groups, eps
-        return _normalise(v_x, v_y, groups, eps, v_x.new_empty(v_x.shape, dtype=torch.float32))
+        return _normalise(v, groups, eps, v.new_empty(v.shape, dtype=torch.float32))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        v_x, v_y = ctx.saved_tensors
-        dv = grad.new_empty(v_x.shape, dtype=_widest(v_x, v_y))
-        return *_of_sum(_normalise(v_x, v_y, *ctx.options, dv, grad), v_x, v_y), None, None
+        (v,) = ctx.saved_tensors
+        return _normalise(v, *ctx.options, v.new_empty(v.shape), grad), None, None
 
 
-def normalise(v_x: Tensor, v_y: Tensor | None, groups: int, eps: float) -> Tensor:
-    """nrm(v_x + v_y) of each group of n entries (lm.model.mixers.nrm). Differentiable once.
+def normalise(v: Tensor, groups: int, eps: float) -> Tensor:
+    """nrm(v) of each group of n entries (lm.model.mixers.nrm). Differentiable once.
 
     Args:
-        v_x, v_y: (…,groups·n); v_y may be None.
+        v: (…,groups·n). eps: the least to divide by.
     Returns:
         (…,groups·n) fp32
     Raises:
         TypeError, ValueError: devices, shapes. Unsupported: dtypes, widths.
     """
-    check(v_x=(v_x, v_x.shape), v_y=(v_y, v_x.shape))
-    if v_x.shape[-1] % groups:
-        raise ValueError(f"{v_x.shape[-1]} entries cannot be {groups} groups of equal size")
+    check(v=(v, v.shape))
+    if v.shape[-1] % groups:
+        raise ValueError(f"{v.shape[-1]} entries cannot be {groups} groups of equal size")
     # Without a gradient autograd keeps nothing, and the kernel is the same.
-    return _Normalise.apply(v_x, v_y, groups, float(eps))
+    return _Normalise.apply(v, groups, float(eps))
 
 
 @triton.jit

@@ -107,7 +107,7 @@ class FPMamba(FixedPointBlock):
         cfg, dt = self.config, s.time.dt
         B, C = rows["B"], rows["C"]
         if cfg.bc_norm:
-            B, C = (normalise(v, None, self.groups, cfg.eps) for v in (B, C))
+            B, C = (normalise(v, self.groups, cfg.eps) for v in (B, C))
         return MambaParts(self._dt(rows["delta"], s.seqs) if dt is None else dt, B, C)
 
     def in_units_of_y(self, noise: torch.Tensor | None) -> torch.Tensor | None:

@@ -214,7 +214,7 @@ class FixedPointBlock(nn.Module):
         """x̃ = Q x + (I − Q) y (b,l,d), and what the recurrence reads."""
         rows = s.projections.rows(shift(y, s.seqs))
         with torch.autocast(y.device.type, enabled=False):
-            x = self.mixer.mix(rows["mixer"], None, s.x, y, s.mixer)
+            x = self.mixer.mix(rows["mixer"], s.x, y, s.mixer)
             return x, self.parts_of(s, rows), rows
 
     def step(
@@ -266,7 +266,7 @@ class FixedPointBlock(nn.Module):
         if low_rank is not None:
             return solve_low_rank(token, low_rank)
         raw = rows["mixer"]
-        return solve_by_iterating(token, lambda y: self.mixer.mix(raw, None, s.x, y, s.mixer))
+        return solve_by_iterating(token, lambda y: self.mixer.mix(raw, s.x, y, s.mixer))
 
     def _solved(self, s, solved):
         return solved if s.seqs.mask is None else solved | ~s.seqs.mask

@@ -46,12 +46,6 @@ class MixerWeights(NamedTuple):
     extra: tuple = ()  # what else the mixer needs that does not depend on the token
 
 
-def added(v_x: torch.Tensor, v_y: torch.Tensor | None) -> torch.Tensor:
-    """v_x + v_y in fp32 or wider; v_y may be None."""
-    v_x = v_x.to(torch.promote_types(v_x.dtype, torch.float32))
-    return v_x if v_y is None else v_x + v_y
-
-
 def bound_of(matrices: torch.Tensor) -> torch.Tensor:
     """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
     entries = matrices.abs()
@@ -118,15 +112,13 @@ class Mixer(nn.Module):
 
     def mix(
         self,
-        raw_x: torch.Tensor,
-        raw_y: torch.Tensor | None,
+        raw: torch.Tensor,
         x: torch.Tensor,
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
-        """x̃ = Q x + (I − Q) y = M(P; x − y) + y. raw_x, raw_y: (…,m) with P Wᵀ + b their sum, raw_y
-        may be None. x, y: (…,d)."""
-        return self(added(raw_x, raw_y), x - y, weights) + y
+        """x̃ = Q x + (I − Q) y = M(P; x − y) + y (…,d). raw: (…,m) = P Wᵀ + b. x, y: (…,d)."""
+        return self(raw, x - y, weights) + y
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
-from .mixer_base import Mixer, MixerWeights, added, bound_of, mixer, named_mixer
+from .mixer_base import Mixer, MixerWeights, bound_of, mixer, named_mixer
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
@@ -180,22 +180,20 @@ class Reflections(Mixer):
 
     def mix(
         self,
-        raw_x: torch.Tensor,
-        raw_y: torch.Tensor | None,
+        raw: torch.Tensor,
         x: torch.Tensor,
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
         if backend("step", x) is None:
-            return super().mix(raw_x, raw_y, x, y, weights)
+            return super().mix(raw, x, y, weights)
         r = self.rank
-        gates = raw_x[..., -r:], None if raw_y is None else raw_y[..., -r:]
-        vectors = raw_x[..., :-r], None if raw_y is None else raw_y[..., :-r]
+        vectors, gates = raw[..., :-r], raw[..., -r:]
         if weights.extra:
-            vectors = self._second_layer(added(*vectors), weights), None
+            vectors = self._second_layer(vectors, weights)
         options = r, self.scale, self.eps, self.act_name, self.sequential
-        mixed = faster("step", "mix", x, *gates, *vectors, x, y, *options)
-        return super().mix(raw_x, raw_y, x, y, weights) if mixed is None else mixed
+        mixed = faster("step", "mix", x, gates, vectors, x, y, *options)
+        return super().mix(raw, x, y, weights) if mixed is None else mixed
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         a, u = self.vectors(raw, weights)
@@ -424,14 +422,13 @@ class Contractive(Mixer):
 
     def mix(
         self,
-        raw_x: torch.Tensor,
-        raw_y: torch.Tensor | None,
+        raw: torch.Tensor,
         x: torch.Tensor,
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
-        mixed = self.mixer.mix(raw_x, raw_y, x, y, weights)
-        return x - self._shrink(added(raw_x, raw_y), weights) * (x - mixed)
+        mixed = self.mixer.mix(raw, x, y, weights)
+        return x - self._shrink(raw, weights) * (x - mixed)
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank | None:
         found = self.mixer.low_rank(raw, weights)

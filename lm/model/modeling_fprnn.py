@@ -44,7 +44,7 @@ from .loss import (
     weighted_penalty,
 )
 from .mixer_base import NORMED
-from .mixers import added
+from .mixers import nrm
 from .names import let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
@@ -65,7 +65,7 @@ _TRAVELS = (
     implicit_gradient,
     FPRNN,
     Rule,
-    added,
+    nrm,
     selective_scan,
     finish,
     find_root,

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 1)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 2)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20

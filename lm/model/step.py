@@ -11,17 +11,16 @@ from torch import nn
 
 from .cell import Norm
 from .layers import RMSNorm
-from .mixers import added, nrm
+from .mixers import nrm
 from .scan import faster
 from .solver import token_residual
 
 
-def normalise(v_x: torch.Tensor, v_y: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
-    """nrm(v_x + v_y) of each of the groups that the last dimension is cut into; v_y may be None."""
-    unit = faster("step", "normalise", v_x, v_x, v_y, groups, eps)
+def normalise(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+    """nrm(v) (b,l,k) of each of the groups that the last dimension is cut into. v: (b,l,k)."""
+    unit = faster("step", "normalise", v, v, groups, eps)
     if unit is not None:
         return unit
-    v = added(v_x, v_y)
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
 

@@ -70,8 +70,8 @@ MUTATIONS = [
         (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
     ),
     Mutation(
-        "compiled step: y's part of the gates left out",
-        CPU_STEP, "gates_y ? gates_x[i] + gates_y[i] : gates_x[i]", "gates_x[i]",
+        "compiled step: one gate for all reflections",
+        CPU_STEP, "Vec<T>{} + gates[i]", "Vec<T>{} + gates[0]",
         compiled("fp_mamba1-householder2_lowrank"),
     ),
     Mutation(

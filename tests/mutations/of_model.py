@@ -68,8 +68,7 @@ MUTATIONS = [
     ),
     Mutation(
         "x̃ = M(x − y) + x",
-        MIXER_BASE, "return self(added(raw_x, raw_y), x - y, weights) + y",
-        "return self(added(raw_x, raw_y), x - y, weights) + x",
+        MIXER_BASE, "return self(raw, x - y, weights) + y", "return self(raw, x - y, weights) + x",
         iteration("fp_mamba2-kronecker"),
     ),
     Mutation(

@@ -13,7 +13,7 @@ from lm.model.solver import token_residual
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 
 EPS = 1e-5
-ORDER = ("gates_x", "gates_y", "vectors_x", "vectors_y", "x", "y")
+ORDER = ("gates", "vectors", "x", "y")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
 SIZES = [(1, 1, 1), (1, 7, 5), (3, 171, 48), (2, 3, 100), (7, 1, 256)]  # b, l, d
 SIZE_IDS = "{0[0]}x{0[1]}x{0[2]}".format
@@ -37,18 +37,17 @@ def in_dtype(tensors, dtype):
 
 def mix_inputs(b, length, d, rank):
     """As a block has them: slices of what one product made."""
-    raw_x, raw_y = random(2, b, length, 3 + rank + rank * d + 2)
-    inputs = {"x": random(b, length, d, seed=1), "y": random(b, length, d, seed=2)}
-    for name, raw in (("x", raw_x), ("y", raw_y)):
-        inputs[f"gates_{name}"] = raw[..., 3 : 3 + rank]
-        inputs[f"vectors_{name}"] = raw[..., 3 + rank : -2]
-    return inputs
+    raw = random(b, length, 3 + rank + rank * d + 2)
+    return {
+        "gates": raw[..., 3 : 3 + rank],
+        "vectors": raw[..., 3 + rank : -2],
+        "x": random(b, length, d, seed=1),
+        "y": random(b, length, d, seed=2),
+    }
 
 
-def plain_mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+def plain_mix(gates, vectors, x, y, rank, scale, eps, act, sequential):
     mixer = Reflections(x.shape[-1], 1, rank, None, act, eps, scale, sequential)
-    gates = gates_x if gates_y is None else gates_x + gates_y
-    vectors = vectors_x if vectors_y is None else vectors_x + vectors_y
     return mixer(torch.cat([vectors, gates], -1), x - y, mixer.weights(x)._replace(extra=())) + y
 
 
@@ -92,27 +91,14 @@ def test_mix(size, rank, sequential, dtype):
             alike(ours, theirs, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("missing", [("gates_y",), ("vectors_y",), ("gates_y", "vectors_y")])
-def test_mix_without_what_the_iterate_gives(missing):
-    inputs = {**mix_inputs(2, 5, 20, 2), **dict.fromkeys(missing)}
-    rest = (2, 2.0, EPS, "silu", True)
-    alike(
-        cpu_step.mix(*map(inputs.get, ORDER), *rest),
-        plain_mix(*map(inputs.get, ORDER), *rest),
-        1e-13,
-    )
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("groups, width", [(1, 1), (2, 5), (2, 16), (4, 24), (3, 64)])
 def test_normalise(groups, width, dtype):
     for shape in ((1, 1), (1, 7), (3, 171)):
-        v_x, v_y = random(2, *shape, groups * width + 3)[..., 1:-2]
-        for y in (v_y, None):
-            v = (v_x if y is None else v_x + y).unflatten(-1, (groups, width))
-            y = None if y is None else y.to(dtype)
-            ours = cpu_step.normalise(v_x.to(dtype), y, groups, EPS)
-            alike(ours, nrm(v, EPS).flatten(-2), TOLERANCE[dtype])
+        v = random(*shape, groups * width + 3)[..., 1:-2]
+        ours = cpu_step.normalise(v.to(dtype), groups, EPS)
+        theirs = nrm(v.unflatten(-1, (groups, width)), EPS).flatten(-2)
+        alike(ours, theirs, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -151,7 +137,7 @@ def everything(dtype=torch.float32, b=3, length=171, d=100, rank=2, change=lambd
         f"mix {name}": cpu_step.mix(*map(inputs.get, ORDER), rank, 2.0, EPS, "silu", sequential)
         for name, sequential in (("householder", True), ("dplr", False))
     }
-    found["unit"] = cpu_step.normalise(inputs["vectors_x"], inputs["vectors_y"], 4, EPS)
+    found["unit"] = cpu_step.normalise(inputs["vectors"], 4, EPS)
     for kind in ("layer", "rms"):
         g, residual = cpu_step.finish_residual(**finish, eps=EPS, kind=kind)
         found |= {f"{kind} g": g, f"{kind} residual": residual}
@@ -222,10 +208,10 @@ def test_what_is_zero_stays_zero_and_divides_nothing():
     zero = torch.zeros(1, 2, 20)
     x, y, gates = *random(2, 1, 2, 20).float(), torch.ones(1, 2, 1)
     for act in ("silu", "relu", "identity"):
-        assert torch.equal(cpu_step.mix(gates, None, zero, None, x, y, 1, 2.0, EPS, act), x)
-    below = cpu_step.mix(gates, None, -x.abs(), None, x, y, 1, 2.0, EPS, "relu")
+        assert torch.equal(cpu_step.mix(gates, zero, x, y, 1, 2.0, EPS, act), x)
+    below = cpu_step.mix(gates, -x.abs(), x, y, 1, 2.0, EPS, "relu")
     assert torch.equal(below, x)
-    assert torch.equal(cpu_step.normalise(zero, zero, 2, EPS), zero)
+    assert torch.equal(cpu_step.normalise(zero, 2, EPS), zero)
     weight, bias = random(2, 20).float()
     g, residual = cpu_step.finish_residual(zero, x, weight, zero, weight, bias, EPS, "layer", zero)
     assert torch.equal(g, bias.expand_as(g))
@@ -248,9 +234,7 @@ def test_activations_far_out():
             plain_finish(one, None, None, v, weight, None, 1.0, "rms", None)[0].to(dtype),
             equal_nan=True,
         )
-        a = cpu_step.mix(
-            *(t.to(dtype) for t in (v, none, one, none, one, none)), 1, 1.0, EPS, "identity"
-        )
+        a = cpu_step.mix(*(t.to(dtype) for t in (v, one, one, none)), 1, 1.0, EPS, "identity")
         assert torch.allclose(a, torch.sigmoid(-v).to(dtype), atol=1e-7)
 
 
@@ -281,10 +265,10 @@ def test_what_is_not_finite_stays_in_its_token_and_is_seen(bad, channel):
                 torch.testing.assert_close(o, t, equal_nan=True)
             if bad != bad:
                 assert ours[1].isnan().tolist() == [[False, True, False]]
-    v = inputs["vectors_x"].clone()
+    v = inputs["vectors"].clone()
     v[0, 1, channel] = bad
     torch.testing.assert_close(
-        cpu_step.normalise(v, None, 2, EPS),
+        cpu_step.normalise(v, 2, EPS),
         nrm(v.unflatten(-1, (2, 20)), EPS).flatten(-2),
         equal_nan=True,
     )
@@ -300,7 +284,7 @@ def test_what_does_not_fit_is_refused():
     inputs, finish = mix_inputs(1, 3, 20, 2), finish_inputs(1, 3, 20)
     rest = (2, 2.0, EPS)
     mix = [inputs[name] for name in ORDER]
-    with pytest.raises(ValueError, match=r"gates_x is \(1, 3, 2\) where \(1, 3, 1\) is expected"):
+    with pytest.raises(ValueError, match=r"gates is \(1, 3, 2\) where \(1, 3, 1\) is expected"):
         cpu_step.mix(*mix, 1, 2.0, EPS)
     with pytest.raises(ValueError, match="act is `gelu` of silu, relu, identity"):
         cpu_step.mix(*mix, *rest, "gelu")
@@ -308,10 +292,10 @@ def test_what_does_not_fit_is_refused():
         cpu_step.mix(*mix[:-1], mix[-1].float(), *rest)
     with pytest.raises(TypeError, match=r"^x is on meta"):
         cpu_step.mix(*mix[:-2], mix[-2].to("meta"), mix[-1], *rest)
-    with pytest.raises(Unsupported, match=r"^v_x is torch.bfloat16"):
-        cpu_step.normalise(mix[-1].bfloat16(), None, 1, EPS)
+    with pytest.raises(Unsupported, match=r"^v is torch.bfloat16"):
+        cpu_step.normalise(mix[-1].bfloat16(), 1, EPS)
     with pytest.raises(ValueError, match="3 groups do not divide 20 entries"):
-        cpu_step.normalise(mix[-1], None, 3, EPS)
+        cpu_step.normalise(mix[-1], 3, EPS)
     with pytest.raises(ValueError, match="kind is `batch` of layer, rms"):
         cpu_step.finish_residual(**finish, eps=EPS, kind="batch")
     with pytest.raises(ValueError, match="x and D go together"):
@@ -319,4 +303,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"mask is \(3, 1\) of torch.bool"):
         cpu_step.finish_residual(**finish, eps=EPS, kind="rms", mask=torch.ones(3, 1).bool())
     with torch.enable_grad(), pytest.raises(RuntimeError, match="no gradient"):
-        cpu_step.normalise(mix[-1].requires_grad_(), None, 1, EPS)
+        cpu_step.normalise(mix[-1].requires_grad_(), 1, EPS)

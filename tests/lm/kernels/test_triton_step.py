@@ -82,26 +82,24 @@ def compare(ours, plain, inputs, tol, spread=False, zero=()):
 # mix
 
 
-def plain_mix(gates_x, gates_y, vectors_x, vectors_y, x, y, rank, scale, eps, act, sequential):
+def plain_mix(gates, vectors, x, y, rank, scale, eps, act, sequential):
     mixer = Reflections(x.shape[-1], 1, rank, None, act, eps, scale, sequential)
-    gates = gates_x if gates_y is None else gates_x + gates_y
-    vectors = vectors_x if vectors_y is None else vectors_x + vectors_y
     return mixer(torch.cat([vectors, gates], -1), x - y, MixerWeights(None, None)) + y
 
 
-def mix_inputs(b, length, d, rank, both=True, dtype=torch.float32, seed=0):
+def mix_inputs(b, length, d, rank, dtype=torch.float32, seed=0):
     r = Random(seed)
-    names = {"gates_x": rank, "gates_y": rank, "vectors_x": rank * d, "vectors_y": rank * d}
-    inputs = {
-        k: r.slice(b, length, width, dtype=dtype) if both or k.endswith("x") else None
-        for k, width in names.items()
+    return {
+        "gates": r.slice(b, length, rank, dtype=dtype),
+        "vectors": r.slice(b, length, rank * d, dtype=dtype),
+        "x": r(b, length, d),
+        "y": r.slice(b, length, d),
     }
-    return inputs | {"x": r(b, length, d), "y": r.slice(b, length, d)}
 
 
 def check_mix(inputs, tol=1e-5, spread=False, zero=(), **options):
     options = {"scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True, **options}
-    options["rank"] = inputs["gates_x"].shape[-1]
+    options["rank"] = inputs["gates"].shape[-1]
     compare(
         lambda **t: mix(**t, **options), lambda **t: plain_mix(**t, **options), inputs, tol, spread,
         zero,
@@ -112,13 +110,13 @@ def check_mix(inputs, tol=1e-5, spread=False, zero=(), **options):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("length, d", [(1, 5), (7, 1), (7, 48), (7, 100)])
 def test_mix(sequential, rank, length, d):
-    zero = ("vectors_x", "vectors_y") if d == 1 else ()  # u is ±1
+    zero = ("vectors",) if d == 1 else ()  # u is ±1
     check_mix(mix_inputs(2, length, d, rank), zero=zero, sequential=sequential)
 
 
 @pytest.mark.parametrize("act", ["silu", "relu", "identity"])
-def test_mix_activations_and_terms_left_out(act):
-    check_mix(mix_inputs(2, 3, 48, 2, both=False), act=act, scale=1.0)
+def test_mix_activations(act):
+    check_mix(mix_inputs(2, 3, 48, 2), act=act, scale=1.0)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
@@ -130,31 +128,30 @@ def test_mix_eight_reflections_of_many_channels(sequential):
 def test_mix_of_narrow_projections(dtype):
     inputs = mix_inputs(2, 3, 100, 2, dtype=dtype)
     check_mix(inputs, TOL[dtype])
-    inputs["vectors_x"], inputs["gates_x"] = inputs["vectors_x"].float(), inputs["gates_x"].float()
-    check_mix(inputs, TOL[dtype])  # the sum of the two is fp32
+    for name in ("gates", "vectors"):  # each by itself may be fp32
+        check_mix(inputs | {name: inputs[name].float()}, TOL[dtype])
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-9], ids=["zero", "below eps"])
 @pytest.mark.parametrize("act", ["silu", "identity"])
 def test_mix_of_vectors_that_are_not_normalised(factor, act):
     inputs = mix_inputs(2, 3, 48, 2)
-    for name in ("vectors_x", "vectors_y"):
-        inputs[name][:, :, :48] *= factor  # the first of two
+    inputs["vectors"][:, :, :48] *= factor  # the first of two
     check_mix(inputs, act=act)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
 def test_mix_of_vectors_around_eps(sequential):
     inputs = mix_inputs(2, 7, 48, 2)
-    norms = (inputs["vectors_x"] + inputs["vectors_y"]).unflatten(-1, (2, 48)).norm(dim=-1)
-    eps = norms.median().item()
+    norms = inputs["vectors"].unflatten(-1, (2, 48)).norm(dim=-1)
+    eps = norms.median().item() * 1.01
     assert (norms < eps).any() and (norms > eps).any()
     check_mix(inputs, eps=eps, act="identity", sequential=sequential)
 
 
 def test_mix_keeps_a_nan():
     inputs = mix_inputs(1, 3, 48, 2)
-    inputs["vectors_x"][0, 1, 5] = torch.nan
+    inputs["vectors"][0, 1, 5] = torch.nan
     for act in ("silu", "relu", "identity"):
         out = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act=act, sequential=True)
         assert out.isnan().any(-1).tolist() == [[False, True, False]]
@@ -178,50 +175,47 @@ def test_mix_without_a_gradient_is_the_same():
 # normalise
 
 
-def plain_normalise(v_x, v_y, groups, eps):
-    v = v_x if v_y is None else v_x + v_y
+def plain_normalise(v, groups, eps):
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
 
-def check_normalise(v_x, v_y, groups, tol=1e-5, eps=1e-5, spread=False, zero=()):
+def check_normalise(v, groups, tol=1e-5, eps=1e-5, spread=False, zero=()):
     compare(
         lambda **t: normalise(**t, groups=groups, eps=eps),
         lambda **t: plain_normalise(**t, groups=groups, eps=eps),
-        {"v_x": v_x, "v_y": v_y}, tol, spread, zero,
+        {"v": v}, tol, spread, zero,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 16, 64, 128])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_normalise(n, groups):
-    r = Random()
-    zero = ("v_x", "v_y") if n == 1 else ()  # the result is ±1
-    check_normalise(r.slice(2, 7, groups * n), r.slice(2, 7, groups * n), groups, zero=zero)
+    zero = ("v",) if n == 1 else ()  # the result is ±1
+    check_normalise(Random().slice(2, 7, groups * n), groups, zero=zero)
 
 
-def test_normalise_of_narrow_projections_and_of_one_term():
+def test_normalise_of_narrow_projections_and_a_spread_gradient():
     r = Random()
-    check_normalise(r.slice(2, 3, 16, dtype=BF16), r(2, 3, 16), 1, TOL[BF16])
-    check_normalise(r.slice(2, 3, 16, dtype=BF16), None, 2, TOL[BF16])
-    check_normalise(r.slice(1, 1, 16), None, 1, spread=True)
+    check_normalise(r.slice(2, 3, 16, dtype=BF16), 2, TOL[BF16])
+    check_normalise(r.slice(1, 1, 16), 1, spread=True)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-9], ids=["zero", "below eps"])
 def test_normalise_of_vectors_below_eps(factor):
     v = Random()(2, 3, 16)
     v[:, 1] *= factor
-    check_normalise(v, None, 1)
+    check_normalise(v, 1)
 
 
 def test_normalise_of_vectors_around_eps():
     v = Random()(2, 7, 16)
-    check_normalise(v, None, 1, eps=v.norm(dim=-1).median().item() * 1.01)
+    check_normalise(v, 1, eps=v.norm(dim=-1).median().item() * 1.01)
 
 
 def test_normalise_keeps_a_nan():
     v = Random()(2, 3, 16)
     v[0, 1, 2] = torch.nan
-    assert normalise(v, None, 1, 1e-5).isnan().sum(-1).tolist() == [[0, 16, 0], [0, 0, 0]]
+    assert normalise(v, 1, 1e-5).isnan().sum(-1).tolist() == [[0, 16, 0], [0, 0, 0]]
 
 
 # finish
@@ -376,8 +370,8 @@ def test_short_conv_of_narrow_inputs():
 def test_float64_is_refused_in_a_sentence():
     with pytest.raises(Unsupported, match=r"x is torch.float64.*float32"):
         finish(**finish_inputs(1, 2, 5) | {"x": Random()(1, 2, 5).double()}, eps=1e-5, kind="rms")
-    with pytest.raises(Unsupported, match=r"v_x is torch.float64"):
-        normalise(Random()(1, 2, 5).double(), None, 1, 1e-5)
+    with pytest.raises(Unsupported, match=r"v is torch.float64"):
+        normalise(Random()(1, 2, 5).double(), 1, 1e-5)
 
 
 def test_wrong_shapes_and_names_are_refused():
@@ -385,8 +379,10 @@ def test_wrong_shapes_and_names_are_refused():
     options = {"rank": 2, "scale": 2.0, "eps": 1e-5, "act": "silu", "sequential": True}
     with pytest.raises(ValueError, match="unknown act `gelu`"):
         mix(**inputs, **options | {"act": "gelu"})
-    with pytest.raises(ValueError, match=r"vectors_x is \(1, 2, 10\) where \(1, 2, 15\)"):
-        mix(**inputs | {"gates_x": None, "gates_y": None}, **options | {"rank": 3})
+    with pytest.raises(ValueError, match=r"gates is \(1, 2, 2\) where \(1, 2, 3\)"):
+        mix(**inputs, **options | {"rank": 3})
+    with pytest.raises(ValueError, match=r"vectors is \(1, 2, 10\) where \(1, 2, 15\)"):
+        mix(**inputs | {"gates": Random()(1, 2, 3)}, **options | {"rank": 3})
     with pytest.raises(ValueError, match="unknown kind `batch`"):
         finish(**finish_inputs(1, 2, 5), eps=1e-5, kind="batch")
 
@@ -407,7 +403,7 @@ def test_in_inference_mode():
         inputs = mix_inputs(1, 3, 5, 2)
         y = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True)
         g, residual = finish_residual(**finish_inputs(1, 3, 5), eps=1e-5, kind="layer", y=y)
-        assert residual.isfinite().all() and normalise(g, None, 1, 1e-5).isfinite().all()
+        assert residual.isfinite().all() and normalise(g, 1, 1e-5).isfinite().all()
         assert short_conv(y, torch.ones(5, 1, 4, device=DEVICE), None).isfinite().all()
 
 
@@ -421,11 +417,10 @@ def everything(b, length, d, rank, n, dtype):
             lambda **t: mix(**t, **o), lambda **t: plain_mix(**t, **o),  # noqa: B023
             mix_inputs(b, length, d, rank, dtype=dtype), TOL[dtype],
         )  # fmt: skip
-    r = Random()
-    v = {f"v_{k}": r.slice(b, length, n, dtype=dtype) for k in "xy"}
     yield (
         lambda **t: normalise(**t, groups=1, eps=1e-5),
-        lambda **t: plain_normalise(**t, groups=1, eps=1e-5), v, TOL[dtype],
+        lambda **t: plain_normalise(**t, groups=1, eps=1e-5),
+        {"v": Random().slice(b, length, n, dtype=dtype)}, TOL[dtype],
     )  # fmt: skip
     for kind in ("layer", "rms"):
         o = {"eps": 1e-5, "kind": kind}
@@ -491,9 +486,9 @@ def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
         with_gradients(ours, inputs)
     # In fp32 what may be left out is, or is the widest.
     options = {"rank": 1, "scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": False}
-    inputs = mix_inputs(1, 3, 48, 1, both=False)
+    inputs = mix_inputs(1, 3, 48, 1)
     with_gradients(lambda x, **t: mix(x=x, **inputs, **options), {"x": inputs.pop("x")})
-    with_gradients(lambda v_x: normalise(v_x, None, 3, 1e-5), {"v_x": Random()(1, 3, 15)})
+    with_gradients(lambda v: normalise(v, 3, 1e-5), {"v": Random()(1, 3, 15)})
     with_gradients(short_conv, conv_inputs(1, 7, 48, bias=False))
     o = {"eps": 1e-5, "kind": "layer"}
     inputs = finish_inputs(1, 3, 4096, gate=False)
