@@ -296,19 +296,18 @@ def scan_cost(tokens: int, d: int, n: int) -> Cost:
 
 def iteration_costs(shape: Shape, tokens: int) -> dict[str, Cost]:
     """One iteration f(y) of FP-Mamba-1 on so many tokens, part by part, each reading what it needs
-    and writing what it makes once. Products and what they make (the x parts too) are in the dtype,
-    all else in fp32.
+    and writing what it makes once. Products are in the dtype, all that is kept in fp32.
     """
     d, n, r = 2 * shape.d_model, shape.d_state, shape.rank
-    m, s = r * d + r, 2 if shape.dtype == "bf16" else 4  # mixer's columns, bytes of a product's
+    m, s = r * d + r, 2 if shape.dtype == "bf16" else 4  # mixer's columns, bytes of a weight
     k = m + 2 * n  # columns of the map of sh(y)
     return {
-        # y in, k columns out, the weights once.
-        "projection": Cost(tokens * (4 * d + s * k) + s * d * k, 2 * tokens * d * k),
-        # Both parts of the map, x, y in, x̃ out; add, silu, norm and reflect: 12 per entry of u.
-        "mix": Cost(tokens * (2 * s * m + 12 * d), 0, 12 * tokens * r * d, tokens * m),
-        # Both parts of B and C in, unit vectors out.
-        "normalise": Cost(tokens * (2 * s + 4) * 2 * n, 0, 8 * tokens * n),
+        # y and the x part of k columns in, their sum with sh(y)'s part out, the weights once.
+        "projection": Cost(tokens * (4 * d + 8 * k) + s * d * k, 2 * tokens * d * k),
+        # The mixer's columns, x, y in, x̃ out; silu, norm and reflect: 11 per entry of u.
+        "mix": Cost(tokens * (4 * m + 12 * d), 0, 11 * tokens * r * d, tokens * m),
+        # B and C in, unit vectors out.
+        "normalise": Cost(tokens * 8 * 2 * n, 0, 7 * tokens * n),
         "scan": scan_cost(tokens, d, n),
         # o, x̃ and y in, f(y) and one number a token out; skip, norm, two maxima.
         "finish and residual": Cost(tokens * (16 * d + 4), 0, 12 * tokens * d),
