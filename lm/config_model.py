@@ -102,6 +102,7 @@ class Model(Section):
     mixer_rank: Size = 1
     mixer_proj_rank: Size | None = None
     mixer_act: Literal["silu", "relu", "identity"] = "silu"
+    mixer_gate_start: float = Field(0.0, ge=-20, le=20)
     eigen_range: Literal["signed", "positive"] = "signed"
     kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
     contractive: OpenFraction | Literal["auto"] | None = "auto"

@@ -49,6 +49,7 @@ RANGES = {  # field → (least, most, both in words)
     "quantile": (0, 1, "a number from 0 to 1, or auto"),
     "stepsize": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "stepsize_decay": (_TINY, 1, "a number above 0 and up to 1, or auto"),
+    "mixer_gate_start": (-20, 20, "a number from -20 to 20"),
     "jacobian_reg": (0, _LARGE, "a number from 0 on"),
     "state_noise": (0, _LARGE, "a number from 0 on"),
     "adjoint_clip": (_TINY, _LARGE, "a number above 0, or null"),
@@ -230,7 +231,9 @@ class FPRNNConfig(PretrainedConfig):
         0.95 for fp_rnn with monarch or nonselective, which nothing else bounds.
         mixer_rank: r (monarch: the block size).
         mixer_proj_rank: q of the low-rank map to the reflection vectors; None: full.
-        mixer_act: "silu", "relu" or "identity". mixer_h_dep: the mixer reads sh(y) as well as x.
+        mixer_act: "silu", "relu" or "identity". mixer_gate_start: the bias that the gates of a new
+        mixer have: at −3 they are near σ(−3) = 0.05, and Q near the identity.
+        mixer_h_dep: the mixer reads sh(y) as well as x.
         symm_mixer: it reads x + sh(y), not [x, sh(y)]. bc_norm: B and C are normalised.
         b_h_dep, c_h_dep, dt_h_dep: B, C, and the step size Δ (with it the decay λ), read sh(y) as
         well as x (Table 1). gate_h_dep: so does the output gate, where it is outside the iteration.
@@ -294,6 +297,7 @@ class FPRNNConfig(PretrainedConfig):
         mixer_rank: int = 1,
         mixer_proj_rank: int | None = None,
         mixer_act: str = "silu",
+        mixer_gate_start: float = 0.0,
         eigen_range: str = "signed",
         kronecker_norm: str = "auto",
         contractive: float | str | None = "auto",
@@ -370,6 +374,7 @@ class FPRNNConfig(PretrainedConfig):
         self.mixer_rank = mixer_rank
         self.mixer_proj_rank = mixer_proj_rank
         self.mixer_act = mixer_act
+        self.mixer_gate_start = mixer_gate_start
         self.eigen_range = eigen_range
         self.kronecker_norm = kronecker_norm
         self.contractive = contractive

@@ -11,6 +11,7 @@ from .delta import GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
+from .mixers import Kronecker, Monarch, Reflections
 from .plain import PlainLayer
 
 
@@ -41,6 +42,8 @@ def initialise(module: nn.Module) -> None:
 def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+    if isinstance(module, FixedPointBlock):
+        _start_gates(module.mixer, cfg.mixer_gate_start)
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))
@@ -63,3 +66,12 @@ def _initialise_block(module, cfg):
     u = torch.rand(dt_bias.shape, device=dt_bias.device)
     dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
     init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+
+
+def _start_gates(mixer, value):
+    """Have the mixer's gates be near σ(value) at first."""
+    for part in mixer.modules():
+        if isinstance(part, Reflections):
+            init.constant_(part.alpha_proj.bias, value)
+        elif isinstance(part, Kronecker | Monarch):
+            init.constant_(part.gate_proj.bias, value)

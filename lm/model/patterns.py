@@ -9,6 +9,7 @@ _OF_MIXERS = (
     "mixer_rank",
     "mixer_proj_rank",
     "mixer_act",
+    "mixer_gate_start",
     "eigen_range",
     "kronecker_norm",
     "contractive",

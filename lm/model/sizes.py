@@ -2,6 +2,7 @@
 
 from typing import Any
 
+GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
 
 
@@ -69,6 +70,11 @@ def _check_mixer(config, kind):
         raise ValueError(
             "gate_h_dep is False: it is for the gate outside the iteration; inside, with"
             " glu_in_loop, it never reads sh(y)"
+        )
+    if config.mixer_gate_start and config.mixer not in GATED:
+        raise ValueError(
+            f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
+            f" ({', '.join(GATED)}), not for {config.mixer}"
         )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(
