@@ -194,6 +194,14 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         initialise(module)
 
+    def _initialize_weights(self, module, *args, **kwargs):
+        """transformers passes over a module without parameters of its own, when the code is not
+        its own. FP-RNN, attention and the MLP are such; they scale their children's."""
+        own = next(module.parameters(recurse=False), None)
+        if own is None and not getattr(module, "_is_hf_initialized", False):
+            self._init_weights(module)
+        super()._initialize_weights(module, *args, **kwargs)
+
 
 class FPRNNModel(FPRNNPreTrainedModel):
     """Embedding, n_layer fixed-point blocks on an fp32 residual stream, final norm."""

@@ -291,6 +291,13 @@ MUTATIONS = [
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(
+        "the gates of a new mixer start at 0 whatever is asked",
+        "lm/model/initialisation.py",
+        "        _start_gates(module.mixer, cfg.mixer_gate_start)\n",
+        "        _start_gates(module.mixer, 0.0)\n",
+        (f"{TESTS}test_modeling.py::test_a_mixer_starts_near_the_identity[householder-fp_mamba1]",),
+    ),
+    Mutation(
         "a gate that reads x alone keeps its map of sh(y)",
         BLOCKS, "if cfg.gate_h_dep and not cfg.glu_in_loop:", "if not cfg.glu_in_loop:",
         (f"{TESTS}test_h_dep.py::test_the_gate_outside_reads_x_alone[fp_mamba1]",),

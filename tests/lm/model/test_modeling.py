@@ -13,6 +13,8 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import WNLinear
 from lm.model.modeling_fprnn import NORMED, FPRNNForCausalLM, FPRNNModel
 from lm.model.non_finite import NonFiniteError
+from lm.model.patterns import FIXED_POINT, KINDS
+from lm.model.sizes import GATED
 
 
 def small(**kwargs):
@@ -186,6 +188,64 @@ def test_initialisation_is_mambas():
     weight = block.bc_y_proj
     torch.testing.assert_close(weight.matrix(), weight.direction)  # gain is the row's norm
     assert (block.mixer.alpha_proj.bias == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
+    """Kaiming's, over √n_layer; and what is loaded is not scaled again."""
+    block = kind if kind in FIXED_POINT else "fp_mamba1"
+    fields = dict(layers=kind, block=block, headdim=8, glu_in_loop=False, mixer="dplr")
+    model = small(n_layer=16, **fields)
+    for layer in model.backbone.layers:
+        weight = layer.block.out_proj.weight.detach()
+        bound = weight.shape[1] ** -0.5 / 4
+        assert 0.9 * bound < weight.abs().max() <= bound * 1.001
+    model.save_pretrained(tmp_path)
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("block", ["fp_mamba1", "fp_rnn"])
+@pytest.mark.parametrize("mixer", GATED)
+@torch.no_grad()
+def test_a_mixer_starts_near_the_identity(mixer, block):
+    """‖I − Q‖ of new weights falls as σ(mixer_gate_start) does; what is loaded is left alone."""
+    norms = {}
+    for start in (0.0, -3.0, -6.0):
+        config = dict(mixer=mixer, mixer_rank=2, contractive=None, mixer_gate_start=start)
+        model = small(block=block, glu_in_loop=False, **config)
+        found = model.backbone.layers[1].block.mixer
+        P = torch.randn(5, 2 * found.d_inner, generator=torch.Generator().manual_seed(0))
+        off = torch.eye(found.d_inner) - found.matrix(P)
+        norms[start] = torch.linalg.matrix_norm(off, 2).max()
+        biases = {k: v for k, v in model.state_dict().items() if k.endswith("_proj.bias")}
+        gates = [v for k, v in biases.items() if "alpha_proj" in k or "gate_proj" in k]
+        assert gates and all((gate == start).all() for gate in gates)
+    assert norms[-3.0] < norms[0.0] / 2 and norms[-6.0] < 0.15 * norms[-3.0]
+
+
+def test_a_loaded_gate_does_not_start_again(tmp_path):
+    model = small(mixer_gate_start=-3.0)
+    with torch.no_grad():
+        model.backbone.layers[0].block.mixer.alpha_proj.bias.fill_(0.25)
+    model.save_pretrained(tmp_path)
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.mixer_gate_start == -3.0
+    biases = [layer.block.mixer.alpha_proj.bias.item() for layer in loaded.backbone.layers]
+    assert biases == [0.25, -3.0]
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (dict(mixer="nonselective", mixer_gate_start=-3), "is for mixers with gates .householder,"),
+        (dict(mixer_gate_start=-21), "must be a number from -20 to 20"),
+        (dict(mixer_gate_start="auto"), "must be a number from -20 to 20"),
+    ],
+)
+def test_a_start_that_a_mixer_cannot_have(fields, said):
+    with pytest.raises(ValueError, match=f"mixer_gate_start.*{said}"):
+        small(**fields)
 
 
 def test_nan_names_the_layer():
