@@ -291,6 +291,11 @@ MUTATIONS = [
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(
+        "layers without parameters of their own are not initialised",
+        "lm/model/modeling_fprnn.py", "            self._init_weights(module)\n", "            pass\n",
+        (f"{TESTS}test_modeling.py::test_every_layers_output_starts_small_in_a_deep_stack",),
+    ),
+    Mutation(
         "the gates of a new mixer start at 0 whatever is asked",
         "lm/model/initialisation.py",
         "        _start_gates(module.mixer, cfg.mixer_gate_start)\n",
