@@ -93,8 +93,8 @@ class Lease:
         return True
 
     def _holder(self) -> dict | None:
-        """What the lease says; None where there is none. An empty one is about to be written: it is
-        looked at again, for its holder is not unknown, only quick."""
+        """What the lease says; None where there is none. Whoever has made an empty one is about to
+        write its name: it is looked at again."""
         until = time.monotonic() + WRITING_S
         while (holder := read_mapping(self.path)) == {} and time.monotonic() < until:
             time.sleep(0.01)
@@ -111,8 +111,9 @@ class Lease:
             )
             lives = self._gives_sign()
         if lives:
+            found = read_mapping(self.path) or holder  # its name may have been written meanwhile
             raise LeaseError(
-                f"{place} is in use by {_name(holder)}: stop that one, or choose another `name`"
+                f"{place} is in use by {_name(found)}: stop that one, or choose another `name`"
                 " (two processes in one run directory would spoil it)"
             )
         self.say(f"note: {place} was left by {_name(holder)}, which is gone: taken over")

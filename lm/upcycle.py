@@ -33,7 +33,8 @@ OUT_NORM = {"block.out_norm.weight": "block.norm.weight"}  # its name in a mamba
 OF_THE_SOLUTION = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters")
 # Mixers that `_start_at_identity` knows.
 AT_IDENTITY = ("householder", "dplr", "kronecker", "monarch", "nonselective", "mixture")
-NEW_IN_FP = ("block.mixer.", "block.bc_y_proj.", "block.dt_y_proj.")  # off, or the identity, first
+# Off, or the identity, first.
+NEW_IN_FP = ("block.mixer.", "block.bc_y_proj.", "block.dt_y_proj.", "block.z_y_proj.")
 
 
 @dataclass
@@ -322,7 +323,7 @@ def _start_at_identity(block) -> None:
     """Have a fixed-point block mix by Q = I at first, and read nothing of sh(y) else."""
     from lm.model.mixers import Contractive, Kronecker, Mixture, Monarch, NonSelective, Reflections
 
-    for name in ("bc_y_proj", "dt_y_proj"):
+    for name in ("bc_y_proj", "dt_y_proj", "z_y_proj"):
         if hasattr(block, name):
             getattr(block, name).gain.zero_()
     mixer = block.mixer

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .inputs import checked_mask, document_starts, embed, refuse_unknown
 from .loss import in_fp32, kept, nll_sum, number_of, targets_of
-from .names import let_be_known
+from .names import initialise_once, let_be_known
 
 States = tuple[tuple[Tensor, ...], ...]  # of every layer, the tensors that it carries on
 
@@ -90,6 +90,10 @@ class BaselinePreTrainedModel(PreTrainedModel):
             if hasattr(module, name):
                 std = 0.02 / (2 * self.config.n_layer) ** 0.5
                 init.normal_(getattr(module, name).weight, std=std)
+
+    def _initialize_weights(self, module, *args, **kwargs):
+        initialise_once(self, module)
+        super()._initialize_weights(module, *args, **kwargs)
 
 
 @dataclass

@@ -68,6 +68,18 @@ RANGES = {  # field → (least, most, both in words)
     "n_householder": (1, _LARGE, "a whole number from 1 on"),
 }
 
+BOOLEANS = (
+    "bias",
+    "mixer_h_dep",
+    "symm_mixer",
+    "b_h_dep",
+    "c_h_dep",
+    "dt_h_dep",
+    "gate_h_dep",
+    "bc_norm",
+    "glu_in_loop",
+    "use_short_conv",
+)
 UNSET = (
     ("contractive", None),
     ("eval_tol", "auto"),
@@ -343,17 +355,6 @@ class FPRNNConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         refuse_agreement_reg(kwargs)
-        for name, value, default in [
-            ("b_h_dep", b_h_dep, True),
-            ("c_h_dep", c_h_dep, True),
-            ("dt_h_dep", dt_h_dep, False),
-            ("gate_h_dep", gate_h_dep, True),
-        ]:
-            if block == "fp_rnn" and value != default:
-                raise ValueError(
-                    f"FPRNNConfig: {name} is {value}, which only fp_mamba1 and fp_mamba2 can have;"
-                    f" of fp_rnn it must be {default}"
-                )
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_layer = n_layer
@@ -469,6 +470,9 @@ class FPRNNConfig(PretrainedConfig):
                 raise ValueError(
                     f"{name} is `{value}`: it must be one of {', '.join(map(str, known))}"
                 )
+        for name in BOOLEANS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}: it must be true or false")
         for name, (least, most, words) in RANGES.items():
             value = getattr(self, name)
             if (name, value) in UNSET:

@@ -45,7 +45,7 @@ from .loss import (
 )
 from .mixer_base import NORMED
 from .mixers import nrm
-from .names import let_be_known
+from .names import initialise_once, let_be_known
 from .noise import gaussian
 from .non_finite import NonFiniteError, all_finite, explained
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
@@ -195,11 +195,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         initialise(module)
 
     def _initialize_weights(self, module, *args, **kwargs):
-        """transformers passes over a module without parameters of its own, when the code is not
-        its own. FP-RNN, attention and the MLP are such; they scale their children's."""
-        own = next(module.parameters(recurse=False), None)
-        if own is None and not getattr(module, "_is_hf_initialized", False):
-            self._init_weights(module)
+        initialise_once(self, module)
         super()._initialize_weights(module, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
+H_DEP = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}  # of FP-Mamba
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
 
 
@@ -66,15 +67,21 @@ def _check_mixer(config, kind):
         raise ValueError(
             "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
         )
+    for name, default in H_DEP.items():
+        if kind == "fp_rnn" and getattr(config, name) != default:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, which only fp_mamba1 and fp_mamba2 can have;"
+                f" of fp_rnn it must be {default}"
+            )
     if config.glu_in_loop and not config.gate_h_dep:
         raise ValueError(
-            "gate_h_dep is False: it is for the gate outside the iteration; inside, with"
-            " glu_in_loop, it never reads sh(y)"
+            "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads x"
+            " alone as it is; leave gate_h_dep True (in this layer's options)"
         )
     if config.mixer_gate_start and config.mixer not in GATED:
         raise ValueError(
             f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
-            f" ({', '.join(GATED)}), not for {config.mixer}"
+            f" ({', '.join(GATED)}), not for {config.mixer}: leave it 0 (in this layer's options)"
         )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(

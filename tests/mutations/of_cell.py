@@ -292,7 +292,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layers without parameters of their own are not initialised",
-        "lm/model/modeling_fprnn.py", "            self._init_weights(module)\n", "            pass\n",
+        "lm/model/names.py", "    model._init_weights(module)\n", "",
         (f"{TESTS}test_modeling.py::test_every_layers_output_starts_small_in_a_deep_stack",),
     ),
     Mutation(

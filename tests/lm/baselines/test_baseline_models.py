@@ -312,6 +312,15 @@ def test_the_short_convolution_and_the_gates_are_the_papers():
     torch.testing.assert_close(a(x)[0], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("baseline", ["gated_deltanet", "deltaproduct", "gated_deltaproduct"])
+def test_what_ends_a_residual_branch_starts_small(baseline):
+    """σ = 0.02 / √(2 n_layer), whether the layer has parameters of its own or none."""
+    model = build(baseline, n_layer=8)
+    ends = [m for name, m in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
+    assert len(ends) == 16
+    assert all(0.8 * 0.005 < end.weight.std() < 1.2 * 0.005 for end in ends)
+
+
 def test_the_forget_gate_of_the_lstm_starts_open():
     bias = build("lstm").model.layers[1].lstm.bias_ih_l0
     assert bias[32:64].tolist() == [1.0] * 32 and bias.sum() == 32

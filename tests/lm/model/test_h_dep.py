@@ -410,13 +410,23 @@ def test_the_gate_outside_reads_x_alone(name):
 
 
 def test_a_gate_inside_reads_no_y_that_could_be_left_out():
-    with pytest.raises(ValueError, match="gate_h_dep is False: it is for the gate outside"):
+    with pytest.raises(
+        ValueError, match="gate_h_dep is False: with glu_in_loop the gate is inside"
+    ):
         block_of(gate_h_dep=False, glu_in_loop=True)
+
+
+@pytest.mark.parametrize("value", ["false", None, 0])
+def test_what_is_neither_true_nor_false(value):
+    for fields in ({"gate_h_dep": value}, {"layers": [{"fp_mamba1": {"gate_h_dep": value}}]}):
+        with pytest.raises(ValueError, match=f"gate_h_dep is {value!r}: it must be true or false"):
+            FPRNNConfig(n_layer=1, **fields)
 
 
 def test_fp_rnn_names_the_field_that_it_cannot_have():
     others = {"b_h_dep": False, "c_h_dep": False, "dt_h_dep": True, "gate_h_dep": False}
     for field, value in others.items():
-        with pytest.raises(ValueError, match=f"{field} is {value}, which only fp_mamba1"):
-            FPRNNConfig(block="fp_rnn", **{field: value})
+        for way in ({"block": "fp_rnn"}, {"layers": "mamba fp_rnn", "n_layer": 2}):
+            with pytest.raises(ValueError, match=f"{field} is {value}, which only fp_mamba1"):
+                FPRNNConfig(**way, **{field: value})
     FPRNNConfig(block="fp_rnn", b_h_dep=True, c_h_dep=True, dt_h_dep=False)

@@ -205,6 +205,38 @@ def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     assert all(torch.equal(v, loaded.state_dict()[k]) for k, v in model.state_dict().items())
 
 
+def test_what_a_checkpoint_lacks_starts_as_new_weights_do(tmp_path):
+    """A layer whose own parameters are there, and some of its children's are not."""
+    model = small(n_layer=16, layers="fp_mamba1 attention", mixer_gate_start=-3.0)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lacking = {k for k in weights if "mixer." in k or "out_proj" in k}
+    save_file(
+        {k: v for k, v in weights.items() if k not in lacking}, tmp_path / "model.safetensors"
+    )
+    loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
+    for layer in loaded.backbone.layers:
+        weight = layer.block.out_proj.weight
+        bound = weight.shape[1] ** -0.5 / 4
+        assert 0.9 * bound < weight.detach().abs().max() <= bound * 1.001
+    assert loaded.backbone.layers[0].block.mixer.alpha_proj.bias.item() == -3.0
+    kept = loaded.state_dict()
+    assert all(torch.equal(kept[k], v) for k, v in weights.items() if k not in lacking)
+
+
+def test_a_loaded_layer_is_not_initialised(tmp_path, monkeypatch):
+    """Nothing is computed of its weights either, which a quantiser may have put elsewhere."""
+    model = small(layers="fp_mamba1 attention mlp", n_layer=3)
+    model.save_pretrained(tmp_path)
+    seen = []
+    real = FPRNNForCausalLM._init_weights
+    monkeypatch.setattr(
+        FPRNNForCausalLM, "_init_weights", lambda self, m: seen.append(m) or real(self, m)
+    )
+    FPRNNForCausalLM.from_pretrained(tmp_path)
+    assert not [m for m in seen if next(m.parameters(), None) is not None]
+
+
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_rnn"])
 @pytest.mark.parametrize("mixer", GATED)
 @torch.no_grad()
