@@ -210,7 +210,10 @@ def test_a_part_is_counted(sources):
     assert sum(found.numbers[key] for key in ("taken", "new")) == target.num_parameters()
     assert (found.silent, found.converted) == ([1], [0])
     said = "; ".join(found.differs)
-    for part in ("4 missing: ", "4 of another shape: ", "LayerNorm", "d_state is 8, and 4 there"):
+    assert not target.backbone.layers[
+        0
+    ].block.z_y_proj.gain.any()  # the gate reads x alone at first
+    for part in ("2 missing: ", "4 of another shape: ", "LayerNorm", "d_state is 8, and 4 there"):
         assert part in said
     parameters = dict(target.named_parameters())
     for name, there in found.taken.items():
