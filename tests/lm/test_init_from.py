@@ -220,7 +220,8 @@ def test_a_part_is_counted(sources):
     assert not parameters[f"{first}.z_y_proj.gain"].any()  # at first the gate reads x alone
     assert changed == {
         "backbone.layers.1.block.out_proj.weight", f"{first}.bc_y_proj.gain",
-        f"{first}.z_y_proj.gain", f"{first}.mixer.alpha_proj.gain", f"{first}.mixer.alpha_proj.bias",
+        f"{first}.z_y_proj.gain", f"{first}.mixer.alpha_proj.gain",
+        f"{first}.mixer.alpha_proj.bias",
     }  # fmt: skip
 
 
