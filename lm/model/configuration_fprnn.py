@@ -8,7 +8,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging
 
 from .patterns import FIXED_POINT, Layer, parse
-from .sizes import check_sizes
+from .sizes import H_DEP, check_sizes
 
 logger = logging.get_logger(__name__)
 
@@ -72,14 +72,12 @@ BOOLEANS = (
     "bias",
     "mixer_h_dep",
     "symm_mixer",
-    "b_h_dep",
-    "c_h_dep",
-    "dt_h_dep",
-    "gate_h_dep",
+    *H_DEP,
     "bc_norm",
     "glu_in_loop",
     "use_short_conv",
 )
+
 UNSET = (
     ("contractive", None),
     ("eval_tol", "auto"),
