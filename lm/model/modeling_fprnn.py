@@ -29,6 +29,7 @@ from .delta_chunks import gated_delta_rule
 from .delta_rule import delta_rule
 from .diagonal import Mamba
 from .fixed_point import FixedPointBlock
+from .full_rank import solve_by_iterating
 from .gradient import implicit_gradient
 from .initialisation import initialise
 from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
@@ -69,6 +70,7 @@ _TRAVELS = (
     selective_scan,
     finish,
     find_root,
+    solve_by_iterating,
     spectral_norm,
     Projections,
     gaussian,
