@@ -12,7 +12,7 @@ from lm.checkpoint import CheckpointError, newest
 from lm.console import say
 from lm.data.text_bytes import in_bits
 from lm.errors import require
-from lm.metrics import read_metrics
+from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
 from lm.outputs import DamagedError, OutputError, check_folder, read_json, write_json
 from lm.reports.overview import state
 from lm.reports.read import read_all
@@ -163,14 +163,16 @@ def _add_layers(table, fixed: dict) -> None:
     """A row for each layer: ℓ*, and what solving cost and left in training and evaluation."""
     counts, training = fixed["num_iters"], fixed["training"]
     numbers = fixed.get("layers", range(len(counts["mean"])))
-    for i, mean in enumerate(counts["mean"]):
+    for i, mean in enumerate(marked(counts)):
         table.add_row(
             f"ℓ* layer {numbers[i]}",
-            f"mean {mean:.1f}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
+            f"mean {mean}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
             f" evaluations a token {training['evaluations'][i]:.1f} in training,"
             f" {fixed['evaluations'][i]:.1f} in evaluation; tokens not solved"
             f" {training['failed'][i]:.2%}, {fixed['failed'][i]:.2%}",
         )
+    if any(is_elsewhere(counts)):
+        table.add_row("", ELSEWHERE_NOTE)
 
 
 def table(summary: dict, title: str) -> Table:

@@ -97,7 +97,7 @@ class Training:
         self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
-        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
         self.growth = Growth(cfg, ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
         self.profile = Profile(profiled, run.profile, say, self._paused)

@@ -17,7 +17,7 @@ from lm.console import Progress, say
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
 from lm.lease import LeaseError
-from lm.log import Writer, describe, probed
+from lm.log import Writer, describe, iterations_of_layers, probed
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
 from lm.optim import described, lr_factor, optimizer
@@ -114,7 +114,7 @@ class Training:
         self.shortest, self.full_length = cfg.train.lengths
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
-        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -569,5 +569,5 @@ def _scores(measured: dict) -> str:
         if not name.startswith("qa")
     )
     if iterations := measured.get("num_iters"):
-        text += "  ℓ* " + " ".join(f"{value:.1f}" for value in iterations["mean"])
+        text += "  ℓ* " + iterations_of_layers(iterations)
     return text

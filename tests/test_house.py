@@ -53,7 +53,7 @@ FLOORS = {
     8: ("train",),
     9: ("evaluate", "export", "generate", "plan", "report"),
     10: ("reference", "agree", "cli_eval", "cli_import", "cli_watch", "compare", "facade"),
-    11: ("budget", "cli_compare", "cli_inspect"),
+    11: ("cli_compare", "cli_inspect"),
     12: ("cli",),
     13: ("__main__",),
 }

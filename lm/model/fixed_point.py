@@ -491,7 +491,7 @@ class FixedPointBlock(nn.Module):
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
-            stats = stats._replace(num_iters=None, converged=None, token_iters=None)
+            stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def _solved_apart(self, u, seqs, checkpoint):
@@ -530,8 +530,11 @@ class FixedPointBlock(nn.Module):
     @torch.no_grad()
     def _with_iterations(self, u, seqs, stats):
         """The stats with ℓ*: what the paper's procedure needs for this input."""
-        s, block = self.prepare(u, seqs), self.config.block
-        return count_iterations_of(lambda y: self.step_residual(s, y), s.x, block, stats)
+        s = self.prepare(u, seqs)
+        y = self._solve(s).y
+        return count_iterations_of(
+            lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
+        )
 
     def contraction(
         self,

@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 class FixedPointStats(NamedTuple):
     """What a solve needed, (b,) each and, of `token_iters`, (b,l); stacked over layers by the model
-    to (n_layer,b) and (n_layer,b,l). The last three are None where they were not asked for."""
+    to (n_layer,b) and (n_layer,b,l). The last four are None where they were not asked for."""
 
     evaluations: torch.Tensor  # evaluations a token that were done, of f or of F
     failed: torch.Tensor  # share of the tokens that were not solved, or not to the tolerance
@@ -43,8 +43,12 @@ class FixedPointStats(NamedTuple):
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: it did
     token_iters: torch.Tensor | None = None  # the one after which all tokens up to it stay within
+    elsewhere: torch.Tensor | None = None  # share of the tokens where it ends in another solution
 
 
+# Distance, in lengths of y, beyond which the paper's procedure, whose own tolerance is 0.1 of the
+# largest entry, has ended in another solution.
+FAR = 0.5
 SHARES = ("failed", "bisected", "limited")  # of the tokens that are no padding
 
 # A token's outcome is a sum of these, 0 where all is well.
@@ -172,18 +176,31 @@ def probe_rule(block: str) -> Rule:
 
 
 def count_iterations_of(
-    f: Callable[[torch.Tensor], Any], like: torch.Tensor, block: str, stats: FixedPointStats
+    f: Callable[[torch.Tensor], Any],
+    y: torch.Tensor,
+    block: str,
+    stats: FixedPointStats,
+    mask: torch.Tensor | None,
 ) -> FixedPointStats:
-    """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y. block:
-    the name of the block that f is of."""
+    """The stats with ℓ*: what `solve_paper` needs with f from zero, and whether it ends where the
+    model's own solution y is. block: the name of the block that f is of. mask: (b,l), or None."""
     rule = probe_rule(block)
     try:
-        counted = solve_paper(f, torch.zeros_like(like), rule).stats
+        there, counted, *_ = solve_paper(f, torch.zeros_like(y), rule)
         found = counted.num_iters, counted.converged, counted.token_iters
     except NonFiniteError:  # it need not be stable where the tokens' own equations are
-        most = torch.full(like.shape[:2], rule.max_iters, device=like.device)
+        there, most = torch.nan * y, torch.full(y.shape[:2], rule.max_iters, device=y.device)
         found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
-    return stats._replace(num_iters=found[0], converged=found[1], token_iters=found[2])
+    counts = dict(zip(("num_iters", "converged", "token_iters"), found))
+    return stats._replace(**counts, elsewhere=_share_elsewhere(there, y, mask))
+
+
+def _share_elsewhere(there, y, mask):
+    """The share of the tokens (b,) at which two iterates (b,l,d) are further apart than FAR."""
+    distance, size = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (there - y, y))
+    apart = ~(distance <= FAR * size)  # NaN is
+    real = torch.ones_like(apart) if mask is None else mask
+    return (apart & real).sum(1) / real.sum(1).clamp_min(1)
 
 
 @torch.no_grad()

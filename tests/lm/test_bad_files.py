@@ -92,9 +92,8 @@ def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_pa
     assert (tmp_path / "new" / "text.txt").read_text().startswith("a")
 
 
-def test_agree_and_budget_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
-    for command in ("agree", "budget"):
-        assert "is a file" in refused(capsys, command, small_export, "--out", blocked / "x")
+def test_agree_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+    assert "is a file" in refused(capsys, "agree", small_export, "--out", blocked / "x")
 
 
 def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
@@ -161,7 +160,6 @@ def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy
     for command in (
         ["generate", copy, "--prompt", "a"],
         ["agree", copy, "--length", 8],
-        ["budget", copy, "--length", 8],
     ):
         assert words in refused(capsys, *command)
 

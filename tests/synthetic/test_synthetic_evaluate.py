@@ -310,8 +310,11 @@ class Solved(Oracle):
         output.fixed_point = SimpleNamespace(
             evaluations=each,
             failed=each * input_ids.shape[1] / 1000,
+            bisected=0 * each,
+            limited=0 * each,
             residual=0 * each,
             num_iters=iterations,
+            elsewhere=0 * each,
             layers=None,
         )
         return output
