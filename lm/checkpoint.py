@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import queue
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -346,21 +347,27 @@ def verify(path: Path) -> dict:
     return manifest
 
 
-def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
+def newest(
+    folder: Path, say: Callable[[str], None] = print, before: float = math.inf
+) -> Path | None:
     """The newest complete checkpoint in a folder of them; says which ones it passed over. None
     where nothing was ever saved.
 
+    Args:
+        before: of the checkpoints of fewer updates; None where none of them is complete.
     Raises:
         CheckpointError: something was, and none of it is complete.
     """
     found = listed(folder)
     for path in reversed(found):
+        if step_of(path) >= before:
+            continue
         try:
             verify(path)
             return path
         except CheckpointError as e:
             say(f"passed over: {e}")
-    if found:
+    if found and before == math.inf:
         raise CheckpointError(
             f"none of the {len(found)} checkpoint{'s' * (len(found) > 1)} in {folder} is whole:"
             " bring a good one back, or train anew with --overwrite"
@@ -369,19 +376,20 @@ def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
 
 
 def to_resume(
-    resume: str, folder: Path, say: Callable[[str], None] = print
+    resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
 
     Args:
         resume: never, auto (the newest complete one in `folder`), or the folder of one.
+        before: under auto, of those of fewer updates.
     Raises:
         CheckpointError: it is not complete; under auto, none of them is.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        path = newest(folder, say)
+        path = newest(folder, say, before)
         return None if path is None else (path, read_json(path / MANIFEST))
     return Path(resume), verify(Path(resume))
 
@@ -393,6 +401,52 @@ def check_resume(resume: str) -> None:
             f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
             " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
         )
+
+
+def to_go_back_to(
+    folder: Path, last: int | None, say: Callable[[str], None] = print
+) -> tuple[Path, dict] | None:
+    """The checkpoint that a run goes back to, and its manifest; None: there is none that is whole.
+    Where going back did not help, it is the one before, if there is one: the run leaves the branch
+    of the later ones, and they are deleted.
+
+    Args:
+        last: the update that it went back to, and has saved nothing since; None: it did not.
+    """
+    older = None if last is None else to_resume("auto", folder, say, before=last)
+    if older is not None:
+        drop_after(folder, older[1]["step"])
+        return older
+    try:
+        return to_resume("auto", folder, say)
+    except CheckpointError:  # none is whole
+        return None
+
+
+def not_finite(held: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """What holds NaN or infinity, such as "NaN or infinity in exp_avg"; "" where nothing does.
+
+    Args:
+        held: by what is said of them, such as "the weights".
+    """
+    spoilt = [
+        what
+        for what, tensors in held.items()
+        if not _sums_are_finite(tensors) and not all(torch.isfinite(t).all() for t in tensors)
+    ]
+    return f"NaN or infinity in {' and '.join(spoilt)}" if spoilt else ""
+
+
+@torch.no_grad()
+def _sums_are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """NaN and infinity stay in a sum, which is read faster than `isfinite` is written; the sum of
+    finite numbers may overflow."""
+    totals: dict[torch.device, torch.Tensor] = {}
+    for t in tensors:
+        if t.is_floating_point() and t.numel():
+            total = t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
+            totals[t.device] = totals.get(t.device, 0.0) + total
+    return all(torch.isfinite(total).item() for total in totals.values())
 
 
 def drop_after(folder: Path, step: int) -> None:

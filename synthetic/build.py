@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lm.build import build_section
-from lm.checkpoint import CheckpointError, newest
+from lm.checkpoint import CheckpointError, newest, not_finite, step_of
 from lm.model.attention import AttentionState
 from lm.model.diagonal import ScanState
 from lm.model.plain import NoState
@@ -80,15 +80,37 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
 def newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
-    """The training state of a run's newest complete checkpoint; None where there is none. Runs of
-    0.1 kept one file, `last.pt`.
+    """The training state of a run's newest complete checkpoint without NaN; None where there is
+    none. Runs of 0.1 kept one file, `last.pt`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        CheckpointError: there are checkpoints, and none can be used.
     """
     path = newest(run.checkpoints, say)
-    file = run.checkpoints / "last.pt" if path is None else path / STATE
-    return read_checkpoint(file, device) if file.exists() else None
+    if path is None:
+        file = run.checkpoints / "last.pt"
+        return read_checkpoint(file, device) if file.exists() else None
+    while path is not None:
+        state = read_checkpoint(path / STATE, device)
+        what = not_finite(held(state))
+        if not what:
+            return state
+        say(f"passed over: checkpoint {path}: {what}")
+        path = newest(run.checkpoints, say, before=step_of(path))
+    raise CheckpointError(
+        f"every whole checkpoint in {run.checkpoints} holds NaN or infinity: train anew with"
+        " --overwrite"
+    )
+
+
+def held(state: dict) -> dict[str, list[torch.Tensor]]:
+    """Of a training state the weights that hold NaN (a buffer may hold infinity), and all of the
+    optimizer's moments by name."""
+    held = {"the weights": [tensor for tensor in state["model"].values() if tensor.isnan().any()]}
+    for moments in state["optimizer"]["state"].values():
+        for name, moment in moments.items():
+            held.setdefault(name, []).append(moment)
+    return held
 
 
 def _trained_state(run: RunDir) -> dict:

@@ -1,5 +1,6 @@
 """The synthetic trainer under faults: signals, NaN, a second process, damage, a full disk."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,8 +8,9 @@ import sys
 import time
 
 import pytest
+import torch
 
-from lm.checkpoint import listed, newest
+from lm.checkpoint import MANIFEST, _digest, listed, newest
 from lm.errors import DIVERGED, FAILED, PREEMPTED
 from lm.metrics import read_metrics
 from tests.running import ENV, ROOT
@@ -108,6 +110,51 @@ def test_nan_too_often_is_the_end(tmp_path):
     status, _, error = finished(tmp_path, "train.rollbacks=0", fault="synthetic_nan_at=16")
     assert status == DIVERGED
     assert "stopped at update 16: the loss is nan" in error and "0 of 0 rollbacks made" in error
+
+
+def test_nan_in_a_moment_is_not_saved(tmp_path):
+    status, output, error = finished(tmp_path, fault="synthetic_moment_nan_at=20")
+    assert status == 0, error
+    assert (
+        "note: update 20: NaN or infinity in exp_avg_sq: back to the checkpoint of update 10"
+        in (" ".join(output.split()))
+    )
+    assert sorted(trace(tmp_path / "x")) == list(range(1, 41))
+
+
+def spoilt(checkpoint, change):
+    """Change a state that was saved, and its digest in the manifest."""
+    path = checkpoint / "state.pt"
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"][path.name] = [path.stat().st_size, _digest(path)]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_checkpoints_that_hold_nan_or_fail_twice_are_left(tmp_path):
+    """Of three, the newest holds NaN, as versions before this one have saved it, and the one before
+    weights that overflow."""
+    assert finished(tmp_path, "train.steps=30", "checkpoint.keep=3")[0] == 0
+
+    def nan(state):
+        state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] = float("nan")
+
+    def overflow(state):
+        for weight in state["model"].values():
+            weight.mul_(1e30)
+
+    folder = tmp_path / "x/checkpoints"
+    spoilt(folder / "step-000030", nan)
+    spoilt(folder / "step-000020", overflow)
+    status, output, error = finished(tmp_path, "train.steps=30", "checkpoint.keep=3")
+    assert status == 0, error
+    said = " ".join(output.split())
+    assert "step-000030: NaN or infinity in exp_avg" in said and "resumed at update 20" in said
+    assert "back to the checkpoint of update 20" in said
+    assert "back to the checkpoint of update 10" in said
+    assert sorted(trace(tmp_path / "x")) == list(range(1, 31))
 
 
 def test_a_second_process_is_refused(tmp_path):
