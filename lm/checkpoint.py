@@ -9,7 +9,6 @@ differ from the manifest, and it is never loaded. Older ones are deleted after t
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import queue
 import re
@@ -26,6 +25,7 @@ import torch
 
 from lm.config import Checkpoint
 from lm.errors import UserError
+from lm.model import checksums
 from lm.outputs import DamagedError, read_json, sync, write_json, writing
 from lm.ranks import Ranks
 
@@ -89,7 +89,6 @@ class Checkpoints:
         self.folder, self.ranks, self.settings = Path(folder), ranks, settings
         self.about = {"world_size": ranks.world_size, **(about or {})}
         self.published: int | None = None  # the step of the newest that this process has written
-        self._intact: dict[Path, tuple] = {}  # folder → what its files looked like when whole
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
@@ -192,7 +191,7 @@ class Checkpoints:
                 _set_aside(path)
             job.partial.rename(path)
             sync(self.folder)
-        self._intact[path] = _looks(path, manifest)
+        checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
         self._prune()
         seconds = time.monotonic() - job.began
         self._news.put(Saved(job.step, job.blocked_s, seconds, total))
@@ -208,11 +207,9 @@ class Checkpoints:
         drop_partial(self.folder)
 
     def _is_intact(self, path: Path) -> bool:
-        """`verify`, but only once while the files look as they did."""
+        """`verify`, but files that look as they did are not read again."""
         try:
-            manifest = read_json(path / MANIFEST, ("files",))
-            if self._intact.get(path) != _looks(path, manifest):
-                self._intact[path] = _looks(path, verify(path))
+            verify(path, once=True)
         except Exception:  # whatever damage does: the new checkpoint is there already
             return False
         return True
@@ -257,16 +254,11 @@ def _write_file(path: Path, state) -> list:
             f" {path.parent.parent} ({_first_line(e)}; {free / 2**20:,.0f} MiB are free there): the"
             " one before stands"
         ) from None
-    return [path.stat().st_size, _digest(path)]
+    return [path.stat().st_size, checksums.sha256(path)]
 
 
 def _first_line(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _name(step: int) -> str:
@@ -275,11 +267,6 @@ def _name(step: int) -> str:
 
 def _part(partial: Path, rank: int) -> Path:
     return partial / f"files-rank{rank:04d}.json"
-
-
-def _looks(path: Path, manifest: dict) -> tuple:
-    stats = [(name, (path / name).stat()) for name in (MANIFEST, *sorted(manifest["files"]))]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _set_aside(path: Path) -> None:
@@ -307,9 +294,11 @@ def listed(folder: Path) -> list[Path]:
     return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)
 
 
-def verify(path: Path) -> dict:
+def verify(path: Path, once: bool = False) -> dict:
     """The manifest of a complete checkpoint.
 
+    Args:
+        once: files that look as they did when this process read them are not read again.
     Raises:
         CheckpointError: no such folder, no manifest, or a file missing, cut short or changed.
     """
@@ -333,17 +322,15 @@ def verify(path: Path) -> dict:
             f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
             f" {manifest['step']})"
         )
-    for file, size, digest in files:
+    for file, size, _ in files:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is incomplete: {file.name} is missing")
         if file.stat().st_size != size:
             raise CheckpointError(
                 f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
-        if _digest(file) != digest:
-            raise CheckpointError(
-                f"checkpoint {path}: {file.name} is damaged (its SHA-256 differs)"
-            )
+    if how := checksums.difference(path, {file.name: digest for file, _, digest in files}, once):
+        raise CheckpointError(f"checkpoint {path}: {how}")
     return manifest
 
 

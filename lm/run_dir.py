@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lm.config import Run, build, load_tree
 from lm.errors import DivergedAlone, UserError, exit_status, sentence
@@ -169,6 +170,16 @@ def comparable(cfg: Run) -> dict:
     return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
 
 
+def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
+    """What two configurations say differently: dotted key → (then, now)."""
+    old, new = comparable(was), comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
 def settled(model: dict) -> dict:
     """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
     model are equal, whether they were written before there was an `auto` or after."""
@@ -200,12 +211,7 @@ def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
     """
     # Through the schema: a key that is newer than the run has its default there.
     was = build(load_tree(saved), str(saved), type(cfg))
-    old, new = (comparable(c) for c in (was, cfg))
-    changed = {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
+    changed = changed_keys(was, cfg)
     said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
     for key, (before, now) in changed.items():
         if key.startswith("solver.") and cfg.model.name != "fprnn":

@@ -25,7 +25,14 @@ from lm.checkpoint import (
 )
 from lm.config import Config
 from lm.console import Progress, say
-from lm.continuing import check_batch, check_optimizer, identity
+from lm.continuing import (
+    check_batch,
+    check_made_of,
+    check_optimizer,
+    check_tokenizer,
+    identity,
+    made_of,
+)
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations, probed
@@ -129,14 +136,28 @@ class Training:
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
         say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
         ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
+        ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             prepare = corpora.prepare_sources
             ranks.first(lambda: bool(prepare(cfg, self.tokenizer, folder, progress)))
+        ranks.first(self._check_made_of)  # the corpora may be new
+        self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
+
+    def _check_made_of(self) -> None:
+        """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
+        of; one of another run need only have this one's tokenizer."""
+        if self.found is None:
+            return
+        path, manifest = self.found
+        if path.resolve().parent == self.run.checkpoints.resolve():
+            check_made_of(path, manifest, self.run, self.cfg)
+        else:
+            check_tokenizer(path, manifest, self.run)
 
     def _build_with_finite_weights(self, named: bool) -> None:
         """The model as `found` has it, or where that holds NaN as the newest checkpoint before it

@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 
-from lm.checkpoint import MANIFEST, CheckpointError, _digest, listed, verify
+from lm.checkpoint import MANIFEST, CheckpointError, listed, verify
 from lm.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
 from lm.metrics import read_metrics
+from lm.model.checksums import sha256
 from tests.running import ENV, ROOT, fprnn, losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
@@ -67,7 +68,7 @@ def rewritten(path, change):
     change(state)
     torch.save(state, path)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][path.name] = [path.stat().st_size, _digest(path)]
+    manifest["files"][path.name] = [path.stat().st_size, sha256(path)]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -3,6 +3,7 @@
 from tests.mutations import Mutation
 
 CHECKPOINT = "lm/checkpoint.py"
+CHECKSUMS = "lm/model/checksums.py"
 LEASE = "lm/lease.py"
 ENGINE = "lm/engine.py"
 RESHARD = "lm/reshard.py"
@@ -89,15 +90,15 @@ MUTATIONS = [
     ),
     Mutation(
         "running: the digest is not compared",
-        CHECKPOINT,
-        "if _digest(file) != digest:",
+        CHECKSUMS,
+        "if sha256(path, once) != digest:",
         "if False:",
         saving("test_damage_is_passed_over_with_a_sentence"),
     ),
     Mutation(
         "running: nothing whole is a new beginning",
         CHECKPOINT,
-        "    if found:\n        raise CheckpointError(",
+        "    if found and before == math.inf:\n        raise CheckpointError(",
         "    if False:\n        raise CheckpointError(",
         saving("test_damage_is_passed_over_with_a_sentence"),
     ),

@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 
-from lm.checkpoint import MANIFEST, _digest, listed, newest
+from lm.checkpoint import MANIFEST, listed, newest
 from lm.errors import DIVERGED, FAILED, PREEMPTED
 from lm.metrics import read_metrics
+from lm.model.checksums import sha256
 from tests.running import ENV, ROOT
 
 SMALL = (
@@ -129,7 +130,7 @@ def spoilt(checkpoint, change):
     change(state)
     torch.save(state, path)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][path.name] = [path.stat().st_size, _digest(path)]
+    manifest["files"][path.name] = [path.stat().st_size, sha256(path)]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
