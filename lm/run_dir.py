@@ -11,6 +11,7 @@ from typing import Any
 from lm.config import Run, build, load_tree
 from lm.errors import DivergedAlone, UserError, exit_status, sentence
 from lm.lease import Lease, LeaseError
+from lm.metrics import read_metrics
 from lm.outputs import check_folder, read_json, write_json, write_text, writing
 from lm.resuming import Resume, resume_rule
 
@@ -64,9 +65,10 @@ class RunDir:
 
     @property
     def is_started(self) -> bool:
-        """Whether anything was trained there: a checkpoint, or a logged step."""
+        """Whether anything was trained there: a checkpoint, a logged step, or a result."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return logged or saved or self.is_finished
 
     def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
@@ -77,12 +79,19 @@ class RunDir:
 
         Raises:
             RunDirError: it already holds a run and neither resume nor --overwrite was asked for;
-                it holds something else; the run to be continued is another one.
+                it holds something else; the run to be continued is another one, or has lost its
+                config or its checkpoints.
             LeaseError: another process is at work there.
             OutputError: it cannot be written.
         """
         check_folder(self.path)
         ours = self.holds_run or self.lease.exists()
+        if not self.holds_run and self.is_started and not (ours and overwrite):
+            raise RunDirError(
+                f"{self} holds what a run has left (a log, checkpoints or a result), and its"
+                " config.yaml is gone: bring it back (a checkpoint's manifest.json holds it), or"
+                " choose another `name`"
+            )
         if not ours and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
         with writing(self.path):
@@ -138,12 +147,29 @@ class RunDir:
                     " `name`, or delete it with --overwrite"
                 )
             self.previous = _continued(cfg, self.config, say)
+            if cfg.resume == "auto":
+                self._refuse_lost_checkpoints()
             self.failure.unlink(missing_ok=True)
             return
-        if self.holds_run:
+        if self.holds_run or self.is_started:
             self._clear()
         self.failure.unlink(missing_ok=True)
         self.confirm(cfg)
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """Raises RunDirError where a run that has saved has no checkpoint any more: it would begin
+        anew over its log."""
+        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        if any(not path.name.endswith(".partial") for path in there):
+            return
+        records = read_metrics(self.path)
+        if self.is_finished or any("checkpoint" in record for record in records):
+            made = max((record["step"] for record in records), default=None)
+            raise RunDirError(
+                f"{self} has {'finished' if made is None else f'made {made} updates'}, and its"
+                f" checkpoints are gone from {self.checkpoints.name}/: bring them back, or train"
+                " anew with --overwrite"
+            )
 
     def confirm(self, cfg: Run) -> None:
         """The run goes on with this config: nothing is left that could refuse it."""

@@ -73,7 +73,7 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
         reason = str(e).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is damaged ({reason}): delete it, and `train` begins anew"
+            f"{path} is damaged ({reason}): bring it back, or train anew with --overwrite"
         ) from e
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lm.checkpoint import MANIFEST
+from lm.data.errors import DataError
 from lm.errors import BAD_DATA, FAILED
 from lm.exported import LoadError, load_model, load_tokenizer
+from lm.init_from import read as read_source
 from lm.measured import CARD, add_measured
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.push import PushError, check_export
 from lm.report import report
+from lm.run_dir import RunDir, RunDirError
 from tests.refusals import refused
-from tests.running import ENV, as_before, fprnn, losses, run
+from tests.running import ENV, ROOT, as_before, fprnn, losses, run
 
 
 @pytest.fixture
@@ -241,8 +245,8 @@ def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouc
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
         assert f"{folder / 'tokenizer.json'} is damaged" in refused(capsys, *command)
     assert not (tmp_path / "out").exists()
-    start = fprnn(*TINY, f"out_dir={tmp_path}", "name=other", f"init_from={stopped}")
-    assert start.returncode in (BAD_DATA, FAILED) and "tokenizer.json is damaged" in start.stderr
+    with pytest.raises((DataError, RunDirError), match=r"tokenizer\.json is damaged"):
+        read_source(stopped)
 
 
 def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
@@ -295,3 +299,86 @@ def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
     other_tokenizer(stopped / "tokenizer")
     (line,) = [line for line in report([stopped]) if "tokenizer.json" in str(line)]
     assert line.startswith(f"note: {stopped}") and "was changed" in line
+
+
+# A run that has lost something.
+
+
+def claimed(tiny, folder, *overrides, overwrite=False):
+    """What is said when a run directory is taken."""
+    said = []
+    directory = RunDir(folder)
+    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, said.append)
+    directory.release()
+    return said
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+DEAD = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a number
+TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
+
+
+def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
+    """It began at update 0, and dropped the log."""
+    log = (stopped / "metrics.jsonl").read_bytes()
+    shutil.rmtree(stopped / "checkpoints")
+    done = fprnn(*TINY, f"out_dir={stopped.parent}")
+    assert done.returncode == FAILED
+    assert f"{stopped} has made 8 updates" in done.stderr and "bring them back" in done.stderr
+    assert (stopped / "metrics.jsonl").read_bytes() == log
+    (stopped / "checkpoints/step-000004.partial").mkdir(parents=True)
+    with pytest.raises(RunDirError, match="has made 8 updates"):
+        claimed(tiny, stopped, *TEXT)
+    (stopped / "metrics.jsonl").unlink()
+    (stopped / "result.json").write_text("{}")
+    with pytest.raises(RunDirError, match=r"its checkpoints are gone .*--overwrite"):
+        claimed(tiny, stopped, *TEXT)
+    claimed(tiny, stopped, *TEXT, overwrite=True)
+    assert not (stopped / "result.json").exists()
+
+
+def test_a_run_that_had_not_saved_yet_begins_anew(tiny, here, stopped):
+    shutil.rmtree(stopped / "checkpoints")
+    log = stopped / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]))
+    assert "checkpoint" not in log.read_text()
+    assert claimed(tiny, stopped, *TEXT) == []
+
+
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("lost", ["config.yaml", "config.yaml and metrics.jsonl"])
+def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
+    """A killed run's lease alone made the directory anybody's."""
+    for name in lost.split(" and "):
+        (stopped / name).unlink()
+    if leased:
+        (stopped / "lease.json").write_text(json.dumps(DEAD))
+    for overrides in (TEXT, TEXT[:1]):
+        with pytest.raises(RunDirError, match=r"config\.yaml is gone: bring it back"):
+            claimed(tiny, stopped, *overrides)
+    assert (stopped / "checkpoints/step-000004").is_dir()
+    assert not (stopped / "config.yaml").exists()
+
+
+def test_a_claim_that_was_cut_short_is_nobodys_run(tiny, here, tmp_path):
+    folder = tmp_path / "runs/tiny"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "lease.json").write_text(json.dumps(DEAD))
+    claimed(tiny, folder, *TEXT)
+    assert (folder / "config.yaml").exists()
+
+
+def test_damaged_lines_of_the_log_are_said(stopped):
+    log = stopped / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:2], lines[2][:20] + "\0\n", *lines[3:], '{"step": 9, "lo']))
+    _, done = run(stopped.parent, "resume=auto")
+    said = " ".join(done.stdout.split())
+    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
+    steps = [r["step"] for r in losses(stopped)]
+    assert steps == [1, 2, 4, 5, 6, 7, 8]
