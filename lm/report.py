@@ -126,8 +126,10 @@ def _changed(run: RunDir) -> str | None:
     try:
         for path in listed(run.checkpoints)[-1:]:
             check_made_of(path, read_json(path / MANIFEST), run, load(run.config))
-    except UserError as e:
+    except RunDirError as e:
         return str(e)
+    except UserError:
+        pass  # a damaged file, of which the remarks tell
     return None
 
 

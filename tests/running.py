@@ -82,7 +82,7 @@ def printed_by_ranks(module, processes):
 
 
 def as_before(run_dir):
-    """Take from a run what versions before 0.2 did not say of what it is made of."""
+    """Take from a run what earlier versions did not say of what it is made of."""
     (Path(run_dir) / "tokenizer/SHA256SUMS").unlink()
     for path in Path(run_dir).glob("checkpoints/*/manifest.json"):
         said = json.loads(path.read_text())
