@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.checkpoint import CheckpointError
-from lm.config import Config, build, load
+from lm.config import Config, load
 from lm.data.mixture import parts
 from lm.data.prepare import checksums, place_in_run
 from lm.deepspeed_json import layout
 from lm.model.checksums import SUMS, difference, sha256
 from lm.optim import signature
 from lm.ranks import Ranks
-from lm.resuming import Resume, resume_rule
-from lm.run_dir import RunDir, RunDirError, changed_keys
+from lm.run_dir import RunDir, RunDirError, check_config
 
 
 def identity(cfg: Config, world_size: int) -> dict:
@@ -50,26 +49,6 @@ def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     check_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
     check_corpora(path, manifest, run, cfg)
-
-
-def check_config(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Raises RunDirError where the config says something else of what a run may not change. Where
-    files lie it may change: their content is compared."""
-    if "config" not in manifest:
-        return
-    was = build(manifest["config"], f"{path}/manifest.json: config")
-    other = [
-        f"{key} was {before!r}, is {now!r}"
-        for key, (before, now) in changed_keys(was, cfg).items()
-        if resume_rule(Config, key) is Resume.FIXED
-        and not key.startswith("tokenizer.")
-        and not key.endswith("path")
-    ]
-    if other:
-        raise RunDirError(
-            f"{run.config} is not what {path} was trained with ({'; '.join(other)}): bring it back"
-            " as it was (the checkpoint's manifest.json holds it)"
-        )
 
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:

@@ -206,6 +206,34 @@ def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
+    """Refuse a config that says something else of what a run may not change than one of the run's
+    checkpoints. Where files lie it may say, and a tokenizer's files are compared themselves.
+
+    Args:
+        path: of the checkpoint, whose manifest says with which config it was trained; one of an
+            earlier version does not.
+    Raises:
+        RunDirError: naming each key.
+    """
+    if "config" not in manifest:
+        return
+    schema = type(cfg)
+    was = build(manifest["config"], f"{path}/manifest.json: config", schema)
+    other = [
+        f"{key} was {before!r}, is {now!r}"
+        for key, (before, now) in changed_keys(was, cfg).items()
+        if resume_rule(schema, key) is Resume.FIXED
+        and not key.startswith("tokenizer.")
+        and not key.endswith("path")
+    ]
+    if other:
+        raise RunDirError(
+            f"{run.config} is not what {path} was trained with ({'; '.join(other)}): bring it back"
+            " as it was (the checkpoint's manifest.json holds it)"
+        )
+
+
 def settled(model: dict) -> dict:
     """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
     model are equal, whether they were written before there was an `auto` or after."""

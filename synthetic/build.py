@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from lm.build import build_section
-from lm.checkpoint import CheckpointError, newest, not_finite, step_of
+from lm.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
 from lm.model.attention import AttentionState
 from lm.model.diagonal import ScanState
 from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
-from lm.run_dir import RunDir
+from lm.outputs import read_json
+from lm.run_dir import RunDir, check_config
 from synthetic import config, tasks
 from synthetic.config import Config, load
 
@@ -84,12 +85,14 @@ def newest_state(
     none. Runs of 0.1 kept one file, `last.pt`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be used.
+        CheckpointError: there are checkpoints, and none can be used. RunDirError: the run's config
+            is another than they were trained with.
     """
     path = newest(run.checkpoints, say)
     if path is None:
         file = run.checkpoints / "last.pt"
         return read_checkpoint(file, device) if file.exists() else None
+    check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_checkpoint(path / STATE, device)
         what = not_finite(held(state))

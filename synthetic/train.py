@@ -146,7 +146,8 @@ class Training:
         """
         self.run = run
         self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
-        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint)
+        about = {"config": self.cfg.model_dump(mode="json")}
+        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, about)
         self._introduce()
         saved = newest_state(run, self.device, say)
         if saved is not None:

@@ -14,6 +14,8 @@ from lm.checkpoint import MANIFEST, listed, newest
 from lm.errors import DIVERGED, FAILED, PREEMPTED
 from lm.metrics import read_metrics
 from lm.model.checksums import sha256
+from lm.run_dir import RunDirError
+from synthetic.build import load_run
 from tests.running import ENV, ROOT
 
 SMALL = (
@@ -156,6 +158,18 @@ def test_checkpoints_that_hold_nan_or_fail_twice_are_left(tmp_path):
     assert "back to the checkpoint of update 20" in said
     assert "back to the checkpoint of update 10" in said
     assert sorted(trace(tmp_path / "x")) == list(range(1, 31))
+
+
+def test_a_config_that_was_changed_is_refused(tmp_path):
+    """One that fits the weights, and makes another model of them."""
+    assert finished(tmp_path, "train.steps=10")[0] == 0
+    config = tmp_path / "x/config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("state_noise: 0.0", "state_noise: 0.1"))  # a resumed run may
+    assert config.read_text() != whole and load_run(tmp_path / "x")
+    config.write_text(whole.replace("mixer_act: silu", "mixer_act: relu"))
+    with pytest.raises(RunDirError, match=r"config\.yaml is not what .*\(model\.mixer_act was"):
+        load_run(tmp_path / "x")
 
 
 def test_a_second_process_is_refused(tmp_path):
