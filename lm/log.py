@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 from lm.config import Run
 from lm.console import say
-from lm.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_metrics
+from lm.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.outputs import write_text, writing
 from lm.run_dir import RunDir
 
@@ -209,7 +209,13 @@ class Writer:
 
     def _kept_until(self, step: int) -> TextIO:
         """metrics.jsonl without the records of later steps, open to go on."""
-        kept = [r for r in read_metrics(self.run.path) if r["step"] <= step] if step else []
+        records, unread = read_log(self.run.path) if step else ([], 0)
+        if unread:
+            say(
+                f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
+                " record (cut short by a kill, or damaged): dropped"
+            )
+        kept = [record for record in records if record["step"] <= step]
         write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")

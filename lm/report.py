@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm import plots
-from lm.checkpoint import CheckpointError, newest
+from lm.checkpoint import MANIFEST, CheckpointError, listed, newest
+from lm.config import load
 from lm.console import say
+from lm.continuing import check_made_of
 from lm.data.text_bytes import in_bits
-from lm.errors import require
+from lm.errors import UserError, require
 from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
 from lm.outputs import DamagedError, OutputError, check_folder, read_json, write_json
 from lm.reports.overview import state
@@ -55,6 +57,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None) -> list:
     if not printed:
         printed += [state(files) for files in runs]
     printed += [f"note: {files.run}: {remark}" for files in runs for remark in files.remarks]
+    printed += [f"note: {line}" for files in runs if (line := _changed(files.run))]
     return [*printed, *(f"{name}: {path}" for name, path in paths.items())]
 
 
@@ -116,6 +119,18 @@ def _checkpoint(run: RunDir) -> Path | None:
     except CheckpointError as e:
         say(f"note: {e}")
         return None
+
+
+def _changed(run: RunDir) -> str | None:
+    """What of a run is not what its newest checkpoint is made of, in a sentence."""
+    try:
+        for path in listed(run.checkpoints)[-1:]:
+            check_made_of(path, read_json(path / MANIFEST), run, load(run.config))
+    except RunDirError as e:
+        return str(e)
+    except UserError:
+        pass  # a damaged file, of which the remarks tell
+    return None
 
 
 def _fixed_point(run: RunDir, records: list[dict]) -> dict:
