@@ -48,8 +48,9 @@ class FullRank(NamedTuple):
     def take(self, which: torch.Tensor) -> "FullRank":
         """The equations of n of the tokens. which: (b,l) bool."""
         x, history, gain, gate, norm = self.token
-        parts = (None if t is None else t[which] for t in (x, history, gain, gate))
-        return self._replace(token=Token(*parts, norm), raw=self.raw[which])  # type: ignore[arg-type]
+        gate = None if gate is None else gate[which]
+        token = Token(x[which], history[which], gain[which], gate, norm)
+        return self._replace(token=token, raw=self.raw[which])
 
     def before_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """c (n,d) and A (n,d,d) in fp64: f(y) = norm(c + A y)."""
@@ -258,7 +259,8 @@ def _with_gradient(equations, y, outcome):
 
         def dense(which):
             some = equations.take(which)
-            slope = _slope(*some.before_norm(), some.token.norm, y[which].double())
+            c, A = some.before_norm()
+            slope = _slope(c, A, some.token.norm, y[which].double())
             right = v[which].double().unsqueeze(-1)
             g = torch.linalg.solve_ex(_eye(slope) - slope.mT, right)[0].squeeze(-1)
             return g, torch.isfinite(g).all(-1)

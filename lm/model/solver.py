@@ -276,7 +276,8 @@ def stats_of(residual: torch.Tensor, outcome: torch.Tensor, evaluations: float) 
     """FixedPointStats of tokens with these residuals and outcomes, (b,l) each."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
-    shares = [
+    failed, bisected, limited = (
         (outcome & what != 0).to(residual.dtype).mean(1) for what in (FAILED, BISECTED, LIMITED)
-    ]
-    return FixedPointStats(evaluations, *shares, residual, torch.zeros_like(residual))
+    )
+    penalty = torch.zeros_like(residual)
+    return FixedPointStats(evaluations, failed, bisected, limited, residual, penalty)

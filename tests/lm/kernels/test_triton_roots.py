@@ -3,14 +3,21 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl
 
 from lm.kernels import Unsupported, cpu_roots, triton_roots
 from lm.kernels.triton_build import INTERPRETED
 from lm.model import cell
 from lm.model.solver import FAILED
 from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
-from tests.lm.model.test_cell import coefficients_of, normal, random_coefficients
+from tests.lm.model.test_cell import (
+    coefficients_of,
+    normal,
+    random_coefficients,
+    roots_by_bisection,
+    scalar,
+)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of the interpreter, where a search goes through a pole.
@@ -70,6 +77,30 @@ def test_a_rotation_that_picard_circles_is_bisected():
     s, outcome = roots_of(coefficients)
     left = in_fp32(coefficients).phi(s)[0] - s
     assert not (outcome == FAILED).any() and left.abs().max() < 1e-3
+
+
+@triton.jit
+def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
+    """`_shortcut` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
+    none = tl.zeros([TOKENS, R], tl.float64)
+    one = tl.zeros([TOKENS], tl.float64)
+    square = tl.zeros([TOKENS, R, R], tl.float64)
+    equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
+    s, found = triton_roots._shortcut(
+        none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
+    )
+    tl.store(out + tl.arange(0, TOKENS), tl.where(found, tl.sum(s, 1), float("nan")))
+
+
+def test_newton_goes_no_further_than_twice_the_way_that_is_left():
+    """The root is 2.828…; at a residual of ρ the way left is 2 ρ, and twice that may be gone."""
+    root = roots_by_bisection(scalar(1e-3, 3.0))[2].item()
+    for residual, there in [(0.026, True), (0.024, False), (0.003, False)]:
+        found = torch.empty(2, dtype=torch.float64, device=DEVICE)
+        _newton_kernel[(1,)](found, root + 0.1, residual, TOKENS=2, R=1)
+        assert found.isfinite().all() == there
+        if there:
+            torch.testing.assert_close(found, torch.full_like(found, root))
 
 
 def test_rows_are_exchanged():
