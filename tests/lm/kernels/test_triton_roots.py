@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-import triton.language as tl
-
 from lm.kernels import Unsupported, cpu_roots, triton_roots
 from lm.kernels.triton_build import INTERPRETED
 from lm.model import cell
@@ -18,6 +15,9 @@ from tests.lm.model.test_cell import (
     roots_by_bisection,
     scalar,
 )
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of the interpreter, where a search goes through a pole.
