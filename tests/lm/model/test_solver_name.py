@@ -33,7 +33,7 @@ def called(monkeypatch):
         monkeypatch.setattr(fixed_point, name, solver)
 
     spy("solve_paper", lambda f, y, rule: (None, rule.tol, rule.max_iters))
-    spy("solve_windows", lambda f, s, rule, width, most=None: (width, rule.tol, rule.max_iters))
+    spy("solve_windows", lambda f, s, rule, width: (width, rule.tol, rule.max_iters))
     spy("solve_sequential", lambda token, s: (1, None, None))
     return found
 
@@ -57,17 +57,22 @@ def test_the_name_is_of_what_is_solved(
 ):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     made = model(max_iters=7, eval_max_iters=9, **fields).train(training)
-    name, tol = made.solver(LENGTH), 0.1 if training or "paper" in fields.values() else 0.01
-    once = solver == "solve_sequential"
-    limits = (None, None) if once else (tol, 7 if training else 9)
-    config = made.config
+    name, config = made.solver(LENGTH), made.config
+    if config.token == "exact":  # solved within w + 1 evaluations
+        tol, limit, most = 0.01 if training else 1e-5, None, width + 1
+    else:
+        loose = training or config.stopping == "paper"
+        tol, limit = 0.1 if loose else 0.01, 7 if training else 9
+        most = limit
+    if solver == "solve_sequential":
+        tol = most = None
     assert name == {
         "token": config.token, "schedule": schedule, "stopping": config.stopping,
-        "tol": limits[0], "max_iters": limits[1], "gradient": config.gradient,
+        "tol": tol, "max_iters": limit, "gradient": config.gradient,
     }  # fmt: skip
     with torch.no_grad():
         made(input_ids=IDS)
-    assert set(called) == {(solver, width, *limits)}
+    assert set(called) == {(solver, width, tol, most)}
 
 
 @pytest.mark.parametrize("name", ["plain", "auto"])

@@ -10,6 +10,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.gradient import adjoint_gradient
 from lm.model.initialisation import initialise
 from lm.model.projections import Projection, side_by_side
+from lm.model.solver import FAILED
 from lm.model.state import Sequences
 
 SCHEDULES = ("sequential", "window:4", "parallel")
@@ -39,9 +40,9 @@ def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
     hopeless = block.prepare(u).x[0, 3]
 
     def solve_some(token, low_rank):
-        y, mixed, solved = solve(token, low_rank)
+        y, mixed, outcome = solve(token, low_rank)
         missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
-        return y, mixed, solved & ~missed
+        return y, mixed, outcome | FAILED * missed
 
     monkeypatch.setattr(fixed_point, "solve_low_rank", solve_some)
     _, stats = block(u)
