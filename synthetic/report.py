@@ -15,8 +15,10 @@ from lm import config as base
 from lm.config import ConfigError
 from lm.console import say
 from lm.errors import TrainingError
+from lm.latex import tabular
 from lm.metrics import read_metrics
 from lm.outputs import check_folder, read_json, writing
+from lm.page import save_pdf
 from lm.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.drawing import Drawing, ReportError
@@ -41,6 +43,7 @@ class Report:
     title: str
     what: str  # it shows, for the list of reports
     draw: Callable[[list[Trained], str], Drawing]
+    minutes: int | None = None  # its small runs train, one after another on one core
     all_limits: bool = False  # also evaluated under each ℓmax that the sweep trains with
 
 
@@ -345,7 +348,7 @@ def report(
     """Draw a report from the runs that are finished, and say which are not.
 
     Returns:
-        {"figure", "numbers"}: the files written.
+        {"figure", "PDF", "numbers", "LaTeX"}: the files written.
     Raises:
         ReportError: no such report, no run to draw it from. OutputError: it cannot be written.
         ConfigError, TaskError, TrainingError: as `synthetic.train.train`.
@@ -402,12 +405,15 @@ def _check_there_are_runs(runs: list[Trained], sweep: Sweep, name: str) -> None:
 
 
 def _write(drawing: Drawing, folder: Path, name: str) -> dict[str, Path]:
-    """Write NAME.png and NAME.csv."""
-    paths = {"figure": folder / f"{name}.png", "numbers": folder / f"{name}.csv"}
+    """Write NAME.png and .pdf, NAME.csv, and what is printed as NAME.tex."""
+    kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
+    paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
+        save_pdf(drawing.figure, paths["PDF"])
         write_csv(paths["numbers"], drawing.rows)
+        paths["LaTeX"].write_text(tabular(_in_words(drawing.summary)) + "\n", encoding="utf-8")
     return paths
 
 
@@ -426,13 +432,19 @@ def table(rows: list[dict], title: str) -> Table:
     """Dictionaries as a rich table; columns appear in the order they first come up."""
     from rich.table import Table
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head, *body = _in_words(rows)
     made = Table(title=title, title_justify="left")
-    for name in columns:
+    for name in head:
         made.add_column(name, justify="left" if name == "run" else "right")
-    for row in rows:
-        made.add_row(*(_cell(row.get(name)) for name in columns))
+    for cells in body:
+        made.add_row(*cells)
     return made
+
+
+def _in_words(rows: list[dict]) -> list[list[str]]:
+    """Dictionaries as rows of text, the first being the head."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
 
 
 def _cell(value: Any) -> str:
@@ -442,8 +454,8 @@ def _cell(value: Any) -> str:
 
 
 def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[str]]:
-    """All reports as a rich table, with how many runs each has and how many of them are found; and
-    what was wrong with those whose config could not be read."""
+    """All reports as a rich table, with how long each trains, how many runs it has and how many of
+    them are found; and what was wrong with those whose config could not be read."""
     rows = []
     problems = []
     for name, entry in REPORTS.items():
@@ -451,6 +463,7 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
             "report": name,
             "paper": entry.where,
             "shows": f"{entry.title}: {entry.what}",
+            "minutes": entry.minutes if scale == "small" else None,
         }
         try:
             sweep = expand(config_path(name, scale), overrides)
