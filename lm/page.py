@@ -24,7 +24,7 @@ body { font: 15px/1.55 system-ui, sans-serif; max-width: 72rem; margin: 2rem aut
   padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 a { color: var(--link); }
-.scroll { overflow-x: auto; background:  /* a shadow at the side where a table goes on */
+.scroll, figure { overflow-x: auto; background:  /* a shadow at the side that goes on */
   linear-gradient(to right, Canvas 30%, transparent) left / 3rem 100% no-repeat local,
   linear-gradient(to left, Canvas 30%, transparent) right / 3rem 100% no-repeat local,
   linear-gradient(to right, #8889, transparent) left / 1rem 100% no-repeat scroll,
@@ -41,7 +41,7 @@ table.words th, table.words td { text-align: left; }
 table.sortable th { cursor: pointer; }
 table.sortable th[aria-sort=ascending]::after { content: " ↑"; }
 table.sortable th[aria-sort=descending]::after { content: " ↓"; }
-figure { margin: 1rem 0; overflow-x: auto; }
+figure { margin: 1rem 0; }
 figure svg { max-width: 100%; height: auto; min-width: 34rem; }
 .charts { display: grid; gap: 0 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }

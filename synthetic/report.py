@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import shlex
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from lm.console import say
 from lm.errors import TrainingError
 from lm.latex import tabular
 from lm.metrics import read_metrics
-from lm.outputs import check_folder, read_json, writing
+from lm.outputs import DamagedError, check_folder, read_json, writing
 from lm.page import save_pdf
 from lm.run_dir import RunDir
 from synthetic.config import Config, load
@@ -43,7 +44,7 @@ class Report:
     title: str
     what: str  # it shows, for the list of reports
     draw: Callable[[list[Trained], str], Drawing]
-    minutes: int | None = None  # its small runs train, one after another on one core
+    minutes: int | None = None  # its small runs train, on one core; None: not measured
     all_limits: bool = False  # also evaluated under each ℓmax that the sweep trains with
 
 
@@ -65,18 +66,21 @@ REPORTS = {
         "Length generalisation by mixer",
         "how far each mixer goes",
         curves,
+        minutes=4,
     ),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
         "ℓ* against the test length",
         partial(curves, metric="num_iters"),
+        minutes=4,
     ),
     "fig4": Report(
         "Fig. 4",
         "Word problem",
         "fixed-point models against deeper baselines",
         curves,
+        minutes=17,
     ),
     "tab1": Report(
         "Table 1",
@@ -453,6 +457,13 @@ def _cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
+def _minutes(sweep: Sweep) -> int | None:
+    """How long the runs of a sweep trained, where all of them are there."""
+    if sweep.missing():
+        return None
+    return math.ceil(sum(result_of(cfg)["training_seconds"] for cfg in sweep.configs) / 60)
+
+
 def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[str]]:
     """All reports as a rich table, with how long each trains, how many runs it has and how many of
     them are found; and what was wrong with those whose config could not be read."""
@@ -463,15 +474,16 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
             "report": name,
             "paper": entry.where,
             "shows": f"{entry.title}: {entry.what}",
-            "minutes": entry.minutes if scale == "small" else None,
         }
         try:
             sweep = expand(config_path(name, scale), overrides)
+            measured = entry.minutes if scale == "small" else None
+            row |= {"minutes": _minutes(sweep) or measured}
             row |= {"runs": len(sweep.configs), "found": len(sweep.finished())}
-        except (ConfigError, ReportError) as e:
+        except (ConfigError, DamagedError, ReportError) as e:
             problems.append(str(e))
         rows.append(row)
-    made = table(rows, f"Reports at scale {scale}")
+    made = table(rows, f"Reports at scale {scale}; minutes of training, one run after another")
     for column in made.columns[:3]:
         column.justify = "left"
     return made, problems

@@ -630,7 +630,7 @@ of.addEventListener("load", () => {
   const measured = {scroll: root.scrollWidth, inner: page.innerWidth, errors: page.failures,
                     height: root.scrollHeight, clipped: clipped(), drawings: shown().length,
                     figures: all("figure").length};
-  const wide = all(".scroll").filter(table => table.scrollWidth > table.clientWidth);
+  const wide = all(".scroll, figure").filter(table => table.scrollWidth > table.clientWidth);
   measured.wide = wide.length;
   measured.unseen = wide.filter(
     table => !page.getComputedStyle(table).backgroundImage.includes("gradient")).length;
