@@ -14,8 +14,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="models of one size against each other: tuned alike, at equal tokens and equal time",
         description="Train what a comparison's YAML names and has not been trained yet: a grid for"
         " every model with the first seed, all seeds at what was best, then with as many updates as"
-        " the reference's FLOPs or time pay for. Writes compare.json, tables.markdown,"
-        " curves.svg and page.html into out_dir/name. The same command goes on after a stop."
+        " the reference's FLOPs or time pay for. Writes compare.json, tables (Markdown and"
+        " LaTeX), curves (SVG and PDF) and page.html into out_dir/name. The same command goes on"
+        " after a stop."
         " OVERRIDES are keys of the comparison, and of its trainings below config:"
         " seeds=[0] config.train.steps=100.",
     )

@@ -7,6 +7,7 @@ import html
 import io
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,17 +24,29 @@ body { font: 15px/1.55 system-ui, sans-serif; max-width: 72rem; margin: 2rem aut
   padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; } h3 { font-size: 1rem; }
 a { color: var(--link); }
-.scroll { overflow-x: auto; }
+.scroll, figure { overflow-x: auto; background:  /* a shadow at the side that goes on */
+  linear-gradient(to right, Canvas 30%, transparent) left / 3rem 100% no-repeat local,
+  linear-gradient(to left, Canvas 30%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to right, #8889, transparent) left / 1rem 100% no-repeat scroll,
+  linear-gradient(to left, #8889, transparent) right / 1rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 table.words th, table.words td { text-align: left; }
+@media (max-width: 40rem) {
+  th, td { padding: .3rem .4rem; }
+  th, table.words td { white-space: normal; }
+}
 table.sortable th { cursor: pointer; }
 table.sortable th[aria-sort=ascending]::after { content: " ↑"; }
 table.sortable th[aria-sort=descending]::after { content: " ↓"; }
-figure { margin: 1rem 0; overflow-x: auto; }
+figure { margin: 1rem 0; }
 figure svg { max-width: 100%; height: auto; min-width: 34rem; }
+.charts { display: grid; gap: 0 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.charts figure { min-width: 0; margin: .8rem 0; }
+.charts svg { min-width: 0; width: 100%; max-width: 38rem; }
 figcaption { opacity: .75; font-size: .9em; }
 pre { overflow-x: auto; background: var(--faint); padding: .8rem; }
 code { background: var(--faint); padding: .1em .25em; }
@@ -108,7 +121,8 @@ def table(rows: Sequence[Sequence[str]], words: bool = False) -> str:
     lines = [f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead><tbody>"]
     lines += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body]
     kind = "sortable words" if words else "sortable"
-    return f"<div class='scroll'><table class='{kind}'>{''.join(lines)}</tbody></table></div>"
+    shown = f"<table class='{kind}'>{''.join(lines)}</tbody></table>"
+    return f"<div class='scroll' tabindex='0'>{shown}</div>"
 
 
 def inline(text: str) -> str:
@@ -126,10 +140,14 @@ def preformatted(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
-def figure(drawing: str, caption: str = "") -> str:
-    """What `svg` gave, with plain text under it."""
-    below = f"<figcaption>{html.escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{drawing[drawing.index('<svg') :]}{below}</figure>"
+def figure(drawing: str) -> str:
+    """What `svg` gave."""
+    return f"<figure>{drawing[drawing.index('<svg') :]}</figure>"
+
+
+def figures(drawings: Sequence[str]) -> str:
+    """Several of them, side by side where there is room."""
+    return f"<div class='charts'>{''.join(map(figure, drawings))}</div>"
 
 
 @contextlib.contextmanager
@@ -147,6 +165,7 @@ def ink() -> Iterator[None]:
         "xtick.color": _INK,
         "ytick.color": _INK,
         "legend.framealpha": 0,
+        "axes.formatter.useoffset": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "fprnn",
     }
@@ -165,6 +184,15 @@ def svg(drawn: Figure) -> str:
     drawn.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     plt.close(drawn)
     return _without_idle_ids(text.getvalue()).replace(_INK, "currentColor")
+
+
+def save_pdf(drawn: Figure, path: Path) -> None:
+    """A matplotlib figure as a paper prints it: with its letters as letters (TrueType, which every
+    publisher takes), and the same bytes every time."""
+    import matplotlib
+
+    with matplotlib.rc_context({"pdf.fonttype": 42}):
+        drawn.savefig(path, metadata={"CreationDate": None})
 
 
 def _without_idle_ids(text: str) -> str:

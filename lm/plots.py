@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+from lm import page
 from lm.errors import UserError
 from lm.metrics import ELSEWHERE, is_elsewhere, read_metrics
 from lm.reports.series import having, running_mean, smoothing_span
@@ -43,8 +44,8 @@ def _add_bits_per_byte(axes, validation: dict) -> None:
 
 
 def draw(run_dir: Path) -> list[Path]:
-    """Draw what `metrics.jsonl` holds: loss.png always, iterations.png (ℓ* of the probes)
-    where a solver ran.
+    """Draw what `metrics.jsonl` holds, each as PNG and PDF: loss always, iterations (ℓ* of the
+    probes) where a solver ran.
 
     Raises:
         PlotError: the run has no metrics yet.
@@ -69,8 +70,9 @@ def _saved(figures: dict, folder: Path) -> list[Path]:
     for name, figure in figures.items():
         # Beside the axes: the curves may lie anywhere inside.
         figure.legend(loc="outside right upper", fontsize="small")
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=140)
+        paths += [folder / f"{name}.png", folder / f"{name}.pdf"]
+        figure.savefig(paths[-2], dpi=140)
+        page.save_pdf(figure, paths[-1])
         plt.close(figure)
     return paths
 

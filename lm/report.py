@@ -90,7 +90,7 @@ def summarise(run_dir: Path) -> dict:
         "summary": run.summary,
     }
     for figure in plots.draw(run.path):
-        paths[f"figure: {figure.stem}"] = figure
+        paths[f"figure: {figure.name}"] = figure
     write_json(run.summary, summary)
     summary["paths"] = {k: str(p) for k, p in paths.items() if p is not None and p.exists()}
     return summary

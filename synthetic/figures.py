@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 SOLVED = 0.9  # of the headline metric: a length counts as solved
+NOT_LEARNED = {"ls": (0, (1, 2)), "mfc": "none", "alpha": 0.6}  # how ℓ* of such a model is drawn
 DASHES = {TOKEN_BY_TOKEN: "--"}
 
 
@@ -51,9 +52,16 @@ def _training_seconds(seeds: list[Trained]) -> float:
     return mean(run.result["training_seconds"] for run in seeds)
 
 
+def has_learned(seeds: list[Trained]) -> bool:
+    """Whether a model solves its task at the longest training length."""
+    values = over_lengths([row for run in seeds for row in run.rows], seeds[0].headline)
+    return bool(values) and values[nearest(values, seeds[0].cfg.train.lengths[1])] >= SOLVED
+
+
 def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
     """A metric (default: the task's headline; `num_iters` is ℓ*) against the test length: a panel a
-    task, a colour a model, dashed where the model read token by token.
+    task, a colour a model, dashed where the model read token by token. ℓ* of a model that has not
+    learned its task is marked: it says nothing about what solving the task takes.
 
     Raises:
         ReportError: no run has this metric.
@@ -78,8 +86,16 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
         limit_height(ax, metric, values)
     axes[0].set_ylabel(words(metric))
     drawing.add_legend(axes)
-    drawing.add_footer(ERRORS)
+    unlearned = metric == "num_iters" and not all(map(has_learned, by_seed(runs).values()))
+    drawing.add_footer(*[_about_unlearned(runs[0])] * unlearned, ERRORS)
     return drawing
+
+
+def _about_unlearned(run: Trained) -> str:
+    return (
+        f"Not learned (dots, hollow markers): {words(run.headline)} below {SOLVED} at the training"
+        " length. Such an ℓ* is of a map that does not solve the task."
+    )
 
 
 def _draw_ways_of_reading(
@@ -91,6 +107,7 @@ def _draw_ways_of_reading(
     """
     ways = list(dict.fromkeys(read for run in seeds for read in run.rows_by_reading))
     values: list[float] = []
+    is_marked = metric == "num_iters" and not has_learned(seeds)
     for read in ways:
         name = f"{seeds[0].model}, {read}" if len(ways) > 1 else seeds[0].model
         rows_of_seeds = []
@@ -105,8 +122,10 @@ def _draw_ways_of_reading(
             **style,
             "markevery": max(1, len(spreads) // 12),
             "ls": DASHES.get(read, style["ls"]),
+            **(NOT_LEARNED if is_marked else {}),
         }
-        draw_curve(ax, spreads, of_curve, with_seed_count(name, spreads.values()))
+        label = f"{name}, not learned" if is_marked else name
+        draw_curve(ax, spreads, of_curve, with_seed_count(label, spreads.values()))
         values += [value for spread in spreads.values() for value in spread.values]
         line: dict[str, Any] = {"run": seeds[0].label, "n": seed_count(spreads.values())}
         if len(ways) > 1:
@@ -122,7 +141,9 @@ def _summary_of_curve(seeds: list[Trained], spreads: dict[int, Spread], metric: 
     line: dict[str, Any] = {
         f"at {length}": str(spreads[length]) for length in (at_training, longest)
     }
-    if metric != "num_iters":
+    if metric == "num_iters":
+        line["learned"] = "yes" if has_learned(seeds) else "no"
+    else:
         means = {length: spread.mean for length, spread in spreads.items()}
         line[f"solved (≥ {SOLVED})"] = longest_solved(means)
     line["training s"] = _training_seconds(seeds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import shlex
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from lm import config as base
 from lm.config import ConfigError
 from lm.console import say
 from lm.errors import TrainingError
+from lm.latex import tabular
 from lm.metrics import read_metrics
-from lm.outputs import check_folder, read_json, writing
+from lm.outputs import DamagedError, check_folder, read_json, writing
+from lm.page import save_pdf
 from lm.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.drawing import Drawing, ReportError
@@ -41,6 +44,7 @@ class Report:
     title: str
     what: str  # it shows, for the list of reports
     draw: Callable[[list[Trained], str], Drawing]
+    minutes: int | None = None  # its small runs train, on one core; None: not measured
     all_limits: bool = False  # also evaluated under each ℓmax that the sweep trains with
 
 
@@ -62,18 +66,21 @@ REPORTS = {
         "Length generalisation by mixer",
         "how far each mixer goes",
         curves,
+        minutes=4,
     ),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
         "ℓ* against the test length",
         partial(curves, metric="num_iters"),
+        minutes=4,
     ),
     "fig4": Report(
         "Fig. 4",
         "Word problem",
         "fixed-point models against deeper baselines",
         curves,
+        minutes=17,
     ),
     "tab1": Report(
         "Table 1",
@@ -345,7 +352,7 @@ def report(
     """Draw a report from the runs that are finished, and say which are not.
 
     Returns:
-        {"figure", "numbers"}: the files written.
+        {"figure", "PDF", "numbers", "LaTeX"}: the files written.
     Raises:
         ReportError: no such report, no run to draw it from. OutputError: it cannot be written.
         ConfigError, TaskError, TrainingError: as `synthetic.train.train`.
@@ -402,12 +409,15 @@ def _check_there_are_runs(runs: list[Trained], sweep: Sweep, name: str) -> None:
 
 
 def _write(drawing: Drawing, folder: Path, name: str) -> dict[str, Path]:
-    """Write NAME.png and NAME.csv."""
-    paths = {"figure": folder / f"{name}.png", "numbers": folder / f"{name}.csv"}
+    """Write NAME.png and .pdf, NAME.csv, and what is printed as NAME.tex."""
+    kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
+    paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
+        save_pdf(drawing.figure, paths["PDF"])
         write_csv(paths["numbers"], drawing.rows)
+        paths["LaTeX"].write_text(tabular(_in_words(drawing.summary)) + "\n", encoding="utf-8")
     return paths
 
 
@@ -426,13 +436,19 @@ def table(rows: list[dict], title: str) -> Table:
     """Dictionaries as a rich table; columns appear in the order they first come up."""
     from rich.table import Table
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head, *body = _in_words(rows)
     made = Table(title=title, title_justify="left")
-    for name in columns:
+    for name in head:
         made.add_column(name, justify="left" if name == "run" else "right")
-    for row in rows:
-        made.add_row(*(_cell(row.get(name)) for name in columns))
+    for cells in body:
+        made.add_row(*cells)
     return made
+
+
+def _in_words(rows: list[dict]) -> list[list[str]]:
+    """Dictionaries as rows of text, the first being the head."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
 
 
 def _cell(value: Any) -> str:
@@ -441,9 +457,16 @@ def _cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
+def _minutes(sweep: Sweep) -> int | None:
+    """How long the runs of a sweep trained, where all of them are there."""
+    if sweep.missing():
+        return None
+    return math.ceil(sum(result_of(cfg)["training_seconds"] for cfg in sweep.configs) / 60)
+
+
 def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[str]]:
-    """All reports as a rich table, with how many runs each has and how many of them are found; and
-    what was wrong with those whose config could not be read."""
+    """All reports as a rich table, with how long each trains, how many runs it has and how many of
+    them are found; and what was wrong with those whose config could not be read."""
     rows = []
     problems = []
     for name, entry in REPORTS.items():
@@ -454,11 +477,13 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
         }
         try:
             sweep = expand(config_path(name, scale), overrides)
+            measured = entry.minutes if scale == "small" else None
+            row |= {"minutes": _minutes(sweep) or measured}
             row |= {"runs": len(sweep.configs), "found": len(sweep.finished())}
-        except (ConfigError, ReportError) as e:
+        except (ConfigError, DamagedError, ReportError) as e:
             problems.append(str(e))
         rows.append(row)
-    made = table(rows, f"Reports at scale {scale}")
+    made = table(rows, f"Reports at scale {scale}; minutes of training, one run after another")
     for column in made.columns[:3]:
         column.justify = "left"
     return made, problems

@@ -23,6 +23,7 @@ FLOORS = {
         "console",
         "errors",
         "kernels",
+        "latex",
         "lease",
         "measured",
         "metrics",
@@ -69,9 +70,9 @@ FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 # DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
 FOR_SYNTHETIC = {
     "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "foreign", "inspection", "kernels", "lease", "log", "metrics", "model", "named_class",
-    "old_keys", "optim", "outputs", "profiling", "ranks", "resuming", "run_dir", "signals", "tasks",
-    "upcycle",
+    "errors", "foreign", "inspection", "kernels", "latex", "lease", "log", "metrics", "model",
+    "named_class", "old_keys", "optim", "outputs", "page", "profiling", "ranks", "resuming",
+    "run_dir", "signals", "tasks", "upcycle",
 }  # fmt: skip
 
 

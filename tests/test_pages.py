@@ -23,7 +23,7 @@ BLOCK = re.compile(r"(?:<!-- not typed: (.+?) -->\n)?```(bash|python)\n(.*?)```"
 # Why a block may be left out when a page is typed.
 REASONS = re.compile(
     r"(makes the environment, )?needs a (network|cluster|run on a cluster|token)|needs the trained"
-    r"|hours on|trains a second|typed by tests/"
+    r"|trains (a second|three)|typed by tests/"
 )
 # What is added to a page's command so that it takes seconds.
 TINY_RUN = (

@@ -9,6 +9,7 @@ from itertools import groupby
 from lm import page
 from lm.reports.blocks import (
     Block,
+    Chart,
     Folded,
     Notes,
     Picture,
@@ -17,17 +18,14 @@ from lm.reports.blocks import (
     Words,
     in_numbers,
 )
-from lm.reports.draw import drawings
+from lm.reports.draw import AXES, drawings
 
 STYLE = """
 nav { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; }
-.charts { display: grid; gap: 0 2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-.charts figure { min-width: 0; margin: .8rem 0; }
-.charts figure.wide { grid-column: 1 / -1; }
-.panels { display: grid; gap: 0 2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
-.charts svg { min-width: 0; width: 100%; max-width: 38rem; }
+.switch { margin: 0; font-size: .9em; }
+.switch label { margin-right: .8rem; cursor: pointer; }
+figure:has([value=tokens]:checked) .panel.update { display: none; }
+figure:not(:has([value=tokens]:checked)) .panel.tokens { display: none; }
 figure h3 { margin: .3rem 0; overflow-wrap: anywhere; }
 li, .traced, summary { overflow-wrap: anywhere; }
 .traced { opacity: .75; font-size: .9em; }
@@ -66,16 +64,31 @@ def _block(block: Block) -> str:
 
 
 def _picture(block: Picture) -> str:
-    panels = [drawn[drawn.index("<svg") :] for drawn in drawings(block)]
-    kind = " class='wide'" if len(panels) > 1 else ""
+    axes = block.axes if isinstance(block, Chart) else ("update",)
+    panels = [
+        f"<div class='panel {axis}'>{drawn[drawn.index('<svg') :]}</div>"
+        for axis, drawn in zip(axes, drawings(block), strict=True)
+    ]
+    switch = _switch(block.title, axes) if len(axes) > 1 else ""
     table = page.table(in_numbers(block).rows)
     title = html.escape(block.title)
     return (
-        f"<figure{kind}><h3>{title}</h3>"
-        f"<div class='panels' role='img' aria-label='{title}'>{''.join(panels)}</div>"
+        f"<figure><h3>{title}</h3>{switch}"
+        f"<div role='img' aria-label='{title}'>{''.join(panels)}</div>"
         f"<figcaption>{page.inline(block.traced)}</figcaption>"
         f"<details><summary>in numbers</summary>{table}</details></figure>"
     )
+
+
+def _switch(title: str, axes: Sequence[str]) -> str:
+    """Buttons that choose what runs to the right; the first of them is pressed."""
+    name = f"axis-{page.anchor(title)}"
+    buttons = [
+        f"<label><input type='radio' name='{html.escape(name)}' value='{axis}'"
+        f"{' checked' if axis == axes[0] else ''}> {AXES[axis]}</label>"
+        for axis in axes
+    ]
+    return f"<p class='switch'>over {''.join(buttons)}</p>"
 
 
 def _words(block: Words) -> str:

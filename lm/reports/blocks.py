@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NO_VALUE = "–"  # in a cell: nothing is known
 
@@ -151,6 +151,71 @@ def _decimal(value: float) -> str:
     if abs(value) >= 1e6:
         return f"{value:,.0f}"
     return f"{value:,.6g}"
+
+
+def with_error(value: float, error: float | None, sign: str = "") -> str:
+    """A value and its standard error or deviation, whose size decides the digits of both (the rule
+    of the Particle Data Group: two digits of an error that begins with 100 to 354, else one).
+
+    Args:
+        sign: "+" to write it before a positive value, too.
+    """
+    if error is None or not math.isfinite(error) or error <= 0:
+        return f"{value:{sign}.4f}"
+    exponent = math.floor(math.log10(error))
+    digits = (1 if error / 10**exponent < 3.545 else 0) - exponent
+    shown_digits = max(0, digits)
+    return (
+        f"{round(value, digits):{sign},.{shown_digits}f} ± {round(error, digits):,.{shown_digits}f}"
+    )
+
+
+def byte_unit(most: float) -> tuple[int, str]:
+    """(bytes, name) of the unit in which a number of bytes is read: KiB, MiB, GiB or TiB."""
+    names = ("KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while power < len(names) - 1 and most >= 1024 ** (power + 2):
+        power += 1
+    return 1024 ** (power + 1), names[power]
+
+
+def in_bytes(count: float | None) -> str:
+    """1.18 GiB."""
+    if count is None:
+        return NO_VALUE
+    size, name = byte_unit(count)
+    return f"{count / size:,.3g} {name}" if count < 1000 * size else f"{count / size:,.0f} {name}"
+
+
+def _rows_of(picture: Picture) -> dict[str, Sequence[float | None]]:
+    """The values that a picture shows, by the name of their curve, layer or part."""
+    if isinstance(picture, Chart):
+        return {curve.label: curve.values for curve in picture.curves}
+    if isinstance(picture, HeatMap):
+        names = [f"layer {layer}" for layer in picture.layers]
+        return dict(zip(names, picture.values, strict=True))
+    return dict(picture.parts)
+
+
+def still(picture: Picture) -> Table | str | None:
+    """What is said in place of a picture in which nothing moves: a sentence where all its values
+    are the same, else a table with one value for each curve; None of a picture to be drawn."""
+    known = {
+        name: sorted({v for v in values if v is not None})
+        for name, values in _rows_of(picture).items()
+    }
+    if any(len(values) > 1 for values in known.values()):
+        return None
+    levels = picture.levels if isinstance(picture, Chart) else {}
+    different = {value for values in known.values() for value in values}
+    if len(different) < 2 and not levels:
+        value = f"{shown(different.pop())} throughout" if different else "no finite number"
+        return f"{picture.title} ({picture.unit}): {value}. From {picture.traced}."
+    if isinstance(picture, Stack):
+        return replace(numbers_of_parts(picture), title=picture.title)
+    rows = [[name, shown(values[0]) if values else NO_VALUE] for name, values in known.items()]
+    rows += [[name, shown(level)] for name, level in levels.items()]
+    return Table([["curve", picture.unit], *rows], picture.traced, picture.title)
 
 
 def in_numbers(picture: Picture) -> Table:

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from textwrap import fill
 
 from lm import page
 from lm.reports.blocks import Chart, Curve, HeatMap, Stack
@@ -14,9 +15,13 @@ from lm.reports.blocks import Chart, Curve, HeatMap, Stack
 # Told apart on a light and on a dark ground, also by colour-blind readers.
 PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9a7d6a")
 DASHES = ("-", "--", ":", "-.")  # when a colour comes again
+MARKERS = "osD^vPX*<>"  # of several curves each has its own, for those who see no colours
+MARKED = 8  # points of a long curve that have one
 LABEL = 44  # characters of a label in a figure
 AXES = {"update": "update", "tokens": "training tokens"}
 SIZE = (5.6, 3.4)  # inches
+LINE = 32  # letters of an axis' name on one line
+MANY = 1e5  # is written 100k
 SPAN = 5  # times the least value: more is drawn on a logarithmic scale
 ROW = 0.2  # inches that a row of the legend takes
 
@@ -46,7 +51,7 @@ def _panel(ylabel: str, xlabel: str, rows_of_legend: int):
 
     size = (SIZE[0], SIZE[1] + ROW * rows_of_legend)
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set(xlabel=xlabel, ylabel=fill(ylabel, LINE))
     axes.grid(alpha=0.25, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -61,7 +66,7 @@ def _chart(chart: Chart, axis: str):
     figure, axes = _panel(chart.unit, AXES[axis], rows)
     handles = {}
     for curve in chart.curves:
-        (line,) = axes.plot(*_points(curve, axis), **_style(curve))
+        (line,) = axes.plot(*_points(curve, axis), **_style(curve, len(named) > 1))
         if curve in named:
             handles[_label(curve.label)] = line
     for i, (name, level) in enumerate(chart.levels.items()):
@@ -84,8 +89,8 @@ def _chart(chart: Chart, axis: str):
 
 
 def _scale(axes, chart: Chart) -> None:
-    """Logarithmic where the values span enough of it for a few labels; a constant above nothing."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    """Logarithmic where the values span enough of it for a few labels; thousands as k."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
     values = [v for curve in chart.curves for v in curve.values if v is not None]
     positive = [v for v in values if v > 0]
@@ -94,8 +99,8 @@ def _scale(axes, chart: Chart) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif values and min(values) == max(values) >= 0:
-        axes.set_ylim(0, 2 * values[0] or 1)
+    elif max(positive, default=0) >= MANY:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _points(curve: Curve, axis: str) -> tuple[list[float], list[float]]:
@@ -105,15 +110,20 @@ def _points(curve: Curve, axis: str) -> tuple[list[float], list[float]]:
     return [at for at, _ in known], [value for _, value in known]
 
 
-def _style(curve: Curve) -> dict:
+def _style(curve: Curve, has_others: bool) -> dict:
     turn, color = divmod(curve.run, len(PALETTE))
     style = {"color": PALETTE[color], "ls": DASHES[turn % len(DASHES)], "lw": 1.4}
     if curve.style == "faint":
         style |= {"lw": 0.7, "alpha": 0.35}
-    elif curve.style == "dashed":
-        style |= {"ls": "--", "marker": "o", "ms": 2.5}
-    elif curve.style == "points" or len(curve.steps) < 30:
-        style |= {"marker": "o", "ms": 3.2}
+        return style
+    if curve.style == "dashed":
+        style["ls"] = "--"
+    few = curve.style != "line" or len(curve.steps) < 30
+    if few or has_others:
+        every = 1 if few else max(1, len(curve.steps) // MARKED)
+        first = curve.run * every // len(MARKERS) % every  # markers of two curves lie apart
+        style |= {"marker": MARKERS[curve.run % len(MARKERS)], "ms": 3.6}
+        style["markevery"] = (first, every)
     return style
 
 
@@ -127,9 +137,7 @@ def _label(text: str) -> str:
 
 
 def _edges(steps: Sequence[int]) -> list[float]:
-    """Borders between updates, for one more than there are."""
-    if len(steps) == 1:
-        return [steps[0] - 0.5, steps[0] + 0.5]
+    """Borders between two or more updates, for one more than there are."""
     between = [(a + b) / 2 for a, b in pairwise(steps)]
     first = steps[0] - (between[0] - steps[0])
     return [first, *between, steps[-1] + (steps[-1] - between[-1])]
@@ -154,11 +162,7 @@ def _stack(stack: Stack):
     names = list(stack.parts)
     figure, axes = _panel(stack.unit, "update", math.ceil(len(names) / 3))
     colors = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
-    steps: list[float] = [*stack.steps]
-    values = list(stack.parts.values())
-    if len(steps) == 1:  # an area needs two ends
-        steps, values = [steps[0] - 0.5, steps[0] + 0.5], [of * 2 for of in values]
-    areas = axes.stackplot(steps, values, colors=colors, alpha=0.85, lw=0)
+    areas = axes.stackplot(stack.steps, list(stack.parts.values()), colors=colors, alpha=0.85, lw=0)
     axes.set_ylim(bottom=0)
     labels = [_label(name) for name in names]
     figure.legend(

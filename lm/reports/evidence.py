@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lm.reports.blocks import NO_VALUE, Block, Folded, Notes, Preformatted, Section, Table, shown
+from lm.reports.blocks import (
+    NO_VALUE,
+    Block,
+    Folded,
+    Notes,
+    Preformatted,
+    Section,
+    Table,
+    shown,
+    with_error,
+)
 from lm.reports.read import Files, as_written, flat
 from lm.reports.series import number
 
@@ -52,8 +62,8 @@ def _arrow(of: dict) -> str:
 def _score(of: dict, limit) -> str:
     value, error = number(of["value"]), number(of.get("stderr"))
     text = "not finite" if value is None else shown(value)
-    if error is not None:
-        text += f" ± {shown(error)}"
+    if value is not None and error:
+        text = with_error(value, error)
     return text if limit is None else f"{text} ({limit} documents)"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from lm.reports.blocks import Block, Section, Stack, Table, shown
+from lm.reports.blocks import Block, Chart, Section, Stack, Table, byte_unit, in_bytes, shown
 from lm.reports.curves import per_run, traced_to, unknown, without
 from lm.reports.read import Files
 from lm.reports.series import having, number, within
@@ -63,13 +64,24 @@ def parts_of(records: Sequence[dict]) -> tuple[list[int], dict[str, list[float]]
 
 def memory(runs: Sequence[Files]) -> Section:
     """The most memory that a process held, and what checkpoints take."""
-    blocks = per_run(runs, "Memory", "bytes, most of any rank", ("peak_memory_bytes",))
+    blocks = per_run(runs, "Memory", "bytes", ("peak_memory_bytes",))
+    blocks = [_in_one_unit(block) if isinstance(block, Chart) else block for block in blocks]
     return Section("Memory and checkpoints", blocks + checkpoints(runs))
+
+
+def _in_one_unit(chart: Chart) -> Chart:
+    """A chart of bytes in GiB, or what suits the largest of its values."""
+    size, name = byte_unit(max((v for c in chart.curves for v in c.values if v), default=0))
+    curves = [
+        replace(curve, values=[None if v is None else v / size for v in curve.values])
+        for curve in chart.curves
+    ]
+    return replace(chart, unit=f"{name}, most of any rank", curves=curves)
 
 
 def checkpoints(runs: Sequence[Files]) -> list[Block]:
     """Of each run the saves: how many, what training waited for them, how large the last one is."""
-    head = ["run", "saves", "last at update", "bytes of the last", "training waited s", "longest s"]
+    head = ["run", "saves", "last at update", "size of the last", "training waited s", "longest s"]
     rows, drawn = [], []
     for i, files in enumerate(runs):
         saves = [r["checkpoint"] for r in having(files.records, "checkpoint")]
@@ -78,9 +90,9 @@ def checkpoints(runs: Sequence[Files]) -> list[Block]:
             continue
         waited = [v for save in saves if (v := number(save.get("blocked_s"))) is not None]
         took = [v for save in saves if (v := number(save.get("seconds"))) is not None]
-        of_last = [number(within(saves[-1], key)) for key in ("step", "bytes")]
-        values = [len(saves), *of_last, sum(waited), max(took, default=None)]
-        rows.append([files.label, *map(shown, values)])
+        step, size = (number(within(saves[-1], key)) for key in ("step", "bytes"))
+        times = map(shown, [sum(waited), max(took, default=None)])
+        rows.append([files.label, shown(len(saves)), shown(step), in_bytes(size), *times])
         drawn.append(i)
     found: list[Block] = []
     if rows:

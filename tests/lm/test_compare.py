@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lm import page as shell
 from lm.cli import main
 from lm.compare import compare, page, results, runs, settings
 from lm.errors import DIVERGED, ConfigError, Stopped, TrainingError
@@ -325,7 +327,7 @@ def test_the_page_and_the_tables_hold_what_was_found(tmp_path):
     c, costs, _ = both_seeds(tmp_path)
     paths = page.write(results.collect(c, costs), tmp_path / "report")
     text, tables = (paths[name].read_text() for name in ("page", "tables"))
-    for part in ("3.1500 ± 0.2121", "2.9250 ± 0.3182", "-0.2250 ± 0.1061", "lr 0.002"):
+    for part in ("3.15 ± 0.21", "± 0.32", "± 0.11", "lr 0.002"):
         assert part in text and part in tables, part
     assert "<svg" in text and 'href="http' not in text and "src=" not in text
     assert json.loads(paths["results"].read_text())["unit"] == "bits per byte"
@@ -469,3 +471,46 @@ def test_a_comparison_from_beginning_to_end(tmp_path):
     first = compare(path, over, jobs=2)["results"].read_text()
     assert '"not trained yet"' not in first and "diverged" not in first
     assert compare(path, over)["results"].read_text() == first  # nothing is trained twice
+
+
+def curves_of(count: int, seconds: float) -> dict:
+    """What `collect` finds of so many models, whose lines end close together."""
+    models = {}
+    for i in range(count):
+        curve = [
+            {
+                "step": s,
+                "tokens": 2e3 * s,
+                "flops": 1e10 * s * (1 + i),
+                "seconds": seconds * s / 500,
+                "processor_seconds": seconds * s / 500,
+                "bits_per_byte": 2 + 100 / s + i / 90,
+            }
+            for s in range(100, 501, 100)
+        ]
+        models[f"model_{i}"] = {"budgets": {"tokens": [{"state": "done", "curve": curve}]}}
+    return {"models": models, "unit": "bits per byte", "comparison": {"equal": ["tokens"]}}
+
+
+@pytest.mark.parametrize("seconds", [0.6, 600.0, 90_000.0])
+def test_nine_lines_are_told_apart_without_colours(seconds):
+    """By dashes, markers and their names behind their ends; no two names or numbers collide."""
+    from matplotlib.text import Text
+
+    with shell.ink():
+        figure = page.draw(curves_of(9, seconds), ["tokens", "flops", "processor_seconds"])
+        figure.draw_without_rendering()
+    looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines[::3]}
+    assert len(looks) == 9
+    boxes = [Text.get_window_extent(name) for name in figure.axes[2].texts]  # without their line
+    assert len(boxes) == 9
+    for axes in figure.axes:
+        ticks = [t for t in axes.get_xticklabels() if t.get_text()]
+        boxes += [tick.get_window_extent() for tick in ticks]
+        assert 2 <= len(ticks) <= 7
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(figure.bbox.x1 >= box.x1 and figure.bbox.y0 <= box.y0 for box in boxes)
+    times = [t.get_text() for t in figure.axes[2].get_xticklabels()]
+    unit = {0.6: "s", 600.0: "min", 90_000.0: "h"}[seconds]
+    assert all(re.fullmatch(r"[\d.]+ (s|min|h|d)", text) for text in times)
+    assert any(text.endswith(f" {unit}") for text in times)

@@ -61,10 +61,12 @@ def drawn(monkeypatch):
 def test_a_run_with_a_solver_leaves_two_figures(tmp_path, drawn, layers):
     run = write(tmp_path / "run", records(layers))
     paths = plots.draw(run)
-    assert paths == [run / "figures/loss.png", run / "figures/iterations.png"]
+    names = ["loss.png", "loss.pdf", "iterations.png", "iterations.pdf"]
+    assert paths == [run / "figures" / name for name in names]
     for path in paths:
         content = path.read_bytes()
-        assert content.startswith(PNG) and len(content) > 5000
+        assert content.startswith(PNG if path.suffix == ".png" else b"%PDF")
+        assert len(content) > 5000
     axes, labels, overlaps = drawn["loss.png"]
     assert labels == ["training", "mean of the last 3", "validation", "unigram", "bigram"]
     assert axes.get_xlabel() == "update" and "nats" in axes.get_ylabel()
@@ -95,13 +97,13 @@ def test_a_second_scale_has_bits_per_byte(tmp_path, drawn):
 
 def test_a_baseline_model_without_a_solver_leaves_only_the_loss(tmp_path):
     run = write(tmp_path / "run", records(layers=0))
-    assert plots.draw(run) == [run / "figures/loss.png"]
-    assert [p.name for p in (run / "figures").iterdir()] == ["loss.png"]
+    assert plots.draw(run) == [run / "figures/loss.png", run / "figures/loss.pdf"]
+    assert {p.name for p in (run / "figures").iterdir()} == {"loss.png", "loss.pdf"}
 
 
 def test_a_runs_name_is_no_mathematics(tmp_path):
     run = write(tmp_path / r"w$\fraz{$x", records(layers=1))
-    assert len(plots.draw(run)) == 2
+    assert len(plots.draw(run)) == 4
 
 
 def test_a_run_without_validation_has_no_such_entry(tmp_path, drawn):

@@ -13,6 +13,7 @@ import pytest
 
 from lm import page as shell
 from lm.cli import main
+from lm.reports.blocks import in_bytes, with_error
 from lm.reports.read import labels
 from tests.running import ROOT
 
@@ -152,6 +153,19 @@ def check_curve(row: dict[str, str], pairs: list[tuple[int, float]]) -> None:
     assert {name: number(row[name]) for name in expected} == near(expected)
 
 
+def check_chart(page: Page, title: str, curves: list[list[tuple[int, float]]]) -> None:
+    """A picture's numbers are those of these curves; where all of them are the same, a sentence
+    stands in its place."""
+    values = {value for pairs in curves for _, value in pairs}
+    if len(values) > 1:
+        for row, pairs in zip(page.rows(title).values(), curves, strict=True):
+            check_curve(row, pairs)
+        return
+    assert title not in page.headings
+    said = re.search(rf"{re.escape(title)} \([^)]*\): (\S+) throughout\.", page.text)
+    assert number(said[1]) == near(values.pop())
+
+
 def lines_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -159,7 +173,10 @@ def lines_of(folder) -> list[dict]:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pages without their pictures, which take most of the time."""
-    monkeypatch.setattr("lm.reports.as_html.drawings", lambda block: ["<svg></svg>"])
+    monkeypatch.setattr(
+        "lm.reports.as_html.drawings",
+        lambda block: ["<svg></svg>"] * len(getattr(block, "axes", "1")),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +188,10 @@ def solved(tmp_path_factory):
 # One run.
 
 PLAIN = {
-    "Learning rate": "lr",
-    "Gradient norm": "grad_norm",
-    "Throughput": "tokens_per_s",
-    "Memory": "peak_memory_bytes",
+    "Learning rate": ("lr", 1),
+    "Gradient norm": ("grad_norm", 1),
+    "Throughput": ("tokens_per_s", 1),
+    "Memory": ("peak_memory_bytes", 2**20),
 }
 OF_LAYERS = {
     "Evaluations a token": "evaluations",
@@ -189,23 +206,20 @@ def check_numbers(page: Page, folder) -> None:
     found = lines_of(folder)
     training = [r for r in found if "loss" in r]
     check_curve(page.rows("Training loss")["training"], [(r["step"], r["loss"]) for r in training])
-    for title, key in PLAIN.items():
-        (row,) = page.rows(title).values()
-        check_curve(row, [(r["step"], r[key]) for r in training])
+    for title, (key, size) in PLAIN.items():
+        check_chart(page, title, [[(r["step"], r[key] / size) for r in training]])
+    layers = range(len(training[0]["evaluations"]))
     for title, key in OF_LAYERS.items():
-        for layer, row in enumerate(page.rows(title).values()):
-            assert row["curve"] == f"layer {layer}"
-            check_curve(row, [(r["step"], r[key][layer]) for r in training])
+        check_chart(page, title, [[(r["step"], r[key][i]) for r in training] for i in layers])
     probes = [(r["step"], r["probe"]["num_iters"]["mean"]) for r in found if "probe" in r]
-    for layer, row in enumerate(page.rows("ℓ* of each layer").values()):
-        check_curve(row, [(step, mean[layer]) for step, mean in probes])
+    check_chart(page, "ℓ* of each layer", [[(s, mean[i]) for s, mean in probes] for i in layers])
     scores = [(r["step"], r["validation"]) for r in found if "validation" in r]
     rows = page.rows("Validation loss")
-    check_curve(rows["validation"], [(step, of["loss"]) for step, of in scores])
+    last = list(rows["validation"])[-1]  # a column: of one validation alone there is one
+    assert number(rows["validation"][last]) == near(scores[-1][1]["loss"])
     for name, perplexity in found[-1].get("baselines", found[-2].get("baselines")).items():
-        assert number(rows[name]["last"]) == near(math.log(perplexity))
-    (row,) = page.rows("Bits per byte").values()
-    check_curve(row, [(step, of["bits_per_byte"]) for step, of in scores])
+        assert number(rows[name][last]) == near(math.log(perplexity))
+    check_chart(page, "Bits per byte", [[(step, of["bits_per_byte"]) for step, of in scores]])
 
 
 def check_result(page: Page, folder) -> None:
@@ -243,7 +257,8 @@ def test_the_page_of_a_real_run(tiny_run, tmp_path):
         )
         assert environment["commit"].rstrip("+") == head.stdout.strip()
     assert known["data/corpus.json", "fingerprint"] == corpus["fingerprint"]
-    assert {p.name for p in (copied / "figures").iterdir()} == {"loss.png", "iterations.png"}
+    figures = {f"{name}.{kind}" for name in ("loss", "iterations") for kind in ("png", "pdf")}
+    assert {p.name for p in (copied / "figures").iterdir()} == figures
     assert (copied / "summary.json").is_file()
 
 
@@ -312,7 +327,67 @@ def test_markdown_keeps_the_spaces_around_code(solved, tmp_path, undrawn):
 def test_a_checkpoint_table_adds_up(solved, tmp_path, undrawn):
     row = reported(solved, tmp_path).rows("Checkpoints")["solved"]
     assert (row["saves"], row["last at update"]) == ("2", "40")
-    assert (row["bytes of the last"], row["training waited s"]) == ("123,496", "0.5")
+    assert (row["size of the last"], row["training waited s"]) == ("121 KiB", "0.5")
+
+
+def test_each_chart_is_shown_once_with_a_switch_of_its_axis(solved, tmp_path):
+    """Both drawings lie in the page; which is seen is the reader's choice, without a script."""
+    reported(solved, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    for title in ("Training loss", "Validation loss", "Bits per byte"):
+        (figure,) = re.findall(rf"<figure><h3>{title}</h3>.*?</figure>", text, re.S)
+        buttons = re.findall(r"<input type='radio' name='(.*?)' value='(\w+)'( checked)?>", figure)
+        assert [value for _, value, _ in buttons] == ["update", "tokens"]
+        assert [bool(pressed) for _, _, pressed in buttons] == [True, False]
+        assert figure.count("<svg") == 2 and len({name for name, _, _ in buttons}) == 1
+    assert text.count("<svg") == text.count("<figure>") + 3
+
+
+def test_what_does_not_move_is_said_and_not_drawn(tmp_path):
+    """A share of failures that is 0 throughout, one validation alone."""
+    lines = records([0, 1])
+    for r in lines:
+        if "failed" in r:
+            r["failed"] = [0.0, 0.0]
+            r["lr"] = 0.002
+    lines = [r for r in lines if r["step"] == 40 or "validation" not in r]
+    page = reported(run_in(tmp_path / "run", lines), tmp_path)
+    assert "Tokens whose solve failed (share of the tokens): 0 throughout." in page.text
+    assert "Learning rate (learning rate): 0.002 throughout." in page.text
+    assert not {"Tokens whose solve failed", "Learning rate", "Bits per byte"} & {*page.headings}
+    rows = page.rows("Validation loss")
+    assert list(rows) == ["validation", "unigram", "bigram"] and len(rows["bigram"]) == 2
+    assert list(page.rows("ℓ* of each layer")["layer 1"]) == ["curve", "iterations"]
+
+
+def test_tables_for_a_paper(solved, tmp_path, undrawn):
+    folder = shutil.copytree(solved, tmp_path / "a_run")
+    reported(folder, tmp_path)
+    text = (tmp_path / "report.tex").read_text()
+    assert r"run & a\_run \\" in text and r"$\ell^*$ & 9.21429 \\" in text
+    assert text.count(r"\begin{tabular}{lr") == text.count(r"\bottomrule") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0.25, 0.0993399, "0.25 ± 0.10"),
+        (0.24, 0.061, "0.24 ± 0.06"),
+        (3.15, 0.2121, "3.15 ± 0.21"),
+        (1234.5, 98.0, "1,230 ± 100"),
+        (52_113.0, 1234.0, "52,100 ± 1,200"),
+        (1.0, 0.0, "1.0000"),
+        (0.5, math.nan, "0.5000"),
+        (-0.02, 0.00354, "-0.0200 ± 0.0035"),
+    ],
+)
+def test_an_error_decides_the_digits(value, error, text):
+    assert with_error(value, error) == text
+
+
+def test_bytes_are_read_in_a_unit():
+    counts = {0: "0 KiB", 123_496: "121 KiB", 1_268_000_000: "1.18 GiB", 2**43: "8 TiB"}
+    assert {count: in_bytes(count) for count in counts} == counts
 
 
 # Runs of other kinds.
@@ -329,7 +404,8 @@ def test_a_hybrid_names_its_layers(tmp_path, undrawn):
     folder = run_in(tmp_path / "hybrid", records([3, 7]))
     page = reported(folder, tmp_path)
     for title in ("ℓ* of each layer", *OF_LAYERS):
-        assert list(page.rows(title)) == ["layer 3", "layer 7"]
+        if title != "Tokens whose solve failed":  # of these layers 0
+            assert list(page.rows(title)) == ["layer 3", "layer 7"]
 
 
 def test_many_layers_are_a_heat_map(tmp_path, monkeypatch):
@@ -359,13 +435,14 @@ def test_a_mixture_with_warm_up_z_loss_and_an_average_of_weights(tmp_path, undra
     page = reported(run_in(tmp_path / "mixed", lines), tmp_path)
     of_sources = page.rows("Validation loss of each source")
     assert number(of_sources["a"]["last"]) + 1.5 == near(number(of_sources["b"]["last"]))
-    assert number(page.rows("Share of each source")["b"]["last"]) == 0.3
+    assert number(page.rows("Share of each source")["b"]["of the targets"]) == 0.3
     rows = page.rows("Validation loss")
     gap = number(rows["validation"]["last"]) - number(
         rows["validation, average of weights"]["last"]
     )
     assert gap == pytest.approx(0.1, abs=1e-4)
-    assert {"z-loss", "Batch"} <= set(page.headings)
+    assert "z-loss (added to the loss): 0.01 throughout" in page.text
+    assert "Batch (sequences an update): 16 throughout" in page.text
 
 
 def test_the_parts_of_an_update(tmp_path, solved):
@@ -392,7 +469,7 @@ def test_scores_samples_and_events(tmp_path, undrawn):
     (folder / "sample.txt").write_text("Once <b>upon</b> a ``` time")
     page = reported(folder, tmp_path)
     row = page.rows("Evaluations")["catbabi_mini"]
-    assert (row["metric"], row["run"]) == ("acc ↑", "0.24 ± 0.061 (50 documents)")
+    assert (row["metric"], row["run"]) == ("acc ↑", "0.24 ± 0.06 (50 documents)")
     assert page.rows("Evaluations")["spoilt"]["metric"] == "acc"
     assert "Once <b>upon</b> a ``` time" in page.text
     assert page.tables["Events"][0][1][1:] == ["40", "rollback", "the loss is <nan>"]
@@ -493,7 +570,7 @@ def test_two_runs_stand_beside_each_other(two, solved):
     assert curves == [label, other]
     assert f"{other} has no solver" in page.text
     assert "Not recorded" in page.text
-    assert {p.name for p in out.iterdir()} == {"report.html", "report.markdown"}
+    assert {p.name for p in out.iterdir()} == {"report.html", "report.markdown", "report.tex"}
 
 
 def test_only_keys_that_differ_are_compared(two):
@@ -539,9 +616,28 @@ MEASURE = """
 const of = document.querySelector("iframe");
 of.addEventListener("load", () => {
   const page = of.contentWindow, root = of.contentDocument.documentElement;
-  for (const head of of.contentDocument.querySelectorAll("th")) head.click();
+  const all = what => [...of.contentDocument.querySelectorAll(what)];
+  for (const head of all("th")) head.click();
+  const shown = () => all("figure svg").filter(svg => svg.getClientRects().length);
+  const clipped = () => shown().flatMap(svg => {
+    const box = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll("text")].filter(text => {
+      const at = text.getBoundingClientRect();
+      return at.left < box.left - 1 || at.right > box.right + 1
+        || at.top < box.top - 1 || at.bottom > box.bottom + 1;
+    }).map(text => text.textContent);
+  });
   const measured = {scroll: root.scrollWidth, inner: page.innerWidth, errors: page.failures,
-                    height: root.scrollHeight};
+                    height: root.scrollHeight, clipped: clipped(), drawings: shown().length,
+                    figures: all("figure").length};
+  const wide = all(".scroll, figure").filter(table => table.scrollWidth > table.clientWidth);
+  measured.wide = wide.length;
+  measured.unseen = wide.filter(
+    table => !page.getComputedStyle(table).backgroundImage.includes("gradient")).length;
+  const first = shown()[0];
+  for (const button of all("input[value=tokens]")) button.click();
+  measured.clipped.push(...clipped());
+  measured.switched = [shown().length, first.getClientRects().length];
   document.title = JSON.stringify(measured);
 });
 </script>
@@ -550,10 +646,20 @@ WATCH = "<script>failures = []; onerror = what => { failures.push(String(what));
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize("width", [420, 1200])
 def test_a_browser_shows_it_without_scrolling_sideways(two, tmp_path, width):
-    """In a frame of that width: a window of chromium has 500 at least."""
-    text = (two[1] / "report.html").read_text().replace("<head>", f"<head>{WATCH}", 1)
+    """In a frame of that width: a window of chromium has 500 at least. No label is cut, a table
+    that goes on to the side has a shadow there, and every chart is seen once."""
+    measured = measure((two[1] / "report.html").read_text(), tmp_path, width)
+    assert measured["scroll"] <= width and measured["height"] > 3000
+    assert measured["drawings"] == measured["figures"] > 8
+    assert measured["switched"] == [measured["drawings"], 0]
+    assert measured["wide"] > 0 and measured["unseen"] == 0
+
+
+def measure(text: str, tmp_path, width: int) -> dict:
+    """What a browser finds of a page; it has no error and no label that is cut."""
+    text = text.replace("<head>", f"<head>{WATCH}", 1)
     srcdoc = html.escape(text.replace("<details>", "<details open>"))
     frame = f"<iframe style='border:0;width:{width}px;height:900px' srcdoc=\"{srcdoc}\"></iframe>"
     (tmp_path / "frame.html").write_text(f"<!doctype html><title></title>{frame}{MEASURE}")
@@ -561,6 +667,6 @@ def test_a_browser_shows_it_without_scrolling_sideways(two, tmp_path, width):
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000"]
     command += ["--window-size=1400,1000", f"file://{tmp_path / 'frame.html'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    measured = json.loads(re.search(r"<title>(.*?)</title>", done.stdout)[1])
-    assert measured["errors"] == [] and measured["inner"] == width
-    assert measured["scroll"] <= width and measured["height"] > 3000
+    measured = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
+    assert measured["errors"] == measured["clipped"] == [] and measured["inner"] == width
+    return measured

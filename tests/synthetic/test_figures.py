@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 
 import pytest
@@ -73,6 +74,24 @@ def test_seeds_are_drawn_together_with_their_number(name, tmp_path, monkeypatch)
         assert "Solver in evaluation: none (LSTM)" in footer
     assert [line["n"] for line in drawn["it"].summary] == [3] * runs
     assert {row["seed"] for row in drawn["it"].rows} == {0, 1, 2}
+
+
+def test_iterations_of_a_model_that_learned_nothing_are_marked(tmp_path, monkeypatch, capsys):
+    """ℓ* of a map that does not solve the task is not what the task takes."""
+    configs = report.expand(report.config_path("fig3c", "small"), (f"out_dir={tmp_path}",)).configs
+    for cfg, reach in zip(configs, (60, 60, 5), strict=True):
+        fabricate(cfg, reach)
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    report.report("fig3c", overrides=(f"out_dir={tmp_path}",))
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    marked = [label for label in lines if "not learned" in label]
+    assert marked == ["FP-Mamba nonselective, not learned (n = 1)"]
+    assert lines[marked[0]].get_markerfacecolor() == "none"
+    assert lines["FP-Mamba householder 1 (n = 1)"].get_markerfacecolor() != "none"
+    assert "Not learned (dots, hollow markers)" in drawn[0]._supxlabel.get_text()
+    shown = capsys.readouterr().out
+    assert re.search(r"nonselective .* no │", shown) and shown.count(" yes │") == 2
 
 
 def test_the_spread_of_seeds_and_the_error_of_one(tmp_path):

@@ -147,6 +147,10 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
     assert paths["figure"] == tmp_path / "reports/small" / f"{name}.png"
     content = paths["figure"].read_bytes()
     assert content.startswith(PNG) and len(content) > 5000
+    assert paths["PDF"].read_bytes().startswith(b"%PDF")
+    lines = paths["LaTeX"].read_text().splitlines()
+    assert lines[0].startswith(r"\begin{tabular}{lr") and lines[-1] == r"\end{tabular}"
+    assert sum(line.endswith(r" \\") for line in lines) > 1
     found = numbers(paths["numbers"])
     assert {row["run"] for row in found} == {str(cfg.run_dir) for cfg in configs}
     assert all(row["metric"] and row["value"] for row in found)
@@ -322,8 +326,11 @@ def test_the_overview_counts_runs(tmp_path, capsys):
     for name, entry in report.REPORTS.items():
         line = next(line for line in lines if line.startswith(f"│ {name} "))
         assert entry.where in line
-        if name in ("fig11", "tab2"):
-            assert line.rstrip(" │").endswith("5 │     5")
+        minutes, runs, found = line.rstrip(" │").split("│")[-3:]
+        if name in ("fig11", "tab2"):  # there: as long as they took, of 180 s each
+            assert (int(minutes), int(runs), int(found)) == (15, 5, 5)
+        else:
+            assert minutes.strip() == str(entry.minutes or "–")
 
 
 @pytest.mark.parametrize(
