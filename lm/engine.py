@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from lm.checkpoint import read_state
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
 from lm.errors import Diverged, DivergedAlone, TrainingError
@@ -63,10 +64,33 @@ def deepspeed_facts() -> dict:
     }
 
 
+def read_zero(path: Path) -> dict:
+    """A file of a verified checkpoint that DeepSpeed has filled: `read_state`, with the classes of
+    DeepSpeed that there are in it.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    _import_deepspeed()
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+    return read_state(path, classes)
+
+
 def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names."""
+    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names.
+
+    Raises:
+        CheckpointError: a file of it holds what `read_zero` does not read.
+    """
     _import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for file in (Path(folder) / tag).glob("*.pt"):
+        read_zero(file)  # DeepSpeed would run whatever is in it
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
@@ -142,11 +166,15 @@ def _slice(address) -> slice:
     return slice(address.start, address.start + address.numel)
 
 
-class _Taken:
-    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written."""
+class _Files:
+    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written, and runs nothing of
+    what it reads."""
 
     def __init__(self):
         self.files: dict[str, object] = {}
+
+    def load(self, path: str, map_location=None) -> dict:
+        return read_zero(Path(path))
 
     def save(self, state_dict, path: str) -> None:
         self.files[Path(path).name] = state_dict
@@ -376,29 +404,37 @@ class Engine:
         mean = targets / (len(batches) * self.ranks.world_size)
         return [count / mean for count in counts]
 
+    @contextlib.contextmanager
+    def _in_place_of_its_files(self) -> Iterator[_Files]:
+        """Within the block DeepSpeed writes and reads through `_Files`."""
+        files = _Files()
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        try:
+            yield files
+        finally:
+            self.deepspeed.checkpoint_engine = own
+
     def state_files(self, folder: Path, step: int) -> dict[str, object]:
         """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
         rank calls it."""
-        taken = _Taken()
-        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, taken
         # Else rank 0 writes a script there for which the others wait: a full disk would be an error
         # of rank 0 alone.
         self.deepspeed._copy_recovery_script = lambda _: None
-        try:
+        with self._in_place_of_its_files() as taken:
             self.deepspeed.save_checkpoint(
                 str(folder), tag="any", client_state={"step": step}, save_latest=False
             )
-        finally:
-            self.deepspeed.checkpoint_engine = own
         return taken.files
 
     def load(self, path: Path) -> None:
         """Weights, optimizer and schedule of a verified checkpoint of this `layout`.
 
         Raises:
+            CheckpointError: a file of it holds what `read_zero` does not read.
             TrainingError: DeepSpeed could not load it.
         """
-        loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        with self._in_place_of_its_files():
+            loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise TrainingError(f"DeepSpeed could not load {path}")
 

@@ -99,8 +99,9 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     model = build_model(
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+    weights = consolidated(path)
     try:
-        model.load_state_dict(consolidated(path), strict=True)
+        model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise ExportError(
