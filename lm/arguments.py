@@ -48,6 +48,15 @@ class Number:
 SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
+def add_trust(c: argparse.ArgumentParser) -> None:
+    """The option of what loads an export."""
+    c.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that comes with an export whose mixer or tokenizer is its author's own",
+    )
+
+
 def names(text: str) -> list[str]:
     """A comma-separated list that is not empty."""
     found = [name.strip() for name in text.split(",") if name.strip()]

@@ -31,6 +31,7 @@ def budget(
     batch_size: int = 4,
     seed: int = 0,
     out: Path | None = None,
+    trust: bool = False,
     progress: Report | None = None,
 ) -> dict:
     """Perplexity against the iterations ℓmax that a token may have (eval_max_iters).
@@ -54,7 +55,7 @@ def budget(
     folder = Path(out) if out else Path(checkpoint)
     for below in ("eval", "figures"):
         check_folder(folder / below)
-    model, tokenizer = agree.load(checkpoint)
+    model, tokenizer = agree.load(checkpoint, trust)
     ways = {name: way(model, name, tol) for name in schedules}
     for name, fields in ways.items():
         with model.solving(**fields):

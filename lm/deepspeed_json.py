@@ -61,7 +61,14 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     }
     if t.precision == "bf16":  # fp32 weights; matrix products in bf16
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    merged = _merge(config, _own(cfg))
+    own = _own(cfg)
+    for key, section in (("optimizer", "optim"), ("scheduler", "optim.schedule")):
+        if key in own:
+            raise ConfigError(
+                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is given"
+                f" that of `{section}`: leave it out, and set `{section}`"
+            )
+    merged = _merge(config, own)
     for key in (
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",

@@ -22,11 +22,15 @@ class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 
-def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_exported(
+    path: Path | str, trust: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
+    Args:
+        trust: run the code that a directory brings along where it has a mixer of its own.
     Raises:
-        GenerationError: there is no such export. LoadError: it is damaged.
+        GenerationError: there is no such export. LoadError: it is damaged, or not trusted.
     """
     import torch
 
@@ -40,8 +44,8 @@ def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenize
             f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
             " `fprnn import-reference` with --tokenizer"
         )
-    model = load_model(path)
-    tokenizer = load_tokenizer(path)
+    model = load_model(path, trust)
+    tokenizer = load_tokenizer(path, trust)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
@@ -134,17 +138,17 @@ def solving(
         yield
 
 
-def generate(path: Path | str, prompt: str, **options: Any) -> str:
+def generate(path: Path | str, prompt: str, trust: bool = False, **options: Any) -> str:
     """Prompt and continuation as text.
 
     Args:
-        options: fields of Sampling.
+        trust: as of `load_exported`. options: fields of Sampling.
     Raises:
         GenerationError: a number out of its range, there is no such export, the prompt is empty, or
             `solving` refuses.
     """
     sampling = Sampling(**options)
-    model, tokenizer = load_exported(path)
+    model, tokenizer = load_exported(path, trust)
     return continued(model, tokenizer, prompt, sampling)
 
 

@@ -43,17 +43,24 @@ def is_validation(text: str, val_fraction: float) -> bool:
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
-def documents(data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None) -> Documents:
+def documents(
+    data: Data,
+    shard: tuple[int, int] = (0, 1),
+    state: dict | None = None,
+    order: tuple[int, int] | None = None,
+) -> Documents:
     """The documents (non-blank strings) of shard `(index, count)` of the source, from its start or
     from the `state_dict()` of an earlier iterator over the same shard.
 
+    Args:
+        order: (seed, epoch) of a shuffle of what is streamed from the hub; None: as it stands.
     Raises:
         DataError: here or while iterating; something is missing, unreadable or empty.
     """
     if data.source == "fineweb":
         from lm.data.hub_parquet import HubDocuments
 
-        return HubDocuments(data, shard, state)
+        return HubDocuments(data, shard, state, order)
     return LocalDocuments(data, shard, state)
 
 
