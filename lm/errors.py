@@ -28,6 +28,7 @@ BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transforme
 # that was missed. Numbers of sysexits.h where it has one that says the same.
 FAILED = 1  # anything else that stopped it, a bug among them
 BAD_DATA = 65
+MACHINE = 71  # a process of the run is gone: killed, or its host; the same command continues
 PREEMPTED = 75  # by a signal, and saved: the same command continues
 DIVERGED = 76
 HANG = 77
@@ -70,6 +71,13 @@ class Stopped(TrainingError):
     """A signal asked for it; the checkpoint is saved."""
 
     exit_status = PREEMPTED
+
+
+class MachineError(UserError, RuntimeError):
+    """A process that the run needs is gone: neither the data nor the configuration is at fault, and
+    the same command may well succeed."""
+
+    exit_status = MACHINE
 
 
 class MissingPackageError(UserError, ImportError):

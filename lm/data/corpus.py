@@ -53,10 +53,10 @@ class Meta:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token streams `train` (n,) and `val` (m,), memory-mapped read-only, and their counts."""
+    """The token streams `train` (n,) and `val` (m,), and their counts."""
 
-    train: np.ndarray
-    val: np.ndarray
+    train: integrity.TokenFile
+    val: integrity.TokenFile
     meta: Meta
 
 
@@ -70,7 +70,9 @@ def open_folder(folder: Path) -> Corpus:
     if meta is None:
         raise DataError(f"{folder} holds no prepared corpus, or an incomplete one: run `prepare`")
     check_sizes(folder, meta)
-    return Corpus(_map(folder / "train.bin", meta), _map(folder / "val.bin", meta), meta)
+    train = integrity.TokenFile(folder / "train.bin", meta.dtype, meta.train_tokens)
+    val = integrity.TokenFile(folder / "val.bin", meta.dtype, meta.val_tokens)
+    return Corpus(train, val, meta)
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -158,7 +160,3 @@ def check_enough(meta: Meta, data: Data) -> None:
         )
 
 
-def _map(path: Path, meta: Meta) -> np.ndarray:
-    if path.stat().st_size == 0:  # mmap refuses an empty file
-        return np.empty(0, dtype=meta.dtype)
-    return np.memmap(path, dtype=meta.dtype, mode="r")

@@ -138,7 +138,7 @@ class StreamLoader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """Raises DataError when reading failed for good, or a worker died."""
+        """Raises DataError when reading failed for good, ReaderError when a worker died."""
         count = self._make_streams()
         stream = self._streams[(self._next + self._rank) % count]
         before = stream.mark()
@@ -153,7 +153,7 @@ class StreamLoader:
         except ReaderError as e:
             self.close()
             stream.go_back(before)  # a micro-batch half drawn
-            raise DataError(
+            raise ReaderError(
                 f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
                 "data.workers need less; resume=auto continues from the last checkpoint"
             ) from None

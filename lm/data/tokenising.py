@@ -86,7 +86,9 @@ def tokenise(
     except (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit) as e:
         files.stop()  # mended without another source: what is done will do
         if isinstance(e, readers.ReaderError):
-            raise DataError(f"{e} while tokenising; the next start goes on from there") from None
+            raise readers.ReaderError(
+                f"{e} while tokenising; the next start goes on from there"
+            ) from None
         raise
     except LeaseError:
         files.close()  # they are another's now
