@@ -180,10 +180,8 @@ def _import_reference(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from lm.generate import generate
-    from lm.outputs import check_file, writing
+    from lm.outputs import check_file, write_text
 
     if args.out:
         check_file(args.out)
@@ -201,9 +199,7 @@ def _generate(args: argparse.Namespace) -> int:
     )
     print(text)
     if args.out:
-        with writing(args.out):
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.out).write_text(text + "\n", encoding="utf-8")
+        write_text(args.out, text + "\n")
     return 0
 
 

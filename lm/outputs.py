@@ -72,25 +72,56 @@ def check_file(path: Path | str) -> None:
     path = Path(path)
     with writing(path):
         is_folder = path.is_dir()
+        special = _is_special(path)
     if is_folder:
         raise OutputError(f"{path} is a folder: name a file in it")
-    check_folder(path.parent)
+    if special:  # a pipe's other end may not be there yet
+        with writing(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
     with writing(path):
-        if path.exists():
-            with path.open("ab"):
+        real = target(path)
+    check_folder(real.parent)
+    with writing(path):
+        if real.exists():
+            with real.open("ab"):
                 pass
+
+
+def target(path: Path | str) -> Path:
+    """Where a link leads, so that it stays one; any other path as it is, made absolute.
+
+    Raises:
+        OSError: it leads to itself.
+    """
+    real = Path(os.path.realpath(path))
+    if real.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return real
+
+
+def _is_special(path: Path) -> bool:
+    """Whether this is neither a file nor a folder: a device, a pipe, a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_text(path: Path | str, text: str) -> None:
     """Write a text so that a reader, also one after a power failure, sees the old file or the new
-    one, never half of it.
+    one, never half of it. Of a link what it leads to is written; into a device or a pipe the text
+    goes as it is.
 
     Raises:
         OutputError: it cannot be written; the old file stands.
     """
     path = Path(path)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
+        if _is_special(path):
+            with path.open("w", encoding="utf-8") as f:
+                f.write(text)
+            return
+        path = target(path)
+        tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tmp.open("w", encoding="utf-8") as f:

@@ -1,6 +1,7 @@
 """Places that cannot be written, and runs and exports that are damaged: one sentence each."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lm.cli import main
-from lm.export import write_export
+from lm.export import _locked, write_export
 from lm.exported import LoadError, load_model, load_tokenizer
-from lm.outputs import OutputError, check_file, check_folder, writing
+from lm.outputs import OutputError, check_file, check_folder, write_text, writing
 from tests.refusals import refused
 
 TINY = Path(__file__).parents[2] / "configs/tiny/lm.yaml"
@@ -60,6 +61,46 @@ def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
 def test_a_place_that_even_root_cannot_write():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
+
+
+def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys):
+    """Not replaced by a file of that name."""
+    (tmp_path / "there").write_text("old")
+    for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(leads_to)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "dangling"):
+        check_file(tmp_path / name)
+        write_text(tmp_path / name, name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == name
+    for write in (check_file, lambda path: write_text(path, "x")):
+        with pytest.raises(OutputError, match="loop cannot be written: Too many levels"):
+            write(tmp_path / "loop")
+    check_file(tmp_path / "pipe")  # nobody reads there yet
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert Path("/dev/full").is_char_device()
+    words = ("generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out")
+    assert main([str(word) for word in (*words, "/dev/full")]) != 0
+    assert capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    assert Path("/dev/full").is_char_device()
+
+
+def test_an_export_through_a_link_and_after_one_that_was_killed(tmp_path, small_export):
+    model, real = load_model(small_export), tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "out").symlink_to("real")
+    for _ in range(2):  # made, and replaced
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert (tmp_path / "out").is_symlink() and (real / "config.json").is_file()
+    left, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
+    for folder in (left, busy):
+        (folder / "export").mkdir(parents=True)
+    with _locked(busy):
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert not left.exists() and busy.exists()
 
 
 LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
