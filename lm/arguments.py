@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from lm.errors import exit_status, sentence
+from lm.outputs import printable
 
 
 @dataclass(frozen=True)
@@ -97,5 +98,5 @@ def run(args: argparse.Namespace) -> int:
         text = sentence(e)
         if text is None:
             raise
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {printable(text)}", file=sys.stderr)
         return exit_status(e)

@@ -81,7 +81,7 @@ class Model(Section):
         "deltaproduct",
         "gated_deltaproduct",
     ] = "fprnn"
-    vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
     d_model: Size = 768
     n_layer: int = Field(12, gt=0, le=10_000)
     d_state: Size = 16

@@ -131,7 +131,27 @@ def check_average(cfg: Config, config: dict) -> None:
 
 def _low_precisions(config: dict) -> list[str]:
     """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
-    return [kind for kind in ("fp16", "bf16", "bfloat16") if config.get(kind, {}).get("enabled")]
+    kinds = ("fp16", "bf16", "bfloat16")
+    for kind in kinds:
+        if not isinstance(config.get(kind, {}), dict):
+            raise ConfigError(
+                f"engine.deepspeed sets {kind} to {config[kind]!r}: it must be a mapping, as in"
+                f" {{{kind}: {{enabled: true}}}}"
+            )
+    return [kind for kind in kinds if config.get(kind, {}).get("enabled")]
+
+
+def check_device(config: dict) -> None:
+    """Raises ConfigError for weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+
+    Args:
+        config: what `deepspeed_config` has made of a configuration.
+    """
+    if "fp16" in _low_precisions(config) and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
+            " out (train.precision: bf16 and fp32 run on a CPU)"
+        )
 
 
 def check_muon(cfg: Config, config: dict) -> None:

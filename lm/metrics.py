@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from lm.outputs import printable
+
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
@@ -356,7 +358,7 @@ def parse_record(line: bytes) -> dict | None:
     except (ValueError, RecursionError):  # also of bytes that are no UTF-8
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and step >= 0 else None
+    return printable(record) if type(step) is int and step >= 0 else None
 
 
 def affine(

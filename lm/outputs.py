@@ -6,12 +6,17 @@ import contextlib
 import errno
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lm.errors import UserError
+
+
+# Of C0 and C1, but for tab and newline; and what turns the direction of writing.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class OutputError(UserError, RuntimeError):
@@ -170,7 +175,17 @@ def read_mapping(path: Path | str) -> dict | None:
         return None
     except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return printable(value) if isinstance(value, dict) else {}
+
+
+def printable(value: Any) -> Any:
+    """A value with the control characters of its texts written out: what a file says of itself
+    moves no cursor and sets no title of the terminal that it is shown on."""
+    if isinstance(value, str):
+        return CONTROL.sub(lambda found: repr(found[0])[1:-1], value)
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list) else value
 
 
 def sync(path: Path | str) -> None:

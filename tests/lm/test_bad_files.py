@@ -342,7 +342,7 @@ def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
     assert "is neither JSON nor YAML" in message
 
 
-def test_code_of_a_folder_is_run_and_that_of_the_hub_never(tmp_path, monkeypatch):
+def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):
     import transformers
 
     asked = []
@@ -355,6 +355,7 @@ def test_code_of_a_folder_is_run_and_that_of_the_hub_never(tmp_path, monkeypatch
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
     for load in (load_model, load_tokenizer):
         for path in ("owner/name", tmp_path):
-            with pytest.raises(LoadError, match="asked enough"):
-                load(path)
-    assert asked == [False, True, False, True]
+            for trust in (False, True):
+                with pytest.raises(LoadError, match="asked enough"):
+                    load(path, trust)
+    assert asked == 2 * [False, False, False, True]

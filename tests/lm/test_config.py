@@ -103,7 +103,7 @@ def test_every_error_is_named_at_once():
         ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be true or false"]),
         (
             {"model": {"vocab_size": "many"}},
-            ["`model.vocab_size` is 'many'", "a whole number above 0 or auto"],
+            ["`model.vocab_size` is 'many'", "a whole number above 0 and at most 16777216 or auto"],
         ),
         (
             {"optim": {"betas": [0.9]}},
@@ -147,7 +147,7 @@ def test_every_error_is_named_at_once():
         ({"solver": {"adjoint_clip": 0}}, ["is 0", "a finite number above 0 or null"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
-        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 or auto"]),
+        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 and at most"]),
         ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "at most 65536 or auto"]),
         ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "65536 or null"]),
         ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "at least 0 and at most 1"]),
