@@ -28,7 +28,6 @@ from lm.resuming import FIXED, FREE, NOTED
 from lm.warmups import Growing, check_warmups
 from lm.yaml_text import Dumper, load_tree, parse
 
-
 # Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
 MOST = 10**9  # updates, sequences
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
@@ -64,7 +63,9 @@ class Data(Section):
     val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
     shuffle_buffer: int = Field(1024, ge=1, le=LARGEST)  # blocks of all streams together
     streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
-    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = "auto"  # processes per rank that read them
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
+        "auto"  # processes per rank that read them
+    )
     # several sources in the place of one
     mixture: dict[str, Source] | None = Field(
         None, description="a mapping of names to sources, each with source, path, weight; or null"
@@ -178,7 +179,9 @@ class Train(Growing):
     micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences a forward pass, per rank
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
-    world_size: int | None = Field(None, gt=0, le=1_000_000)  # ranks this config is meant for; others are refused
+    world_size: int | None = Field(
+        None, gt=0, le=1_000_000
+    )  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the

@@ -13,7 +13,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -81,7 +80,9 @@ class Model(Section):
         "deltaproduct",
         "gated_deltaproduct",
     ] = "fprnn"
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | Literal["auto"] = (
+        "auto"  # auto: the tokenizer's, rounded up to 8
+    )
     d_model: Size = 768
     n_layer: int = Field(12, gt=0, le=10_000)
     d_state: Size = 16

@@ -65,8 +65,8 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     for key, section in (("optimizer", "optim"), ("scheduler", "optim.schedule")):
         if key in own:
             raise ConfigError(
-                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is given"
-                f" that of `{section}`: leave it out, and set `{section}`"
+                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is"
+                f" given that of `{section}`: leave it out, and set `{section}`"
             )
     merged = _merge(config, own)
     for key in (

@@ -208,9 +208,11 @@ def _draft(out: Path) -> Iterator[Path]:
             with _locked(left) as ours:
                 if ours:
                     shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as folder:
-        with _locked(Path(folder)):
-            yield Path(folder)
+    with (
+        tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as folder,
+        _locked(Path(folder)),
+    ):
+        yield Path(folder)
 
 
 @contextlib.contextmanager

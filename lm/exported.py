@@ -27,8 +27,9 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         trust: run the code that a directory brings along where its model is none of ours (a user's
             mixer); that of a name on the hub never is.
     Raises:
-        LoadError: it brings code along, and is not trusted; unreadable or damaged files; a weight that is missing, unknown to the model, of
-            another shape, or not finite. transformers itself would go on with random values.
+        LoadError: it brings code along, and is not trusted; unreadable or damaged files; a weight
+            that is missing, unknown to the model, of another shape, or not finite. transformers
+            itself would go on with random values.
     """
     import torch
     from safetensors import SafetensorError

@@ -14,7 +14,6 @@ from typing import Any
 
 from lm.errors import UserError
 
-
 # Of C0 and C1, but for tab and newline; and what turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -164,6 +163,43 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     if not isinstance(value, dict) or not set(keys) <= value.keys():
         raise DamagedError(f"{path} is damaged: it must hold {', '.join(keys)}")
     return value
+
+
+def check_kinds(
+    path: Path | str, value: Any, kinds: dict[str, type | tuple], key: str = ""
+) -> None:
+    """Refuse a value of a file that has other kinds of things in it than were written there.
+
+    Args:
+        kinds: dotted keys → what they hold where they are there and not null: float (any number),
+            int, str, list, dict; `*` stands for every entry of a list or mapping.
+    Raises:
+        DamagedError: names the first that is something else.
+    """
+    for name, kind in kinds.items():
+        first, _, rest = name.partition(".")
+        entries: dict = {}
+        if first == "*" and isinstance(value, dict | list):
+            entries = value if isinstance(value, dict) else dict(enumerate(value))
+        elif isinstance(value, dict) and first in value:
+            entries = {first: value[first]}
+        for entry, found in entries.items():
+            place = f"{key}.{entry}" if key else str(entry)
+            if rest:
+                check_kinds(path, found, {rest: kind}, place)
+            elif found is not None and not _is_kind(found, kind):
+                raise DamagedError(
+                    f"{path} is damaged: `{place}` is {found!r:.60}, and was written as"
+                    f" {KINDS[kind]}"
+                )
+
+
+KINDS: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
+KINDS |= {dict: "a mapping", (str, dict): "text or a mapping"}
+
+
+def _is_kind(value: Any, kind: type | tuple) -> bool:
+    return isinstance(value, (int, float) if kind is float else kind) and value is not True
 
 
 def read_mapping(path: Path | str) -> dict | None:

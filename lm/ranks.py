@@ -16,7 +16,9 @@ from lm.errors import HANG, ConfigError, MachineError
 
 MOST_RANKS = 1_000_000
 # How gloo, NCCL and torch's store say that the other end of a connection is not there any more.
-LOST = r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
+LOST = (
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
+)
 Result = TypeVar("Result")
 
 

@@ -158,5 +158,3 @@ def check_enough(meta: Meta, data: Data) -> None:
             f"data.seq_len {data.seq_len} is longer than the corpus, which has "
             f"{meta.train_tokens} training tokens; lower data.seq_len or add text"
         )
-
-

@@ -79,8 +79,9 @@ class HubDocuments:
         return next(self._texts)
 
     def state_dict(self) -> dict:
-        """Where the next document is: commit, order, and in this order file, row group and row. Plain
-        data."""
+        """Where the next document is: commit, order, and in this order file, row group and row.
+
+        Plain data."""
         return dict(self._position)
 
     def _start(self, order: tuple[int, int] | None) -> dict:

@@ -91,8 +91,10 @@ class Writer:
 
 
 class TokenFile:
-    """The ids in a file, read piece by piece, sliced as an array is. (Of a memory map the pages of a
-    file that is cut short meanwhile end the process, by SIGBUS and without a word.)
+    """The ids in a file, read piece by piece, sliced as an array is.
+
+    A memory map of a file that is cut short meanwhile would end the process, by SIGBUS and without
+    a word.
 
     Args:
         count: ids in it.

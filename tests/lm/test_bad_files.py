@@ -84,7 +84,9 @@ def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys)
     assert Path("/dev/full").is_char_device()
     words = ("generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out")
     assert main([str(word) for word in (*words, "/dev/full")]) != 0
-    assert capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    assert (
+        capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    )
     assert Path("/dev/full").is_char_device()
 
 

@@ -142,7 +142,9 @@ def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
     settings = read_json(export / "tokenizer_config.json")
     of_its_own = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
     write_json(export / "tokenizer_config.json", settings | of_its_own)
-    code = "from transformers import PreTrainedTokenizerFast\nclass Tok(PreTrainedTokenizerFast): ..."
+    code = (
+        "from transformers import PreTrainedTokenizerFast\nclass Tok(PreTrainedTokenizerFast): ..."
+    )
     (export / "tok.py").write_text(RUNS.format(mark=str(mark)) + code)
     try:
         load_tokenizer(export)  # by a class that is known, or

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lm.cli import main
-from lm.config_messages import all_keys
 from lm.config import Config
+from lm.config_messages import all_keys
 from lm.outputs import CONTROL
 from tests.running import ROOT
 
@@ -18,7 +18,8 @@ TINY = str(ROOT / "configs/tiny/lm.yaml")
 VALUES = (
     "-1", "0", "1e23", "1e400", "-1e-300", "nan", "inf", "100000000000000000000", "true", "null",
     "[]", "{}", "[1, 2]", "{a: 1}", "''", "'\\e[31mred\\e[0m'", '"\\e]0;title\\a"', "\x1b[2J",
-    "a" * 300, "../..", "/dev/null", "\udcff", "0x10", "2026-11-23", "*anchor", "!!python/object:os",
+    "a" * 300, "../..", "/dev/null", "\udcff", "0x10", "2026-11-23", "*anchor",
+    "!!python/object:os",
     "[[[[[", "'\\0'", "1_000", "é\u202e", "module:Class", "os:getcwd", "window:0", "auto", "65537",
 )  # fmt: skip
 

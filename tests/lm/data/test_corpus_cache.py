@@ -14,9 +14,9 @@ import pytest
 from lm.data import cache, readers, tokenising
 from lm.data import tokenizer as tokenizers
 from lm.data.errors import DataError
-from lm.data.readers import ReaderError
 from lm.data.loader import build
 from lm.data.prepare import ensure_here, open_corpus, prepare, prepare_ahead
+from lm.data.readers import ReaderError
 from lm.outputs import OutputError
 from tests.running import ENV, ROOT
 

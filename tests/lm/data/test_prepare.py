@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest

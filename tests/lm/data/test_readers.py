@@ -153,7 +153,9 @@ def test_a_killed_worker_ends_a_stream_with_a_sentence_and_it_can_go_on(cfg, bpe
         assert next(loader)["labels"].equal(next(plain)["labels"])
     os.kill(loader._readers.pids[0], signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(ReaderError, match=r"was killed by SIGKILL.*resume=auto continues") as caught:
+    with pytest.raises(
+        ReaderError, match=r"was killed by SIGKILL.*resume=auto continues"
+    ) as caught:
         while True:
             next(loader)
             next(plain)
