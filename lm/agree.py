@@ -38,6 +38,8 @@ MEANING = {
     "failed": "share of the tokens not solved (paper: not within tol), of the layer that has most",
     "num_iters": "ℓ*, of every layer: iterations that the paper's procedure (all tokens at once,"
     " tolerance 0.1, from zero) needs for what that layer reads in the tight solution",
+    "elsewhere": "of every layer: share of the tokens where that procedure ends in another"
+    " solution",
     "seconds": "of the forward passes through the backbone, without the head",
 }
 
@@ -91,7 +93,8 @@ def agree(
     results = header(checkpoint, text, model, blocks, batch_size, seed)
     results |= add_bits_per_byte(rows, blocks, tokenizer)
     tight = rows.pop("tight")
-    results |= {"num_iters": tight.pop("num_iters"), "tight": tight, "schedules": rows}
+    results |= {name: tight.pop(name) for name in ("num_iters", "elsewhere")}
+    results |= {"tight": tight, "schedules": rows}
     write_json(path, results)
     if out is None:
         add_measured(checkpoint)
@@ -211,7 +214,8 @@ class _Sums:
             "seconds": self.seconds,
         }
         if self.probed:
-            row["num_iters"] = fixed_point_metrics(self.probed)["num_iters"]["mean"]
+            found = fixed_point_metrics(self.probed)["num_iters"]
+            row |= {"num_iters": found["mean"], "elsewhere": found["elsewhere"]}
         return row
 
 
@@ -220,7 +224,10 @@ def table(results: dict) -> Table:
     from rich import box
     from rich.table import Table
 
-    iterations = ", ".join(f"{count:.0f}" for count in results["num_iters"])
+    from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
+
+    counted = {"mean": results["num_iters"], "elsewhere": results["elsewhere"]}
+    iterations = ", ".join(marked(counted))
     caption = (
         "tight: token exact, sequential. top-1: same most likely token as tight.\n"
         "max Δ: largest difference of a logit from tight's. ppl: perplexity.\n"
@@ -228,6 +235,8 @@ def table(results: dict) -> Table:
         f"ℓ* (the paper's procedure at 0.1) of the layers: {iterations}."
         f"{bits_of_tight(results)}"
     )
+    if any(is_elsewhere(counted)):
+        caption += f"\n{ELSEWHERE_NOTE}"
     out = Table(
         title=title(results),
         caption=caption,

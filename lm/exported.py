@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.errors import UserError
+from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,15 +28,16 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         trust: run the code that a directory brings along where its model is none of ours (a user's
             mixer); that of a name on the hub never is.
     Raises:
-        LoadError: it brings code along, and is not trusted; unreadable or damaged files; a weight
-            that is missing, unknown to the model, of another shape, or not finite. transformers
-            itself would go on with random values.
+        LoadError: it brings code along, and is not trusted; unreadable or damaged files, or others
+            than were exported; a weight that is missing, unknown to the model, of another shape,
+            or not finite. transformers itself would go on with random values.
     """
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    _refuse_changed(path)
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
     logging.disable_progress_bar()
@@ -84,6 +86,7 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
+    _refuse_changed(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))
     except ImportError:  # a package is missing, which has a sentence of its own
@@ -105,6 +108,15 @@ def _foreign_code(error: Exception, path: Path | str) -> LoadError | None:
         f"{path} runs code of its own ({shown or 'named in its JSON files'}), which nothing here"
         " has checked: --trust (in Python trust=True) runs it, once you know whose it is"
     )
+
+
+def _refuse_changed(path: Path | str) -> None:
+    """Raises LoadError where a file of an export is not what its SHA256SUMS says."""
+    try:
+        if _is_here(path):
+            refuse_changed(path)
+    except (OSError, ValueError) as e:
+        raise LoadError(str(e)) from None
 
 
 def _is_here(path: Path | str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging
 
+from .checksums import forget
 from .patterns import FIXED_POINT, Layer, parse
 from .sizes import H_DEP, check_sizes
 
@@ -435,6 +436,12 @@ class FPRNNConfig(PretrainedConfig):
         if found.get("model_type") in MODEL_TYPES:
             found["model_type"] = cls.model_type
         return found, unused
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """PretrainedConfig.save_pretrained. A model's own begins with it: what the folder's
+        SHA256SUMS vouches for is replaced."""
+        forget(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def settle(self) -> None:
         """Replace each "auto" by what it is, and check what can be set; the model does so as well,
