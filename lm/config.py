@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, overload
@@ -31,6 +32,8 @@ from lm.yaml_text import Dumper, load_tree, parse
 # Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
 MOST = 10**9  # updates, sequences
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
+# Of no folder's name: characters of control, of lines, of the direction of writing, and no text.
+UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 Workers = Annotated[int, Field(gt=0, le=1024)]
 
 
@@ -293,7 +296,7 @@ class Run(Section):
     @classmethod
     def _home_of_out_dir(cls, value):
         """A shell that does not see ~ at the beginning of a word leaves it to us."""
-        if not value.isprintable():
+        if UNSEEN.search(value):
             raise ValueError(f"{value!r} holds a character that no folder's name should have")
         place = os.path.expanduser(value)
         if place.startswith("~"):
@@ -310,7 +313,7 @@ class Run(Section):
                 f"`{value}` is no name of a folder inside out_dir: give one, or several with `/`"
                 " between them, as in mixers/first; another place is out_dir"
             )
-        if "\\" in value or not value.isprintable():
+        if "\\" in value or UNSEEN.search(value):
             raise ValueError(f"{value!r} holds a character that no folder's name should have")
         return value
 
@@ -562,4 +565,4 @@ def point_name(name: str, index: int, point: dict[str, Any]) -> str:
         text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
         parts.append(f"{key.rpartition('.')[2]}={text}")
     text = "-".join(parts).replace("/", "_").replace(" ", "")
-    return f"{name}/{index:03d}-" + "".join(c if c.isprintable() else "_" for c in text)
+    return f"{name}/{index:03d}-" + UNSEEN.sub("_", text)

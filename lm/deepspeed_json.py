@@ -9,6 +9,7 @@ import torch
 
 from lm.config import Config
 from lm.errors import ConfigError
+from lm.outputs import parse_json
 
 
 def _merge(base: dict, over: dict) -> dict:
@@ -29,7 +30,7 @@ def _own(cfg: Config) -> dict:
     if not isinstance(own, str):
         return own or {}
     try:
-        found = json.loads(Path(own).read_text(encoding="utf-8"))
+        found = parse_json(Path(own).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
         raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: {e}") from None
     if not isinstance(found, dict):

@@ -148,6 +148,18 @@ def write_json(path: Path | str, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is no JSON, no UTF-8, or nested so deep that nobody has written it.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     """What `write_json` has written: a mapping with (at least) these keys.
 
@@ -155,7 +167,7 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
         DamagedError: it is something else now.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise DamagedError(f"{path} cannot be read: {e.strerror or e}") from None
     except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
@@ -206,10 +218,10 @@ def read_mapping(path: Path | str) -> dict | None:
     """A JSON mapping as whoever looks on finds it: None where there is no file; {} where it holds
     something else, is being written, or cannot be read."""
     try:
-        value = json.loads(Path(path).read_bytes())
+        value = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return printable(value) if isinstance(value, dict) else {}
 

@@ -17,7 +17,7 @@ from lm.data.corpus import Corpus
 from lm.data.errors import DataError
 from lm.data.integrity import Tokens
 from lm.data.packing import CONTEXT, IGNORE
-from lm.outputs import sync, writing
+from lm.outputs import parse_json, sync, writing
 
 FORMAT = 1  # goes up when the same corpus is packed in another way
 FILE = "best_fit.npz"  # in RUN/data, or RUN/data/NAME
@@ -208,7 +208,7 @@ def read(folder: Path, data: Data) -> tuple[Packing, Waste, dict] | None:
     damage = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile)
     with contextlib.suppress(*damage):
         with np.load(folder / FILE, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
+            about = parse_json(str(file["about"]))
             packing = Packing(**{field.name: file[field.name] for field in fields(Packing)})
         if about["header"] == about["header"] | _settings(data):
             return packing, Waste(**about["waste"]), about["header"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from lm.config import Data
 from lm.console import say
 from lm.data import integrity
 from lm.data.errors import DataError, first_line
-from lm.outputs import OutputError, write_json
+from lm.outputs import OutputError, parse_json, write_json
 
 SPLITS = ("train", "val")
 COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
@@ -83,7 +82,7 @@ def read_meta(folder: Path) -> Meta | None:
     """
     path = folder / "meta.json"
     try:
-        meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
+        meta = Meta(**parse_json(path.read_text(encoding="utf-8")))
         if meta.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {meta.dtype!r}")
         for key in COUNTS:

@@ -118,7 +118,7 @@ class TokenFile:
     def __getitem__(self, piece: slice) -> np.ndarray:
         first, stop, step = piece.indices(self._count)
         found = np.empty(max(0, stop - first), self.dtype)
-        room = memoryview(found).cast("B") if len(found) else memoryview(b"")
+        room = found.data.cast("B") if len(found) else memoryview(b"")
         done = 0
         try:
             while done < len(room):  # the system gives at most 2 GiB at once

@@ -7,7 +7,6 @@ import functools
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 import sysconfig
@@ -19,6 +18,7 @@ from typing import Protocol
 from lm.config import Data
 from lm.data.errors import DataError
 from lm.data.parquet import read_parquet
+from lm.outputs import parse_json
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
@@ -201,7 +201,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
                 raise DataError(f"{where} is not JSON: {e}") from None
             if not isinstance(row, dict):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lm import facade
-from lm.checkpoint import _digest, read_state
+from lm.checkpoint import read_state
 from lm.cli import main
 from lm.engine import read_zero
 from lm.exported import LoadError, load_model, load_tokenizer
+from lm.model.checksums import forget, sha256
 from lm.outputs import read_json, write_json
 from tests.refusals import refused
 from tests.running import ENV, ROOT, command, fprnn
@@ -36,7 +37,7 @@ def plant(run, name, mark):
     saved = torch.load(file, weights_only=False)
     torch.save({**saved, "more": Planted(mark)}, file)
     manifest = read_json(run / STEP / "manifest.json")
-    manifest["files"][name] = [file.stat().st_size, _digest(file)]
+    manifest["files"][name] = [file.stat().st_size, sha256(file)]
     write_json(run / STEP / "manifest.json", manifest)
 
 
@@ -97,7 +98,9 @@ RUNS = 'open({mark!r}, "w").close()\n'
 
 @pytest.fixture
 def export(small_export, tmp_path):
-    return Path(shutil.copytree(small_export, tmp_path / "export"))
+    copy = Path(shutil.copytree(small_export, tmp_path / "export"))
+    forget(copy)  # whoever means harm writes the checksums anew
+    return copy
 
 
 def test_the_code_beside_an_export_of_ours_is_not_run(export, tmp_path):
@@ -124,7 +127,6 @@ def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsy
         ("generate", export, "--prompt", "a"),
         ("inspect", export, "a"),
         ("agree", export, "--text", text),
-        ("budget", export, "--text", text),
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
         said = refused(capsys, *words)
