@@ -13,7 +13,7 @@ from lm.cli import main
 from lm.export import _locked, write_export
 from lm.exported import LoadError, load_model, load_tokenizer
 from lm.model.checksums import SUMS
-from lm.outputs import OutputError, check_file, check_folder, write_text, writing
+from lm.outputs import CONTROL, OutputError, check_file, check_folder, write_text, writing
 from tests.refusals import refused
 from tests.running import as_before
 
@@ -299,6 +299,45 @@ def test_a_result_without_its_numbers(capsys, tmp_path):
         message = refused(capsys, "report", tmp_path)
         wrong = "`validation` is []" if validation == [] else "its validation must hold perplexity"
         assert f"result.json is damaged: {wrong}" in message
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("updates", "x"), ("tokens", [1]), ("training_seconds", {}), ("tokens_per_s", True)],
+)
+def test_a_result_of_other_kinds(capsys, tiny_run, tmp_path, key, value):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {key: value}))
+    assert f"result.json is damaged: `{key}` is {value!r}, and was" in refused(
+        capsys, "report", run
+    )
+
+
+def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
+    """Of a failure, and of records: their control characters are written out."""
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "result.json").unlink()
+    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
+    (run / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
+    for line in (run / "metrics.jsonl").read_text().splitlines()[-1:]:
+        record = json.loads(line) | {"event": escapes, "warning": escapes}
+        with (run / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(record, ensure_ascii=False) + "\n")
+    for words in (("report", "--out", tmp_path / "page", run), ("watch", "--once", run)):
+        assert main([str(word) for word in words]) == 0
+        shown = capsys.readouterr()
+        assert not CONTROL.search(shown.out + shown.err)
+        assert words[0] == "watch" or r"\x1b]0;title" in shown.out
+    for page in (tmp_path / "page").iterdir():
+        assert not CONTROL.search(page.read_text())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_without_end(capsys, tiny_run, tmp_path, text):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "result.json").write_text(text)
+    assert "result.json is damaged: it is not JSON" in refused(capsys, "report", run)
 
 
 def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):

@@ -149,6 +149,11 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
         ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
+        (
+            ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
+            "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
+        ),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
@@ -188,10 +193,37 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
 
 @pytest.mark.parametrize(
     "override",
-    ["train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"],
+    [
+        *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
+        *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
+        *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+    ],
 )
 def test_sizes_that_no_machine_has(capsys, override):
     assert "it must be a whole number above 0 and at most" in refused(capsys, *dry_run(override))
+
+
+def test_a_number_of_workers_that_no_machine_has(capsys):
+    words = "`data.workers` is 100000: it must be a whole number of at least 0 and at most 1024"
+    assert words in refused(capsys, *dry_run("data.workers=100000"))
+
+
+def test_a_sweep_of_a_million_points(capsys, tmp_path):
+    values = list(range(1, 101))
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
+    for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
+        assert "its sweep has 1,000,000 points: at most 10,000" in refused(capsys, *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
+def test_fp16_on_a_cpu(tiny):
+    from lm.preflight import check
+
+    with pytest.raises(UserError, match=r"fp16\.enabled, which needs a GPU, and there is none"):
+        check(tiny("engine.deepspeed={fp16: {enabled: true}}"), 1)
+    with pytest.raises(UserError, match=r"engine.deepspeed sets fp16 to True: it must be a map"):
+        check(tiny("engine.deepspeed={fp16: true}"), 1)
 
 
 def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
@@ -254,6 +286,17 @@ def test_a_name_stays_inside_out_dir(capsys, name):
     assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
 
 
+@pytest.mark.parametrize("key", ["name", "out_dir"])
+@pytest.mark.parametrize("character", [r"\e", r"\x9b", r"\n", r"\u202e"])
+def test_control_characters_are_in_no_name(capsys, key, character):
+    message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
+    assert "holds a character that no folder's name should have" in message
+
+
+def test_control_characters_of_an_argument_are_written_out(capsys):
+    assert refused(capsys, "sweep", "\x1b[31m.yaml") == r"no config file at \x1b[31m.yaml"
+
+
 # Options.
 
 
@@ -303,6 +346,8 @@ def test_no_number_is_taken_beyond_its_range(capsys, command, action):
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--schedule", "windows:4"], "schedule is `windows:4`"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
+        (["--temperature", "1e-300"], "temperature is 1e-300: it must be 0 (greedy) or a finite"),
     ],
 )
 def test_generate(capsys, small_export, args, words):

@@ -1,100 +1,69 @@
-"""Many bad inputs, drawn at random: each ends as docs/cluster.md says, none in a traceback."""
+"""Some of the bad inputs of tests/fuzz.py, in this process (`python -m tests.fuzz` has all)."""
 
 import contextlib
 import io
-import random
 import shutil
-from pathlib import Path
+import traceback
 
 import pytest
 
-from lm.cli import main
-from lm.config import Config
-from lm.config_messages import all_keys
-from lm.outputs import CONTROL
+import lm.cli
+import synthetic.cli
+from synthetic import config
+from synthetic.train import train
+from tests.fuzz import KINDS, Places, attempt, overrides, wrong
 from tests.running import ROOT
 
-TINY = str(ROOT / "configs/tiny/lm.yaml")
-VALUES = (
-    "-1", "0", "1e23", "1e400", "-1e-300", "nan", "inf", "100000000000000000000", "true", "null",
-    "[]", "{}", "[1, 2]", "{a: 1}", "''", "'\\e[31mred\\e[0m'", '"\\e]0;title\\a"', "\x1b[2J",
-    "a" * 300, "../..", "/dev/null", "\udcff", "0x10", "2026-11-23", "*anchor",
-    "!!python/object:os",
-    "[[[[[", "'\\0'", "1_000", "é\u202e", "module:Class", "os:getcwd", "window:0", "auto", "65537",
-)  # fmt: skip
+MAINS = {"lm": lm.cli.main, "synthetic": synthetic.cli.main}
+SMALL = ("model.d_model=8", "train.steps=2", "train.batch_size=2", "train.length=3", "bars=[]")
+SMALL += ("train.curriculum=null", "train.adversary=0", "eval.lengths=3", "eval.examples=2")
 
 
-def ended(*args: str) -> str:
-    """What a command that was given these arguments says of them.
+@pytest.fixture(scope="module")
+def places(tiny_run, small_export, tmp_path_factory):
+    out = f"out_dir={tmp_path_factory.mktemp('synthetic')}"
+    cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SMALL, out])
+    train(cfg)
+    run = tmp_path_factory.mktemp("run") / "tiny"
+    shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("hf"))
+    return Places(run, small_export, cfg.run_dir)
 
-    Raises:
-        Exception: what a person would see as a traceback.
-    """
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+
+def called(module, args, where):
+    """As tests.fuzz.started does, but for trainings of `lm`, which are checked and not made."""
+    if (module, args[0]) == ("lm", "train"):
+        args = [*args, "--dry-run"]
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(where),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
         try:
-            status = main([str(arg) for arg in args])
+            status = MAINS[module]([str(arg) for arg in args])
         except SystemExit as e:  # of argparse
             status = e.code
-    said = error.getvalue()
-    assert status in (0, 1, 2, 65, 71, 76, 78), (status, said)
-    assert status == 0 or said, args
-    assert not CONTROL.search(said) or status == 2, repr(said)
-    return said
+        except Exception:
+            status = 1
+            errors.write(traceback.format_exc())
+    return status, out.getvalue(), errors.getvalue()
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_values_of_a_configuration(part, tmp_path):
-    rng = random.Random(part)
-    keys = [key for key in all_keys(Config) if key not in ("data.source", "resume")]
-    refused = 0
-    for _ in range(60):
-        pairs = [f"{rng.choice(keys)}={rng.choice(VALUES)}" for _ in range(rng.choice((1, 1, 2)))]
-        given = (f"data.path={ROOT}/tests/data/tiny.jsonl", f"out_dir={tmp_path}")
-        refused += bool(ended("train", "--config", TINY, "--dry-run", *given, *pairs))
-    assert refused > 30
+def test_bad_inputs_end_in_sentences(places):
+    ends = [attempt(number, places, called) for number in range(48)]
+    assert not [how for _, _, how in ends if how]
+    refused = sum(status != 0 for _, status, _ in ends)
+    assert refused > len(ends) / 3, ends  # or they are no bad inputs
 
 
-def test_arguments_of_commands(small_export, tmp_path):
-    text = tmp_path / "text"
-    text.write_text("a b c d e f g h " * 40)
-    out = tmp_path / "out"
-    commands = (
-        ("generate", small_export, "--max-new-tokens", "1", "--prompt"),
-        ("generate", small_export, "--max-new-tokens", "1", "--prompt", "a", "--temperature"),
-        ("generate", small_export, "--max-new-tokens", "1", "--prompt", "a", "--top-k"),
-        ("generate", small_export, "--max-new-tokens", "1", "--prompt", "a", "--schedule"),
-        ("generate", small_export, "--max-new-tokens", "1", "--prompt", "a", "--tol"),
-        ("inspect", small_export, "--out", out / "x.html", "--"),
-        ("agree", small_export, "--out", out / "x.json", "--text"),
-        ("report", "--out", out, "--"),
-        ("plan", "--gpus"),
-        ("sweep", "--"),
-        ("watch", "--once", "--"),
-        ("import-reference", "--config", TINY, "--"),
-    )
-    for command in commands:
-        for value in ("", "\udcff", "-1", "nan", "1e-300", "1e300", "\x1b[2J", "a" * 300, "/dev"):
-            ended(*command, value)
+def test_what_is_wrong_is_found(places):
+    assert "a traceback" in wrong(1, "", "Traceback (most recent call last):\n  x\nKeyError: 1")
+    assert wrong(-11, "", "") == "status -11" and "nothing is said" in wrong(1, "", " \n")
+    assert "control characters" in wrong(78, "", "error: \x1b[2J\n")
+    assert wrong(78, "", "error: no\n") == wrong(0, "", "") == ""
 
+    def ends(module, args, where):
+        return 1, "", "Traceback (most recent call last)"
 
-DAMAGE = (b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"a": 1}', b"[[[[" * 5000, b"\x00" * 64)
-
-
-def test_damaged_files(small_export, tiny_run, tmp_path):
-    rng = random.Random(0)
-    for folder, command in ((small_export, "generate"), (tiny_run, "inspect")):
-        for number in range(40):
-            copy = Path(shutil.copytree(folder, tmp_path / f"{command}{number}"))
-            files = [f for f in copy.rglob("*") if f.is_file() and f.suffix not in (".py", ".md")]
-            victim = rng.choice(sorted(files))
-            raw = victim.read_bytes()
-            at = rng.randrange(max(1, len(raw)))
-            damage = rng.choice((*DAMAGE, raw[:at], raw[:at] + b"\x1b\xff" + raw[at + 2 :]))
-            victim.write_bytes(damage)
-            if command == "generate":
-                ended("generate", copy, "--max-new-tokens", "1", "--prompt", "a")
-            else:
-                ended("inspect", copy, "a b")
-                ended("report", copy)
-            shutil.rmtree(copy)
+    case, status, how = attempt(KINDS.index(overrides), places, ends)
+    assert case.startswith("overrides: ") and status == 1 and how.startswith("a traceback")
