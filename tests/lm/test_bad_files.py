@@ -315,22 +315,26 @@ def test_a_result_of_other_kinds(capsys, tiny_run, tmp_path, key, value):
 
 
 def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
-    """Of a failure, and of records: their control characters are written out."""
-    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
-    (run / "result.json").unlink()
+    """Of a failure, a result, and records: their control characters are written out."""
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
-    (run / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
-    for line in (run / "metrics.jsonl").read_text().splitlines()[-1:]:
-        record = json.loads(line) | {"event": escapes, "warning": escapes}
-        with (run / "metrics.jsonl").open("a") as log:
-            log.write(json.dumps(record, ensure_ascii=False) + "\n")
-    for words in (("report", "--out", tmp_path / "page", run), ("watch", "--once", run)):
-        assert main([str(word) for word in words]) == 0
-        shown = capsys.readouterr()
-        assert not CONTROL.search(shown.out + shown.err)
-        assert words[0] == "watch" or r"\x1b]0;title" in shown.out
-    for page in (tmp_path / "page").iterdir():
-        assert not CONTROL.search(page.read_text())
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text()) | {"solver": escapes}
+    result["validation"]["sources"] = {escapes: {"perplexity": 2.0, "tokens": 3}}
+    (run / "result.json").write_text(json.dumps(result))
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(record | {"event": escapes, "warning": escapes}) + "\n")
+    failed = shutil.copytree(run, tmp_path / "failed")
+    (failed / "result.json").unlink()
+    (failed / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
+    for folder in (run, failed):
+        for words in (("report", "--out", tmp_path / "page"), ("watch", "--once")):
+            assert main([str(word) for word in (*words, folder)]) == 0
+            shown = capsys.readouterr()
+            assert not CONTROL.search(shown.out + shown.err)
+            assert (words[0], folder) != ("report", failed) or r"\x1b]0;title" in shown.out
+        for page in (tmp_path / "page").iterdir():
+            assert not CONTROL.search(page.read_text())
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
