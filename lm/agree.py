@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lm
 from lm.errors import UserError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SCHEDULES = ("sequential", "window:16", "parallel", PAPER)
-TOL = 0.01
 # The solution that all are compared with: every token's own equation, one token after the other.
 TIGHT = {"token": "exact", "schedule": "sequential", "stopping": "causal"}
 LOGITS_AT_ONCE = 4096  # tokens
@@ -53,7 +52,7 @@ def agree(
     text: Path | str | None = None,
     *,
     schedules: Sequence[str] = SCHEDULES,
-    tol: float = TOL,
+    tol: float | None = None,
     sequences: int = 8,
     length: int = 256,
     batch_size: int = 4,
@@ -69,7 +68,8 @@ def agree(
         text: a UTF-8 file; None: the held-out documents of the built-in corpus.
         schedules: with `token: exact`; and `paper`, the paper's procedure as the checkpoint's
             config describes it, for information.
-        tol: relative residual of the schedules that iterate; `paper` has the checkpoint's own.
+        tol: relative residual of the schedules that iterate; None: the checkpoint's own, as of
+            `paper`.
         sequences: how many of `length` tokens, drawn with `seed`; fewer if the text has fewer.
         batch_size: sequences solved at once; the paper's stopping depends on it.
         out: the JSON file, by default checkpoint/eval/agree.json.
@@ -101,13 +101,15 @@ def agree(
     return results
 
 
-def way(model: FPRNNForCausalLM, schedule: str, tol: float) -> dict:
+def way(model: FPRNNForCausalLM, schedule: str, tol: float | None) -> dict:
     """The solver's fields of a schedule with `token: exact`, or of `paper`.
 
     Raises:
         GenerationError: no such schedule, or not for this model.
     """
-    fields = {"token": "exact", "schedule": schedule, "stopping": "causal", "eval_tol": tol}
+    fields: dict[str, Any] = {"token": "exact", "schedule": schedule, "stopping": "causal"}
+    if tol is not None:
+        fields["eval_tol"] = tol
     if schedule == PAPER:
         fields = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     try:
@@ -274,7 +276,12 @@ def title(results: dict) -> str:
 
 
 def check(
-    schedules: Sequence[str], sequences: int, length: int, batch_size: int, seed: int, tol: float
+    schedules: Sequence[str],
+    sequences: int,
+    length: int,
+    batch_size: int,
+    seed: int,
+    tol: float | None,
 ) -> None:
     """Refuse what needs no model to be refused."""
     if not schedules:
@@ -285,7 +292,7 @@ def check(
             raise AgreementError(f"{name} is {value}: it must be at least 1")
     if seed < 0:
         raise AgreementError(f"seed is {seed}: it must be at least 0")
-    if not 0 < tol < math.inf:
+    if tol is not None and not 0 < tol < math.inf:
         raise AgreementError(f"tol is {tol:g}: it is a relative residual, above 0")
 
 

@@ -253,9 +253,8 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     c.add_argument(
         "--tol",
         type=Number(),
-        default=0.01,
-        help="relative residual of the schedules that iterate, above 0 (default: 0.01; paper has"
-        " the checkpoint's own)",
+        help="relative residual of the schedules that iterate, above 0 (default, and paper's: the"
+        " checkpoint's own)",
     )
     c.add_argument(
         "--sequences",

@@ -257,8 +257,10 @@ class FPRNNConfig(PretrainedConfig):
         "auto": "iterate" where stopping is "paper". schedule: how time is gone through (SCHEDULES
         above). stopping: "causal", each token by what is before it, or "paper", the batch as one
         (solver.py), which needs token "iterate"; "auto": "causal", unless token is "iterate".
-        tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under "causal" at
-        most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        tol: relative residual in training; with token "exact" at most 0.01. eval_tol: in evaluation
+        "auto": at most 1e-5 with token "exact" (fp64 1e-9, bf16 products 0.01), 0.01 with "iterate"
+        under "causal", else tol. max_iters: ℓmax of token "iterate" in training; eval_max_iters: in
+        evaluation. Exact tokens have no limit: a window of W ends after W + 1.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
