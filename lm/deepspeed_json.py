@@ -29,6 +29,8 @@ def _own(cfg: Config) -> dict:
     own = cfg.engine.deepspeed
     if not isinstance(own, str):
         return own or {}
+    if Path(own).exists() and not Path(own).is_file():  # a device may have no end
+        raise ConfigError(f"engine.deepspeed: {own} is no file")
     try:
         found = parse_json(Path(own).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
@@ -69,6 +71,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is"
                 f" given that of `{section}`: leave it out, and set `{section}`"
             )
+    _check_kinds(config, own)
     merged = _merge(config, own)
     for key in (
         "train_micro_batch_size_per_gpu",
@@ -81,12 +84,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 " set train.global_batch_size and train.micro_batch_size instead"
             )
     zero = merged["zero_optimization"]
-    if not isinstance(zero, dict):
-        raise ConfigError(
-            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
-            " {zero_optimization: {stage: 3}}"
-        )
-    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
+    if zero["stage"] not in (0, 1, 2, 3, "auto"):
         raise ConfigError(
             f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
             " one of 0, 1, 2, 3"
@@ -97,6 +95,21 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
             " numbers, or leave the key out"
         )
     return merged
+
+
+def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
+    """Raises ConfigError where a key that we set has a value of another kind in `own`."""
+    for key in ours.keys() & own.keys():
+        value, kind = own[key], type(ours[key])
+        if kind is dict and isinstance(value, dict):
+            _check_kinds(ours[key], value, f" of {key}")
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number if kind in (int, float) else isinstance(value, kind)) and value != "auto":
+            wanted = {dict: "a mapping", bool: "true or false", str: "text"}.get(kind, "a number")
+            raise ConfigError(
+                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {wanted}"
+            )
 
 
 def layout(cfg: Config, world_size: int) -> dict[str, int]:

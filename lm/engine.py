@@ -21,7 +21,7 @@ import torch.distributed as torch_dist
 from lm.checkpoint import read_state
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
-from lm.errors import Diverged, DivergedAlone, TrainingError
+from lm.errors import ConfigError, Diverged, DivergedAlone, TrainingError, UserError
 from lm.model.loss import log_z_sum, number_of
 from lm.muon import MatricesAndRest, Piece
 from lm.optim import lr_factor, optimizer
@@ -166,6 +166,23 @@ def _slice(address) -> slice:
     return slice(address.start, address.start + address.numel)
 
 
+@contextlib.contextmanager
+def _own_keys_named(cfg: Config) -> Iterator[None]:
+    """Within the block what DeepSpeed says of keys that it does not take is a ConfigError, where a
+    configuration has keys of DeepSpeed's own."""
+    try:
+        yield
+    except (RuntimeError, UserError):  # of devices and ranks; a sentence already
+        raise
+    except Exception as e:
+        if not cfg.engine.deepspeed:
+            raise
+        said = " ".join(line.strip() for line in str(e).splitlines()[:3])
+        raise ConfigError(
+            f"DeepSpeed does not start with what engine.deepspeed says: {type(e).__name__}: {said}"
+        ) from e
+
+
 class _Files:
     """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written, and runs nothing of
     what it reads."""
@@ -216,14 +233,15 @@ class Engine:
         self.base_optimizer = optimizer(model, o, ranks.device.type == "cuda")
         # Each group's peak, asked now: a checkpoint that is loaded puts its own there.
         self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
-        self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
-            model=model.to(ranks.device),
-            optimizer=self.base_optimizer,
-            lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
-                opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
-            ),
-            config=self.config,
-        )
+        with _own_keys_named(cfg):
+            self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
+                model=model.to(ranks.device),
+                optimizer=self.base_optimizer,
+                lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
+                    opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
+                ),
+                config=self.config,
+            )
         if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
             self._lay_out_matrices()
         # Of the update under way: () → why it is to be skipped, or None.

@@ -88,7 +88,9 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
 
     _refuse_changed(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))
+        tokenizer("a")  # some of what its files say is looked at only here
+        return tokenizer
     except ImportError:  # a package is missing, which has a sentence of its own
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included

@@ -157,6 +157,13 @@ def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
     assert mark.exists()
 
 
+def test_a_tokenizer_that_loads_and_does_nothing(export):
+    settings = read_json(export / "tokenizer_config.json")
+    write_json(export / "tokenizer_config.json", settings | {"model_max_length": {"a": 1}})
+    with pytest.raises(LoadError, match="cannot load the tokenizer of"):
+        load_tokenizer(export)
+
+
 def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_evil.py").write_text("open('mark', 'w').close()\nprint('it ran')\n")
