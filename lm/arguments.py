@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from dataclasses import dataclass
@@ -83,7 +84,10 @@ def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments. An error that is the user's to mend is printed as a
     sentence, and ends with its own exit status (`lm.errors`); any other is a bug, with its
-    traceback."""
+    traceback. What a terminal's encoding does not have is printed by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return args.run_command(args)
     except KeyboardInterrupt:

@@ -21,11 +21,18 @@ import torch.distributed as torch_dist
 from lm.checkpoint import read_state
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
-from lm.errors import ConfigError, Diverged, DivergedAlone, TrainingError, UserError
+from lm.errors import (
+    ConfigError,
+    Diverged,
+    DivergedAlone,
+    MachineError,
+    TrainingError,
+    UserError,
+)
 from lm.model.loss import log_z_sum, number_of
 from lm.muon import MatricesAndRest, Piece
 from lm.optim import lr_factor, optimizer
-from lm.ranks import Ranks, launched
+from lm.ranks import Ranks, check_address, launched
 from lm.update_times import UpdateTimes
 from lm.warmups import Growth
 
@@ -101,9 +108,9 @@ def start(cfg: Config) -> Ranks:
     on_gpu = torch.cuda.is_available()
     launched()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
+    check_address()
     rank, world, local_rank = launched()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
@@ -111,12 +118,16 @@ def start(cfg: Config) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    deepspeed.init_distributed(
-        "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=cfg.engine.timeout_s),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    try:
+        deepspeed.init_distributed(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=cfg.engine.timeout_s),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    except torch_dist.DistError as e:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(f"the ranks did not meet at {place}: {str(e).splitlines()[0]}") from e
     torch.manual_seed(cfg.seed)
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None

@@ -146,6 +146,16 @@ def launched() -> tuple[int, int, int]:
     return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
 
 
+def check_address() -> None:
+    """Raises ConfigError where a launcher has not said where the ranks meet."""
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(
+            "the environment has RANK but no MASTER_ADDR: a launcher sets both; unset RANK to start"
+            " one process"
+        )
+    _from_environment("MASTER_PORT", 0, 1, 65_535)
+
+
 def _from_environment(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name, str(default))
     try:

@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,37 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
     assert words in refused(capsys, *dry_run())
     assert words in refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "address, words",
+    [
+        ({}, "the environment has RANK but no MASTER_ADDR"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x' in the environm"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is '0' in the environment"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
+    from lm.engine import start
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        start(tiny())
+
+
+def test_a_terminal_that_has_few_characters(tmp_path):
+    """What it cannot print is printed by its number, and ends no command."""
+    from tests.running import ENV
+
+    config = tmp_path / "sweep.yaml"
+    config.write_text("name: ℓ\nsweep: {seed: [1]}\n", encoding="utf-8")
+    words = [sys.executable, "-m", "lm", "sweep", config]
+    env = ENV | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "\\u2113/000-seed=1\n", done.stderr
 
 
 @pytest.mark.parametrize(
