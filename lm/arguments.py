@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import os
 import sys
 from dataclasses import dataclass
 
-from lm.errors import exit_status, sentence
+from lm.errors import FAILED, exit_status, sentence
 from lm.outputs import printable
 
 
@@ -89,13 +90,30 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        return args.run_command(args)
+        status = args.run_command(args)
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads has seen enough
+        _drop_output()
+        return FAILED
     except Exception as e:
         text = sentence(e)
         if text is None:
             raise
         print(f"error: {printable(text)}", file=sys.stderr)
+        _drop_output()
         return exit_status(e)
+
+
+def _drop_output() -> None:
+    """Leave nothing that cannot be written for Python to write, and complain of, as it ends."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

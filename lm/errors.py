@@ -121,8 +121,8 @@ def sentence(error: BaseException) -> str | None:
     """
     if isinstance(error, UserError | FloatingPointError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in OF_A_PLACE and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in OF_A_PLACE:
+        return f"{error.filename or 'the output, or a file'}: {error.strerror}"
     package = _missing(error)
     return None if package is None else str(missing_package(package))
 

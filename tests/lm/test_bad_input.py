@@ -225,6 +225,19 @@ def test_a_terminal_that_has_few_characters(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "output, said",
+    [(">/dev/full", "error: the output, or a file: No space left on device\n"), ("| true", "")],
+)
+def test_an_output_that_takes_no_more(output, said):
+    from tests.running import ENV
+
+    command = f"{sys.executable} -m lm train --config {TINY} --dry-run {output}"
+    line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.stderr == said and (done.returncode == 1 or output == "| true"), done
+
+
+@pytest.mark.parametrize(
     "override",
     [
         *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
