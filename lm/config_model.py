@@ -30,6 +30,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
+    def _no_nul(cls, value):
+        """Most texts are places of files, and no place holds a NUL."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{value!r} holds the character NUL, which no place of a file has")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
     def _true_is_no_number(cls, value, info):
         """Python counts true as 1, and `train.steps: true` would train for one step."""
         annotation = cls.model_fields[info.field_name].annotation

@@ -401,7 +401,7 @@ trees = st.fixed_dictionaries(
             }
         ),
         "engine": st.fixed_dictionaries(
-            {"deepspeed": st.none() | texts | st.dictionaries(texts, st.integers() | texts)}
+            {"deepspeed": st.none() | places | st.dictionaries(texts, st.integers() | texts)}
         ),
         "sweep": st.dictionaries(st.just("optim.lr"), st.lists(st.floats(1e-4, 1), min_size=1)),
     },
@@ -410,6 +410,7 @@ trees = st.fixed_dictionaries(
 
 @given(tree=trees)
 @example(tree={"engine": {"deepspeed": "\x85"}})
+@example(tree={"engine": {"deepspeed": {"a": "\0"}}})
 @example(tree={"engine": {"deepspeed": "a\u2028 b\n"}})
 @settings(max_examples=150, deadline=None)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path_factory, tree):
