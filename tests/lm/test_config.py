@@ -168,7 +168,7 @@ def test_every_error_is_named_at_once():
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
             for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
         ),
-        ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds the character NUL"]),
+        ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
         ({"name": "a\0b"}, ["`name`: 'a\\x00b' holds the character NUL"]),
         # Right one by one, wrong together.
         ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
