@@ -58,6 +58,7 @@ def agree(
     batch_size: int = 4,
     seed: int = 0,
     out: Path | None = None,
+    trust: bool = False,
     progress: Report | None = None,
 ) -> dict:
     """Solve the same text under every schedule and compare with its tight solution.
@@ -85,7 +86,7 @@ def agree(
     check_checkpoint(checkpoint)
     path = Path(out) if out else Path(checkpoint) / "eval" / "agree.json"
     check_file(path)
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = load(checkpoint, trust)
     ways = {name: way(model, name, tol) for name in schedules}
     blocks = text_blocks(model, tokenizer, text, sequences, length, seed, progress)
     rows = compare(model, blocks, ways, batch_size, progress)
@@ -303,11 +304,13 @@ def check_checkpoint(checkpoint: Path | str) -> None:
         )
 
 
-def load(checkpoint: Path | str) -> tuple[FPRNNForCausalLM, PreTrainedTokenizerBase]:
+def load(
+    checkpoint: Path | str, trust: bool = False
+) -> tuple[FPRNNForCausalLM, PreTrainedTokenizerBase]:
     """(model in float32, tokenizer) of an exported folder of ours."""
     from lm.model.configuration_fprnn import MODEL_TYPES
 
-    model, tokenizer = load_exported(checkpoint)
+    model, tokenizer = load_exported(checkpoint, trust)
     if model.config.model_type not in MODEL_TYPES:
         raise AgreementError(
             f"{checkpoint} is a {model.config.model_type} model: it has no fixed point, so there is"

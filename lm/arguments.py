@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
+import os
 import sys
 from dataclasses import dataclass
 
-from lm.errors import exit_status, sentence
+from lm.errors import FAILED, exit_status, sentence
+from lm.outputs import printable
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,15 @@ class Number:
 SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
+def add_trust(c: argparse.ArgumentParser) -> None:
+    """The option of what loads an export."""
+    c.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that comes with an export whose mixer or tokenizer is its author's own",
+    )
+
+
 def names(text: str) -> list[str]:
     """A comma-separated list that is not empty."""
     found = [name.strip() for name in text.split(",") if name.strip()]
@@ -73,15 +85,35 @@ def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments. An error that is the user's to mend is printed as a
     sentence, and ends with its own exit status (`lm.errors`); any other is a bug, with its
-    traceback."""
+    traceback. What a terminal's encoding does not have is printed by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return args.run_command(args)
+        status = args.run_command(args)
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever reads has seen enough
+        _drop_output()
+        return FAILED
     except Exception as e:
         text = sentence(e)
         if text is None:
             raise
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {printable(text)}", file=sys.stderr)
+        _drop_output()
         return exit_status(e)
+
+
+def _drop_output() -> None:
+    """Leave nothing that cannot be written for Python to write, and complain of, as it ends."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

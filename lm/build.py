@@ -82,10 +82,27 @@ def build_section(
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
+        if model.name == "fprnn":
+            _check_options(model)
+            _register_own_mixers(model)
         with contextlib.redirect_stdout(io.StringIO()):
             return _build(model, solver, vocab_size, seq_len, precision, **token_ids)
     finally:
         logger.setLevel(level)
+
+
+def with_built_in_mixers(cfg: Config) -> tuple[Config, list[str]]:
+    """(a configuration with `householder` in the place of every mixer that is named as
+    `module:Class`, those names): what can be built without running anybody's code."""
+    found = _own_mixers(cfg.model)
+    if not found:
+        return cfg, found
+    cfg = cfg.model_copy(deep=True)
+    for options in (*_options(cfg.model), cfg.model.__dict__):
+        if is_place(str(options.get("mixer"))):
+            options["mixer"] = "householder"
+    cfg.init_from = None  # it would be compared with what is not there
+    return cfg, found
 
 
 def check_section(model: Model, solver: Solver, seq_len: int, precision: str) -> PreTrainedModel:
@@ -144,8 +161,6 @@ def _build(
             "model.backend fla is of the baselines: layers of a pattern compute the delta rule in"
             " chunks of their own; leave it at auto"
         )
-    _check_options(model)
-    _register_own_mixers(model)
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),
@@ -164,17 +179,26 @@ def _build(
 
 
 def _register_own_mixers(model: Model) -> None:
-    """Import the mixers that the section names as `module:Class`, here and in options of layers."""
+    """Import the mixers that the section names as `module:Class`."""
     from lm.model.mixer_base import MixerError, register
 
+    for name in _own_mixers(model):
+        try:
+            register(name, load_class(name, "model.mixer"))
+        except MixerError as e:
+            raise ConfigError(f"model.mixer: {e}") from None
+
+
+def _options(model: Model) -> list[dict[str, Any]]:
+    """The options of single layers."""
     layers = model.layers if isinstance(model.layers, list) else []
-    options = [o for item in layers if isinstance(item, dict) for o in item.values()]
-    for name in (model.mixer, *(o["mixer"] for o in options if "mixer" in o)):
-        if is_place(name):
-            try:
-                register(name, load_class(name, "model.mixer"))
-            except MixerError as e:
-                raise ConfigError(f"model.mixer: {e}") from None
+    return [options for item in layers if isinstance(item, dict) for options in item.values()]
+
+
+def _own_mixers(model: Model) -> list[str]:
+    """The mixers that a section names as `module:Class`, here and in options of layers."""
+    named = (model.mixer, *(o["mixer"] for o in _options(model) if "mixer" in o))
+    return [name for name in dict.fromkeys(named) if is_place(str(name))]
 
 
 def _check_options(model: Model) -> None:

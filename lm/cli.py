@@ -6,7 +6,15 @@ import argparse
 import sys
 
 from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer, cli_watch
-from lm.arguments import SEED, Number, Whole, names, run, words_after_options
+from lm.arguments import (
+    SEED,
+    Number,
+    Whole,
+    add_trust,
+    names,
+    run,
+    words_after_options,
+)
 from lm.cli_eval import add_eval
 
 EPILOG = """examples:
@@ -70,6 +78,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _planned(cfg, args):
     """What `plan` and `train --dry-run` print: a table."""
+    from lm.build import with_built_in_mixers
+    from lm.named_class import nothing_imported
     from lm.outputs import check_folder
     from lm.plan import describe, plan, where
     from lm.preflight import check_config
@@ -77,9 +87,10 @@ def _planned(cfg, args):
 
     gpus = args.gpus or cfg.train.world_size or launched()[1]
     at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
-    check_config(cfg, gpus)
-    check_folder(cfg.run_dir)
-    return describe(plan(cfg, at), cfg)
+    with nothing_imported("a plan"):
+        check_config(with_built_in_mixers(cfg)[0], gpus)
+        check_folder(cfg.run_dir)
+        return describe(plan(cfg, at), cfg)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -167,16 +178,15 @@ def _import_reference(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from lm.generate import generate
-    from lm.outputs import check_file, writing
+    from lm.outputs import check_file, write_text
 
     if args.out:
         check_file(args.out)
     text = generate(
         args.checkpoint,
         args.prompt,
+        trust=args.trust,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -187,9 +197,7 @@ def _generate(args: argparse.Namespace) -> int:
     )
     print(text)
     if args.out:
-        with writing(args.out):
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.out).write_text(text + "\n", encoding="utf-8")
+        write_text(args.out, text + "\n")
     return 0
 
 
@@ -205,7 +213,7 @@ def _agree(args: argparse.Namespace) -> int:
 
 def _solved_text(args: argparse.Namespace) -> dict:
     """The options of `agree`; a list not given is left to its default."""
-    names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out")
+    names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out", "trust")
     schedules = {} if args.schedules is None else {"schedules": args.schedules}
     return {name: getattr(args, name) for name in names} | schedules
 
@@ -273,6 +281,7 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     c.add_argument(
         "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
     )
+    add_trust(c)
 
 
 def _add_planned_for(c: argparse.ArgumentParser) -> None:
@@ -472,6 +481,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         help="iterations a token may have, at least 1 (default: the checkpoint's)",
     )
     c.add_argument("--out", help="also write the text to this file")
+    add_trust(c)
     c.set_defaults(run_command=_generate)
 
 

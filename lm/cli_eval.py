@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lm.arguments import Whole, names
+from lm.arguments import Whole, add_trust, names
 
 
 def add_eval(commands: argparse._SubParsersAction) -> None:
@@ -46,6 +46,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     )
     c.add_argument("--include-path", help="a folder with more task YAMLs")
     c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
+    add_trust(c)
     c.set_defaults(run_command=_eval)
 
 
@@ -63,6 +64,7 @@ def _eval(args: argparse.Namespace) -> int:
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,
         out=args.out,
+        trust=args.trust,
     )
     say(table(results))
     return 0

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lm.arguments import add_trust
 from lm.errors import UserError
 
 
@@ -32,6 +33,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="the page (default: CKPT/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
     )
+    add_trust(c)
     c.set_defaults(run_command=_inspect)
 
 
@@ -42,7 +44,7 @@ def _inspect(args: argparse.Namespace) -> int:
     text = _text(args.text, args.file)
     out = Path(args.out) if args.out else default_page(args.checkpoint)
     check_page(out)
-    show(load(args.checkpoint).inspect(text), out)
+    show(load(args.checkpoint, args.trust).inspect(text), out)
     return 0
 
 

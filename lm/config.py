@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, overload
@@ -21,12 +22,19 @@ from pydantic import (
 
 from lm.config_data import Source, check_mixture, check_names
 from lm.config_messages import explain, is_key, nearest
-from lm.config_model import Count, Fraction, InitFrom, Model, OpenFraction, Section, Size, Solver
+from lm.config_model import Fraction, InitFrom, Model, OpenFraction, Section, Size, Solver
 from lm.errors import ConfigError
 from lm.old_keys import is_old, moved, moved_tree
 from lm.resuming import FIXED, FREE, NOTED
 from lm.warmups import Growing, check_warmups
 from lm.yaml_text import Dumper, load_tree, parse
+
+# Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
+MOST = 10**9  # updates, sequences
+LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
+# Of no folder's name: characters of control, of lines, of the direction of writing, and no text.
+UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+Workers = Annotated[int, Field(gt=0, le=1024)]
 
 
 class Tokenizer(Section):
@@ -34,7 +42,7 @@ class Tokenizer(Section):
     the run; anything else is a HuggingFace tokenizer, by hub name or folder."""
 
     name: str = Field("bpe", min_length=1)
-    vocab_size: int = Field(4096, gt=257)
+    vocab_size: int = Field(4096, gt=257, le=LARGEST)
     train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
 
 
@@ -50,15 +58,17 @@ class Data(Section):
     # null: none, each run has its own
     cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
     # processes that tokenise a large corpus; auto: as many as CPUs
-    prepare_workers: Annotated[Size | Literal["auto"], FREE] = "auto"
+    prepare_workers: Annotated[Workers | Literal["auto"], FREE] = "auto"
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
-    seq_len: int = Field(256, gt=0)
+    seq_len: int = Field(256, gt=0, le=LARGEST)
     leading_eos: bool = False  # EOS before each document as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
     val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
-    shuffle_buffer: int = Field(1024, ge=1)  # blocks of all streams together
+    shuffle_buffer: int = Field(1024, ge=1, le=LARGEST)  # blocks of all streams together
     streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
-    workers: Annotated[Count | Literal["auto"], FREE] = "auto"  # processes per rank that read them
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
+        "auto"  # processes per rank that read them
+    )
     # several sources in the place of one
     mixture: dict[str, Source] | None = Field(
         None, description="a mapping of names to sources, each with source, path, weight; or null"
@@ -86,6 +96,7 @@ class Data(Section):
         return self
 
 
+MOST_POINTS = 10_000  # of a sweep
 DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
 LR_FACTORS = "a mapping of patterns of parameters' names to factors above 0, {'*.A_log': 0.1}"
 
@@ -164,14 +175,16 @@ class Skip(Section):
 class Train(Growing):
     """How much is trained at once, and for how long."""
 
-    steps: int = Field(4800, gt=0)  # optimizer updates
+    steps: int = Field(4800, gt=0, le=MOST)  # optimizer updates
     # sequences an update, over all ranks: on any number of ranks the same training (a checkpoint
     # knows what it was, and another is refused)
-    global_batch_size: int | None = Field(None, gt=0)
-    micro_batch_size: int = Field(8, gt=0)  # sequences a forward pass, per rank
+    global_batch_size: int | None = Field(None, gt=0, le=MOST)
+    micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences a forward pass, per rank
     # null: what makes the global batch, or 1 where that is not given
-    grad_accum_steps: int | None = Field(None, gt=0)
-    world_size: int | None = Field(None, gt=0)  # ranks this config is meant for; others are refused
+    grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
+    world_size: int | None = Field(
+        None, gt=0, le=1_000_000
+    )  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
@@ -255,7 +268,7 @@ class Log(Section):
 
 class Eval(Section):
     every: int = Field(500, gt=0)  # updates; always once more at the end
-    micro_batch_size: int | None = Field(None, gt=0)  # null: that of training
+    micro_batch_size: int | None = Field(None, gt=0, le=65_536)  # null: that of training
 
 
 class Run(Section):
@@ -283,6 +296,8 @@ class Run(Section):
     @classmethod
     def _home_of_out_dir(cls, value):
         """A shell that does not see ~ at the beginning of a word leaves it to us."""
+        if UNSEEN.search(value):
+            raise ValueError(f"{value!r} holds a character that no folder's name should have")
         place = os.path.expanduser(value)
         if place.startswith("~"):
             raise ValueError(f"`{value}` begins with ~, and there is no such user: give the folder")
@@ -298,7 +313,7 @@ class Run(Section):
                 f"`{value}` is no name of a folder inside out_dir: give one, or several with `/`"
                 " between them, as in mixers/first; another place is out_dir"
             )
-        if "\\" in value or "\0" in value:
+        if "\\" in value or UNSEEN.search(value):
             raise ValueError(f"{value!r} holds a character that no folder's name should have")
         return value
 
@@ -530,6 +545,11 @@ def sweep_points(
             raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+    if (count := math.prod(map(len, sweep.values()))) > MOST_POINTS:
+        raise ConfigError(
+            f"{where}: its sweep has {count:,} points: at most {MOST_POINTS:,} are trained as one"
+            " sweep"
+        )
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
@@ -544,4 +564,5 @@ def point_name(name: str, index: int, point: dict[str, Any]) -> str:
     for key, value in point.items():
         text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
         parts.append(f"{key.rpartition('.')[2]}={text}")
-    return f"{name}/{index:03d}-" + "-".join(parts).replace("/", "_").replace(" ", "")
+    text = "-".join(parts).replace("/", "_").replace(" ", "")
+    return f"{name}/{index:03d}-" + UNSEEN.sub("_", text)

@@ -13,7 +13,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveFloat,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -28,6 +27,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_nul(cls, value):
+        """Most texts are places of files, and no place holds a NUL."""
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{value!r} holds the character NUL, which no place of a file has")
+        return value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -81,7 +88,9 @@ class Model(Section):
         "deltaproduct",
         "gated_deltaproduct",
     ] = "fprnn"
-    vocab_size: PositiveInt | Literal["auto"] = "auto"  # auto: the tokenizer's, rounded up to 8
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | Literal["auto"] = (
+        "auto"  # auto: the tokenizer's, rounded up to 8
+    )
     d_model: Size = 768
     n_layer: int = Field(12, gt=0, le=10_000)
     d_state: Size = 16

@@ -9,6 +9,7 @@ import torch
 
 from lm.config import Config
 from lm.errors import ConfigError
+from lm.outputs import parse_json
 
 
 def _merge(base: dict, over: dict) -> dict:
@@ -28,8 +29,10 @@ def _own(cfg: Config) -> dict:
     own = cfg.engine.deepspeed
     if not isinstance(own, str):
         return own or {}
+    if Path(own).exists() and not Path(own).is_file():  # a device may have no end
+        raise ConfigError(f"engine.deepspeed: {own} is no file")
     try:
-        found = json.loads(Path(own).read_text(encoding="utf-8"))
+        found = parse_json(Path(own).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
         raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: {e}") from None
     if not isinstance(found, dict):
@@ -61,7 +64,15 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
     }
     if t.precision == "bf16":  # fp32 weights; matrix products in bf16
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    merged = _merge(config, _own(cfg))
+    own = _own(cfg)
+    for key, section in (("optimizer", "optim"), ("scheduler", "optim.schedule")):
+        if key in own:
+            raise ConfigError(
+                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is"
+                f" given that of `{section}`: leave it out, and set `{section}`"
+            )
+    _check_kinds(config, own)
+    merged = _merge(config, own)
     for key in (
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
@@ -73,12 +84,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 " set train.global_batch_size and train.micro_batch_size instead"
             )
     zero = merged["zero_optimization"]
-    if not isinstance(zero, dict):
-        raise ConfigError(
-            f"engine.deepspeed sets zero_optimization to {zero!r}: it must be a mapping, as in"
-            " {zero_optimization: {stage: 3}}"
-        )
-    if zero["stage"] not in (0, 1, 2, 3, "auto") or isinstance(zero["stage"], bool):
+    if zero["stage"] not in (0, 1, 2, 3, "auto"):
         raise ConfigError(
             f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
             " one of 0, 1, 2, 3"
@@ -89,6 +95,21 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
             " numbers, or leave the key out"
         )
     return merged
+
+
+def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
+    """Raises ConfigError where a key that we set has a value of another kind in `own`."""
+    for key in ours.keys() & own.keys():
+        value, kind = own[key], type(ours[key])
+        if kind is dict and isinstance(value, dict):
+            _check_kinds(ours[key], value, f" of {key}")
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number if kind in (int, float) else isinstance(value, kind)) and value != "auto":
+            wanted = {dict: "a mapping", bool: "true or false", str: "text"}.get(kind, "a number")
+            raise ConfigError(
+                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {wanted}"
+            )
 
 
 def layout(cfg: Config, world_size: int) -> dict[str, int]:
@@ -124,7 +145,27 @@ def check_average(cfg: Config, config: dict) -> None:
 
 def _low_precisions(config: dict) -> list[str]:
     """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
-    return [kind for kind in ("fp16", "bf16", "bfloat16") if config.get(kind, {}).get("enabled")]
+    kinds = ("fp16", "bf16", "bfloat16")
+    for kind in kinds:
+        if not isinstance(config.get(kind, {}), dict):
+            raise ConfigError(
+                f"engine.deepspeed sets {kind} to {config[kind]!r}: it must be a mapping, as in"
+                f" {{{kind}: {{enabled: true}}}}"
+            )
+    return [kind for kind in kinds if config.get(kind, {}).get("enabled")]
+
+
+def check_device(config: dict) -> None:
+    """Raises ConfigError for weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+
+    Args:
+        config: what `deepspeed_config` has made of a configuration.
+    """
+    if "fp16" in _low_precisions(config) and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
+            " out (train.precision: bf16 and fp32 run on a CPU)"
+        )
 
 
 def check_muon(cfg: Config, config: dict) -> None:

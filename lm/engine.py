@@ -18,13 +18,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from lm.checkpoint import read_state
 from lm.config import Config
 from lm.deepspeed_json import deepspeed_config
-from lm.errors import Diverged, DivergedAlone, TrainingError
+from lm.errors import (
+    ConfigError,
+    Diverged,
+    DivergedAlone,
+    MachineError,
+    TrainingError,
+    UserError,
+)
 from lm.model.loss import log_z_sum, number_of
 from lm.muon import MatricesAndRest, Piece
 from lm.optim import lr_factor, optimizer
-from lm.ranks import Ranks, launched
+from lm.ranks import Ranks, check_address, launched
 from lm.update_times import UpdateTimes
 from lm.warmups import Growth
 
@@ -63,10 +71,33 @@ def deepspeed_facts() -> dict:
     }
 
 
+def read_zero(path: Path) -> dict:
+    """A file of a verified checkpoint that DeepSpeed has filled: `read_state`, with the classes of
+    DeepSpeed that there are in it.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    _import_deepspeed()
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+    return read_state(path, classes)
+
+
 def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
-    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names."""
+    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names.
+
+    Raises:
+        CheckpointError: a file of it holds what `read_zero` does not read.
+    """
     _import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for file in (Path(folder) / tag).glob("*.pt"):
+        read_zero(file)  # DeepSpeed would run whatever is in it
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
@@ -77,9 +108,9 @@ def start(cfg: Config) -> Ranks:
     on_gpu = torch.cuda.is_available()
     launched()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
+    check_address()
     rank, world, local_rank = launched()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
@@ -87,12 +118,16 @@ def start(cfg: Config) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    deepspeed.init_distributed(
-        "nccl" if on_gpu else "gloo",
-        timeout=timedelta(seconds=cfg.engine.timeout_s),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    try:
+        deepspeed.init_distributed(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=cfg.engine.timeout_s),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    except torch_dist.DistError as e:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(f"the ranks did not meet at {place}: {str(e).splitlines()[0]}") from e
     torch.manual_seed(cfg.seed)
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
@@ -142,11 +177,32 @@ def _slice(address) -> slice:
     return slice(address.start, address.start + address.numel)
 
 
-class _Taken:
-    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written."""
+@contextlib.contextmanager
+def _own_keys_named(cfg: Config) -> Iterator[None]:
+    """Within the block what DeepSpeed says of keys that it does not take is a ConfigError, where a
+    configuration has keys of DeepSpeed's own."""
+    try:
+        yield
+    except (RuntimeError, UserError):  # of devices and ranks; a sentence already
+        raise
+    except Exception as e:
+        if not cfg.engine.deepspeed:
+            raise
+        said = " ".join(line.strip() for line in str(e).splitlines()[:3])
+        raise ConfigError(
+            f"DeepSpeed does not start with what engine.deepspeed says: {type(e).__name__}: {said}"
+        ) from e
+
+
+class _Files:
+    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written, and runs nothing of
+    what it reads."""
 
     def __init__(self):
         self.files: dict[str, object] = {}
+
+    def load(self, path: str, map_location=None) -> dict:
+        return read_zero(Path(path))
 
     def save(self, state_dict, path: str) -> None:
         self.files[Path(path).name] = state_dict
@@ -188,14 +244,15 @@ class Engine:
         self.base_optimizer = optimizer(model, o, ranks.device.type == "cuda")
         # Each group's peak, asked now: a checkpoint that is loaded puts its own there.
         self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
-        self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
-            model=model.to(ranks.device),
-            optimizer=self.base_optimizer,
-            lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
-                opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
-            ),
-            config=self.config,
-        )
+        with _own_keys_named(cfg):
+            self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
+                model=model.to(ranks.device),
+                optimizer=self.base_optimizer,
+                lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
+                    opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
+                ),
+                config=self.config,
+            )
         if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
             self._lay_out_matrices()
         # Of the update under way: () → why it is to be skipped, or None.
@@ -376,6 +433,16 @@ class Engine:
         mean = targets / (len(batches) * self.ranks.world_size)
         return [count / mean for count in counts]
 
+    @contextlib.contextmanager
+    def _in_place_of_its_files(self) -> Iterator[_Files]:
+        """Within the block DeepSpeed writes and reads through `_Files`."""
+        files = _Files()
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        try:
+            yield files
+        finally:
+            self.deepspeed.checkpoint_engine = own
+
     def held(self) -> dict[str, list[torch.Tensor]]:
         """What of this rank goes into a checkpoint: "the weights", and the optimizer's moments by
         name."""
@@ -391,26 +458,24 @@ class Engine:
     def state_files(self, folder: Path, step: int) -> dict[str, object]:
         """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
         rank calls it."""
-        taken = _Taken()
-        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, taken
         # Else rank 0 writes a script there for which the others wait: a full disk would be an error
         # of rank 0 alone.
         self.deepspeed._copy_recovery_script = lambda _: None
-        try:
+        with self._in_place_of_its_files() as taken:
             self.deepspeed.save_checkpoint(
                 str(folder), tag="any", client_state={"step": step}, save_latest=False
             )
-        finally:
-            self.deepspeed.checkpoint_engine = own
         return taken.files
 
     def load(self, path: Path) -> None:
         """Weights, optimizer and schedule of a verified checkpoint of this `layout`.
 
         Raises:
+            CheckpointError: a file of it holds what `read_zero` does not read.
             TrainingError: DeepSpeed could not load it.
         """
-        loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        with self._in_place_of_its_files():
+            loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise TrainingError(f"DeepSpeed could not load {path}")
 

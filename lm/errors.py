@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 
 # Optional package, by the name it is imported under → the extra of pyproject.toml that has it.
@@ -24,10 +25,14 @@ EXTRAS = {
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
 
 
+# What the system says of a path that a person gave, wherever it is first looked at.
+OF_A_PLACE = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
+
 # Exit statuses of both command lines (docs/cluster.md); 2 is a wrong command line, or a bar
 # that was missed. Numbers of sysexits.h where it has one that says the same.
 FAILED = 1  # anything else that stopped it, a bug among them
 BAD_DATA = 65
+MACHINE = 71  # a process of the run is gone: killed, or its host; the same command continues
 PREEMPTED = 75  # by a signal, and saved: the same command continues
 DIVERGED = 76
 HANG = 77
@@ -72,6 +77,13 @@ class Stopped(TrainingError):
     exit_status = PREEMPTED
 
 
+class MachineError(UserError, RuntimeError):
+    """A process that the run needs is gone: neither the data nor the configuration is at fault, and
+    the same command may well succeed."""
+
+    exit_status = MACHINE
+
+
 class MissingPackageError(UserError, ImportError):
     """A package that is needed and not installed."""
 
@@ -103,11 +115,14 @@ def require(name: str, purpose: str) -> None:
 def sentence(error: BaseException) -> str | None:
     """What a command line prints for an error that is the user's to mend; None for a bug.
 
-    Besides UserError these are a missing package of ours, wherever it was imported, and numbers
-    that became NaN or infinite (lm/model raises FloatingPointError for them).
+    Besides UserError these are a place that the system refuses, a missing package of ours, wherever
+    it was imported, and numbers that became NaN or infinite (lm/model raises FloatingPointError for
+    them).
     """
     if isinstance(error, UserError | FloatingPointError):
         return str(error)
+    if isinstance(error, OSError) and error.errno in OF_A_PLACE:
+        return f"{error.filename or 'the output, or a file'}: {error.strerror}"
     package = _missing(error)
     return None if package is None else str(missing_package(package))
 

@@ -52,16 +52,18 @@ def evaluate(
     include_path: Path | None = None,
     num_fewshot: int | None = None,
     out: Path | None = None,
+    trust: bool = False,
 ) -> dict:
     """Run lm-eval's `tasks` (names of tasks, groups, tags) on the HuggingFace folder `checkpoint`.
 
     `suite` is "paper" (see `lm.tasks.paper`) or None; of a suite `tasks` chooses (none: all), and
     `data` is a folder of local files that take the place of the hub. `limit` takes only that many
     documents of each task; `include_path` is a folder with further task files. Weights are float32
-    on the CPU, elsewhere as saved. The results go to `out`, by default
-    checkpoint/eval/results.json, and are returned: {"tasks": {name: {"metrics": {metric: {"value",
-    "stderr", …}}, …}}, "solver", "fixed_point", "versions": …, …}, of a suite also "suite", see
-    `lm.tasks.paper.scores`; a number that is not finite is None there. Tasks that give a perplexity
+    on the CPU, elsewhere as saved; `trust` runs the code of a checkpoint that is not ours. The
+    results go to `out`, by default checkpoint/eval/results.json, and are returned: {"tasks":
+    {name: {"metrics": {metric: {"value", "stderr", …}}, …}}, "solver", "fixed_point",
+    "versions": …, …}, of a suite also "suite", see `lm.tasks.paper.scores`; a number
+    that is not finite is None there. Tasks that give a perplexity
     to each document's continuation, such as LAMBADA, also have "bits_per_byte". `solver` is what
     the model says it solves by ("none" without a solver), `fixed_point` what that cost and left,
     see `lm.metrics.fixed_point_metrics`.
@@ -86,13 +88,14 @@ def evaluate(
             manager, selected = _load_tasks(tasks, include_path)
         else:
             manager, selected = paper.load(sources)
-        solver = _checked_solver(checkpoint)
+        solver = _checked_solver(checkpoint, trust)
         # 2. The tasks.
         device = device or _default_device()
         with _solves() as solves:
             raw = _run_lm_eval(
                 checkpoint,
                 device,
+                trust,
                 tasks=selected,
                 task_manager=manager,
                 num_fewshot=num_fewshot,
@@ -126,19 +129,19 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _checked_solver(checkpoint: Path) -> dict | str:
+def _checked_solver(checkpoint: Path, trust: bool) -> dict | str:
     """What a checkpoint's model says it solves by, "none" without a solver.
 
     Raises:
         LoadError: the tokenizer or the weights are damaged or missing. lm-eval would go on with
             random weights in place of missing ones.
     """
-    load_tokenizer(checkpoint)
-    model = load_model(checkpoint).eval()
+    load_tokenizer(checkpoint, trust)
+    model = load_model(checkpoint, trust).eval()
     return model.solver() if hasattr(model, "solver") else "none"
 
 
-def _run_lm_eval(checkpoint: Path, device: str, **options) -> dict:
+def _run_lm_eval(checkpoint: Path, device: str, trust: bool, **options) -> dict:
     """lm-eval's raw results. options: of `lm_eval.simple_evaluate`."""
     import lm_eval
 
@@ -146,7 +149,7 @@ def _run_lm_eval(checkpoint: Path, device: str, **options) -> dict:
         model="hf",
         model_args={
             "pretrained": str(checkpoint),
-            "trust_remote_code": True,
+            "trust_remote_code": trust,
             "dtype": "float32" if device == "cpu" else "auto",
         },
         device=device,

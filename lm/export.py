@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm import travelling
-from lm.outputs import check_folder, read_json, writing
+from lm.outputs import check_folder, read_json, target, writing
 from lm.travelling import ExportError
 
 if TYPE_CHECKING:
@@ -101,8 +104,9 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     model = build_model(
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
     )
+    weights = consolidated(path)
     try:
-        model.load_state_dict(consolidated(path), strict=True)
+        model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise ExportError(
@@ -175,8 +179,10 @@ def write_export(
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
         own_files = travelling.flat_files(model)
         _map_auto_classes(model)
+    with writing(out):
+        out = target(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+    with _draft(out) as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
         travelling.write(own_files, new)
@@ -195,6 +201,37 @@ def write_export(
             shutil.rmtree(out)
         os.replace(new, out)
     return out
+
+
+@contextlib.contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, to be filled; those that a killed export has left there are deleted. A
+    lock on it, which ends with its process, says that somebody is at work."""
+    prefix = f".{out.name}-"
+    for left in out.parent.iterdir():
+        if left.name.startswith(prefix) and left.is_dir() and not left.is_symlink():
+            with _locked(left) as ours:
+                if ours:
+                    shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as folder,
+        _locked(Path(folder)),
+    ):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Within the block nobody else has the folder's lock; False where somebody has it."""
+    number = os.open(folder, os.O_RDONLY)
+    ours = False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        yield ours
+    finally:
+        os.close(number)
 
 
 def _map_auto_classes(model: PreTrainedModel) -> None:

@@ -18,16 +18,19 @@ class LoadError(UserError, RuntimeError):
     """A model that cannot be loaded as it was saved; the message says what is wrong with it."""
 
 
-def load_model(path: Path | str) -> PreTrainedModel:
+def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     """The causal language model of an exported directory, or of a name on the hub, on the CPU.
 
-    The code of a directory is run where it has a model of its own (a user's mixer); that of a name
-    on the hub never is.
+    An export of a built-in model is read with the classes of this package, and the code beside it
+    is not run.
 
+    Args:
+        trust: run the code that a directory brings along where its model is none of ours (a user's
+            mixer); that of a name on the hub never is.
     Raises:
-        LoadError: unreadable or damaged files, or others than were exported; a weight that is
-            missing, unknown to the model, of another shape, or not finite. transformers itself
-            would go on with random values.
+        LoadError: it brings code along, and is not trusted; unreadable or damaged files, or others
+            than were exported; a weight that is missing, unknown to the model, of another shape,
+            or not finite. transformers itself would go on with random values.
     """
     import torch
     from safetensors import SafetensorError
@@ -41,7 +44,7 @@ def load_model(path: Path | str) -> PreTrainedModel:
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
-            trust_remote_code=_is_here(path),
+            trust_remote_code=trust and _is_here(path),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -51,7 +54,7 @@ def load_model(path: Path | str) -> PreTrainedModel:
         ) from None
     # ValueError: a model that nobody knows; the others: a config.json that no model can have.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
-        raise LoadError(f"cannot load {path}: {_reason(e)}") from None
+        raise _foreign_code(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -73,21 +76,40 @@ def load_model(path: Path | str) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of an exported directory, or of a name on the hub.
 
+    Args:
+        trust: run the code that a directory brings along for it.
     Raises:
-        LoadError: it is not there, or damaged.
+        LoadError: it is not there, damaged, or brings code along and is not trusted.
     """
     from transformers import AutoTokenizer
 
     _refuse_changed(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=_is_here(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))
+        tokenizer("a")  # some of what its files say is looked at only here
+        return tokenizer
     except ImportError:  # a package is missing, which has a sentence of its own
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
-        raise LoadError(f"cannot load the tokenizer of {path}: {_reason(e)}") from None
+        reason = f"cannot load the tokenizer of {path}: {_reason(e)}"
+        raise _foreign_code(e, path) or LoadError(reason) from None
+
+
+def _foreign_code(error: Exception, path: Path | str) -> LoadError | None:
+    """What to say where transformers would have to run code of a checkpoint; None elsewhere."""
+    if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
+        return None
+    if not _is_here(path):
+        return LoadError(f"{path} runs code of its own, and code from the hub is never run here")
+    files = sorted(file.name for file in Path(path).glob("*.py"))
+    shown = ", ".join(files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
+    return LoadError(
+        f"{path} runs code of its own ({shown or 'named in its JSON files'}), which nothing here"
+        " has checked: --trust (in Python trust=True) runs it, once you know whose it is"
+    )
 
 
 def _refuse_changed(path: Path | str) -> None:

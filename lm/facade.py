@@ -76,11 +76,14 @@ class LanguageModel:
         return f"{type(self).__name__}({self.name}: {in_words(self.model)})"
 
 
-def load(path: Path | str) -> LanguageModel:
+def load(path: Path | str, trust: bool = False) -> LanguageModel:
     """The language model of a run directory (its newest complete checkpoint), of an exported or any
-    `from_pretrained` folder, or of a name on the hub; on a GPU if there is one. Code that travels
-    with a local folder is run, as is a `module:Class` in a run's config.yaml; the hub's never is.
+    `from_pretrained` folder, or of a name on the hub; on a GPU if there is one. A
+    `module:Class` in a run's config.yaml is imported.
 
+    Args:
+        trust: run the code that an exported folder brings along where its mixer is its author's
+            own; that of a name on the hub never is.
     Raises:
         FacadeError: nothing there, a file, or a run of the synthetic suite. GenerationError: a
             folder without a model or a tokenizer. LoadError: damaged files. CheckpointError: a run
@@ -95,7 +98,7 @@ def load(path: Path | str) -> LanguageModel:
 
     from lm.generate import load_exported
 
-    model, tokenizer = load_exported(folder if folder.is_dir() else path)
+    model, tokenizer = load_exported(folder if folder.is_dir() else path, trust)
     name = folder.resolve().name if folder.is_dir() else str(path)
     return LanguageModel(model, tokenizer, name)
 

@@ -6,7 +6,6 @@ shapes and meaning.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zipfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import BAD_CONFIG, UserError
+from lm.outputs import parse_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -230,7 +230,7 @@ def read_config(folder: Path) -> dict:
     """
     file = Path(folder) / "config.json"
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
     except OSError:
         raise SourceError(f"{folder} has no config.json: it holds no model") from None
     except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
@@ -406,7 +406,7 @@ def _files(folder: Path) -> list[Path]:
             return [folder / name]
         if index.is_file():
             try:
-                listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise SourceError(f"{index} is damaged: it lists no weights") from None
             return [folder / name for name in sorted(set(listed))]

@@ -15,6 +15,7 @@ from lm.exported import load_model, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+COLDEST = 1e-3  # below, logits divided by it may be infinite
 PAPER = "paper"  # a name for schedule `parallel` with stopping `paper`
 
 
@@ -22,11 +23,15 @@ class GenerationError(UserError, RuntimeError):
     """Text that cannot be generated; the message says why."""
 
 
-def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_exported(
+    path: Path | str, trust: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
+    Args:
+        trust: run the code that a directory brings along where it has a mixer of its own.
     Raises:
-        GenerationError: there is no such export. LoadError: it is damaged.
+        GenerationError: there is no such export. LoadError: it is damaged, or not trusted.
     """
     import torch
 
@@ -40,8 +45,8 @@ def load_exported(path: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenize
             f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
             " `fprnn import-reference` with --tokenizer"
         )
-    model = load_model(path)
-    tokenizer = load_tokenizer(path)
+    model = load_model(path, trust)
+    tokenizer = load_tokenizer(path, trust)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
@@ -50,7 +55,8 @@ class Sampling:
     """How a text is continued.
 
     Attributes:
-        max_new_tokens: at least 1. temperature: at least 0, which is greedy decoding. top_k: only
+        max_new_tokens: at least 1. temperature: 0, which is greedy decoding, or from
+        COLDEST on. top_k: only
         the likeliest so many tokens are drawn; 0: all. seed: at least 0.
         schedule, tol, max_iters: how a fixed-point model is solved, see `solving`; None: as it says
         itself.
@@ -69,10 +75,10 @@ class Sampling:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise GenerationError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature != 0 and not COLDEST <= self.temperature < math.inf:
             raise GenerationError(
                 f"temperature is {self.temperature:g}: it must be 0 (greedy) or a finite number"
-                " above it"
+                f" from {COLDEST:g} on"
             )
         if self.top_k < 0:
             raise GenerationError(
@@ -134,17 +140,17 @@ def solving(
         yield
 
 
-def generate(path: Path | str, prompt: str, **options: Any) -> str:
+def generate(path: Path | str, prompt: str, trust: bool = False, **options: Any) -> str:
     """Prompt and continuation as text.
 
     Args:
-        options: fields of Sampling.
+        trust: as of `load_exported`. options: fields of Sampling.
     Raises:
         GenerationError: a number out of its range, there is no such export, the prompt is empty, or
             `solving` refuses.
     """
     sampling = Sampling(**options)
-    model, tokenizer = load_exported(path)
+    model, tokenizer = load_exported(path, trust)
     return continued(model, tokenizer, prompt, sampling)
 
 
@@ -160,6 +166,10 @@ def continued(
 
     from lm.model.configuration_fprnn import MODEL_TYPES
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:  # bytes of a command line that are no UTF-8
+        raise GenerationError(f"the prompt is no text: character {e.start} is not UTF-8") from None
     torch.manual_seed(sampling.seed)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     if inputs["input_ids"].shape[1] == 0:

@@ -75,8 +75,9 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
     with torch.random.fork_rng(devices=[]), torch.device("meta" if shapes_only else "cpu"):
         model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
     if not shapes_only:
+        trained = consolidated(path)
         try:
-            model.load_state_dict(consolidated(path))
+            model.load_state_dict(trained)
         except RuntimeError as e:
             first = str(e).partition("\n")[2].partition("\n")[0].strip()
             raise SourceError(f"{path} is not of {run.config}: {first}") from None

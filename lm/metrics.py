@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import resource
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lm.outputs import parse_json, printable
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
@@ -394,11 +395,11 @@ def read_log(run_dir: Path) -> tuple[list[dict], int]:
 def parse_record(line: bytes) -> dict | None:
     """The record that a line of `metrics.jsonl` holds, with its step; None where it holds none."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # also of bytes that are no UTF-8
+        record = parse_json(line)
+    except ValueError:  # also of bytes that are no UTF-8
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and step >= 0 else None
+    return printable(record) if type(step) is int and step >= 0 else None
 
 
 def affine(

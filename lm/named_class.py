@@ -1,22 +1,42 @@
 """Classes of a user's own, which a YAML names as `module:Class`: found, imported, or refused.
 
 Naming one runs the code of its module. Only a configuration that somebody chose to run leads here
-(a YAML, an override, a run directory); the config.json of a checkpoint never does.
+(a YAML, an override, a run directory); the config.json of a checkpoint never does. What is imported
+is named first, and `fprnn plan` imports nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 
+from lm.console import say
 from lm.errors import ConfigError
 
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+_forbidden: ContextVar[str] = ContextVar("_forbidden", default="")  # by which command
+
+
+@contextlib.contextmanager
+def nothing_imported(by: str) -> Iterator[None]:
+    """Within the block `load_class` refuses.
+
+    Args:
+        by: what does not import, for the message.
+    """
+    token = _forbidden.set(by)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
 
 
 def is_place(name: str) -> bool:
@@ -49,14 +69,18 @@ def check_name(name: str, known: Iterable[str], what: str) -> str:
 
 def load_class(place: str, key: str) -> type:
     """The class at `module:Class`. Its module is looked for where Python looks, and then in the
-    current directory.
+    current directory. It is named before it is imported.
 
     Args: key: of the YAML, for messages.
     Raises:
-        ConfigError: no such module or class, or the module cannot be imported.
+        ConfigError: no such module or class, or the module cannot be imported, or must not be here.
     """
     module_name, _, class_name = place.partition(":")
     folder = os.getcwd()
+    if by := _forbidden.get():
+        raise ConfigError(f"{key} is {place}: {by} imports no code of others")
+    if module_name not in sys.modules:
+        say(f"note: {key} is {place}: the code of {module_name} is run")
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)  # last: nothing that is installed is hidden by a file of its name
     try:

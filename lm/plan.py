@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lm import cost, init_from
 from lm.activations import for_gpu
-from lm.build import vocabulary
+from lm.build import vocabulary, with_built_in_mixers
 from lm.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.config import Config, ConfigError
 from lm.cost import flops_of
@@ -112,7 +112,7 @@ def _mixed(p: dict) -> list[tuple[str, str]]:
 
 def _passes(p: dict, cfg: Config) -> str:
     """How often the run goes over its data, and what happens when they are at an end."""
-    again = "the documents come again in their order, shuffled anew in a buffer"
+    again = "the documents come again, their row groups in a new order"
     if cfg.data.source != "fineweb":
         again = "its blocks come again in a new order"
     if p["passes"] is None:
@@ -204,6 +204,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     """
     if isinstance(at, int):
         at = where(cfg, at)
+    cfg, own_mixers = with_built_in_mixers(cfg)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
     counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
@@ -212,6 +213,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "at": at,
         "world_size": at.world_size,
         "vocab_size": vocab_size,
+        "own_mixers": own_mixers,
         "init_from": init_from.check(cfg, model),
         "optimizer": described_optimizer(model, cfg.optim),
         "parameters": counted.parameters,
@@ -336,6 +338,10 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         *rows,
         ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
         ("vocabulary", f"{p['vocab_size']:,}"),
+        *(
+            ("mixer", f"{name} is not imported by a plan: counted as a householder")
+            for name in p["own_mixers"]
+        ),
         *(("init from", line) for line in p["init_from"]),
         ("ranks (GPUs)", _ranks(p["at"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),

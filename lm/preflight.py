@@ -16,7 +16,13 @@ from lm.checkpoint import check_resume
 from lm.config import Config, check_warmup
 from lm.data.mixture import naming, parts
 from lm.data.sources import SUFFIXES, source_files
-from lm.deepspeed_json import check_average, check_contraction, check_muon, deepspeed_config
+from lm.deepspeed_json import (
+    check_average,
+    check_contraction,
+    check_device,
+    check_muon,
+    deepspeed_config,
+)
 from lm.errors import ConfigError, require
 from lm.kernels import asked
 from lm.optim import groups
@@ -109,6 +115,7 @@ def check(cfg: Config, world_size: int) -> None:
         MissingPackageError: something that the config asks for is not installed.
     """
     check_config(cfg, world_size)
+    check_device(deepspeed_config(cfg, world_size))
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [
         ("wandb", "log.wandb", cfg.log.wandb),

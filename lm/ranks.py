@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,9 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 
-from lm.errors import ConfigError
+from lm.errors import HANG, ConfigError, MachineError
 
 MOST_RANKS = 1_000_000
+# How gloo, NCCL and torch's store say that the other end of a connection is not there any more.
+LOST = (
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
+)
 Result = TypeVar("Result")
 
 
@@ -87,6 +92,28 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
 
+def of_lost_peer(error: BaseException) -> MachineError | None:
+    """What to say of an error that a collective raises where another rank is gone (status 71) or
+    does not answer (77); None of any other error."""
+    text = str(error)
+    is_collective = isinstance(error, torch_dist.DistError) or (
+        isinstance(error, RuntimeError) and re.search("gloo|nccl", text, re.I)
+    )
+    if not is_collective or not re.search(LOST, text, re.I):
+        return None
+    first = text.strip().partition("\n")[0]
+    first = re.sub(r"^\[\S*\]\s*", "", first).partition(". This is typically")[0]
+    silent = re.search(r"time(d |-)?out", text, re.I)
+    what = "does not answer" if silent else "is gone: it was killed, or its host is down"
+    lost = MachineError(
+        f"another rank {what} ({first}); what it printed last may say more; resume=auto continues"
+        " from the last checkpoint"
+    )
+    if silent:
+        lost.exit_status = HANG
+    return lost
+
+
 def _sendable(error: Exception) -> Exception:
     """The error, or a plain one that says the same where it cannot be pickled."""
     try:
@@ -117,6 +144,16 @@ def launched() -> tuple[int, int, int]:
     world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
     rank = _from_environment("RANK", 0, 0, world - 1)
     return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
+
+
+def check_address() -> None:
+    """Raises ConfigError where a launcher has not said where the ranks meet."""
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(
+            "the environment has RANK but no MASTER_ADDR: a launcher sets both; unset RANK to start"
+            " one process"
+        )
+    _from_environment("MASTER_PORT", 0, 1, 65_535)
 
 
 def _from_environment(name: str, default: int, least: int, most: int) -> int:

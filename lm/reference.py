@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.errors import UserError
+from lm.outputs import parse_json
 
 if TYPE_CHECKING:
     from lm.model.configuration_fprnn import FPRNNConfig
@@ -493,8 +493,8 @@ def import_reference(
         raise ReferenceCheckpointError(f"no config at {config}")
     try:
         text = config.read_text(encoding="utf-8")
-        description = json.loads(text) if config.suffix == ".json" else yaml.safe_load(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as e:
+        description = parse_json(text) if config.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as e:
         reason = str(e).splitlines()[0]
         raise ReferenceCheckpointError(f"{config} is neither JSON nor YAML: {reason}") from None
     if not isinstance(description, dict):

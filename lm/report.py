@@ -15,7 +15,14 @@ from lm.continuing import check_made_of
 from lm.data.text_bytes import in_bits
 from lm.errors import UserError, require
 from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
-from lm.outputs import DamagedError, OutputError, check_folder, read_json, write_json
+from lm.outputs import (
+    DamagedError,
+    OutputError,
+    check_folder,
+    check_kinds,
+    read_json,
+    write_json,
+)
 from lm.reports.overview import state
 from lm.reports.read import read_all
 from lm.reports.series import having
@@ -25,6 +32,13 @@ from lm.run_dir import RunDir, RunDirError
 if TYPE_CHECKING:
     from rich.table import Table
 
+# What of it is put into words.
+KINDS: dict = dict.fromkeys(("updates", "tokens", "validation.tokens", "validation.bytes"), int)
+KINDS |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
+KINDS |= {"validation": dict, "validation.perplexity": float, "validation.bits_per_byte": float}
+KINDS |= {"validation.sources": dict, "validation.sources.*": dict}
+KINDS |= {"validation.sources.*.perplexity": float, "validation.sources.*.tokens": int}
+KINDS |= {"baselines": dict, "baselines.*": float}
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")  # at least
 
 
@@ -104,8 +118,11 @@ def result(run_dir: Path) -> dict:
     """
     run = RunDir(run_dir)
     value = run.read_result(RESULT)
+    check_kinds(run.result, value, KINDS)
     reached = value["validation"]
-    if not isinstance(reached, dict) or not {"perplexity", "tokens"} <= reached.keys():
+    if absent := [key for key in RESULT if value[key] is None]:
+        raise DamagedError(f"{run.result} is damaged: `{absent[0]}` is null")
+    if any(reached.get(key) is None for key in ("perplexity", "tokens")):
         raise DamagedError(
             f"{run.result} is damaged: its validation must hold perplexity and tokens"
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lm.checkpoint import read_state, verify
-from lm.engine import consolidate_zero
+from lm.engine import consolidate_zero, read_zero
 
 _PLAIN = "mp_rank_00_model_states.pt"  # where stage 0 keeps all
 
@@ -32,7 +32,7 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete.
+        CheckpointError: the checkpoint is incomplete, or holds what could run code.
     """
     path = Path(path)
     if verify(path)["zero_stage"] == 0:
@@ -56,7 +56,7 @@ def gathered(
     for key, having in moments.items():
         whole = _laid_out_as_weights(path, manifest["zero_stage"], key)
         found[key] = {name: whole[name] for name in having if name in whole}
-    one = read_state(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
+    one = read_zero(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
     states, _ = _states_and_weights(one, manifest["zero_stage"])
     return Gathered(consolidate_zero(path.parent, path.name), found, _adamw_steps(states))
 
@@ -84,7 +84,7 @@ def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Te
         for file in path.glob("*model_states.pt"):
             (copy / file.name).symlink_to(file.resolve())
         for file in path.glob("*optim_states.pt"):
-            saved = read_state(file)
+            saved = read_zero(file)
             _put_in_place_of_weights(saved["optimizer_state_dict"], stage, key)
             torch.save(saved, copy / file.name)
         return consolidate_zero(copy.parent, copy.name)

@@ -12,7 +12,7 @@ from lm.config import Run, build, load_tree
 from lm.errors import DivergedAlone, UserError, exit_status, sentence
 from lm.lease import Lease, LeaseError
 from lm.metrics import read_metrics
-from lm.outputs import check_folder, read_json, write_json, write_text, writing
+from lm.outputs import check_folder, printable, read_json, write_json, write_text, writing
 from lm.resuming import Resume, resume_rule
 
 
@@ -124,7 +124,7 @@ class RunDir:
         """
         if not self.is_finished:
             raise RunDirError(f"{self} has no result.json: training is unfinished")
-        return read_json(self.result, keys)
+        return printable(read_json(self.result, keys))
 
     def write_failure(self, sentence: str, exit_status: int) -> None:
         """Leave word of why a run stopped, for `fprnn sweep --status`; taken back by `claim`."""

@@ -54,7 +54,7 @@ from lm.optim import described, moments, optimizer_order, signature
 from lm.outputs import DamagedError, write_json
 from lm.preflight import check, environment
 from lm.profiling import Profile
-from lm.ranks import Ranks
+from lm.ranks import Ranks, of_lost_peer
 from lm.reshard import gathered
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
@@ -90,8 +90,11 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.fit()
             training.conclude()
         except Exception as e:
-            run.leave_word(e, ranks.is_main)
-            raise
+            error = of_lost_peer(e) or e
+            run.leave_word(error, ranks.is_main)
+            if error is e:
+                raise
+            raise error from None
     return run.path
 
 

@@ -72,6 +72,8 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not valid YAML: {found}") from None
     except RecursionError:
         raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
+    except ValueError as e:  # of a date that is none, a number of thousands of digits
+        raise ConfigError(f"{where} is not valid YAML: {e}") from None
 
 
 def load_tree(path: str | Path) -> dict:

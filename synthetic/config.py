@@ -79,8 +79,8 @@ class Curriculum(Section):
 class Train(Section):
     """How long, how much at once, and at which lengths."""
 
-    steps: int = Field(2000, gt=0)  # optimizer updates
-    batch_size: Annotated[int, FIXED] = Field(64, gt=0)
+    steps: int = Field(2000, gt=0, le=10**9)  # optimizer updates
+    batch_size: Annotated[int, FIXED] = Field(64, gt=0, le=65_536)
     length: Annotated[Length, FIXED] = 16  # one length, or [shortest, longest]
     curriculum: Annotated[Curriculum | None, FIXED] = None
     # ℓmax in training, of solver.token: iterate
@@ -128,7 +128,7 @@ class Eval(Section):
     lengths: str = "2:48"  # at the end: see `synthetic.evaluate.parse_lengths`
     during: str | None = None  # lengths tried at every evaluation as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
-    batch_size: int = Field(100, gt=0)
+    batch_size: int = Field(100, gt=0, le=65_536)
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)  # of the test data
     # ℓmax in evaluation, of solver.token: iterate; null: solver.eval_max_iters
     max_iters: PositiveInt | None = None

@@ -19,7 +19,7 @@ from lm.build import check_section
 from lm.console import say
 from lm.errors import Stopped, TrainingError
 from lm.old_keys import moved_tree
-from lm.outputs import check_folder
+from lm.outputs import DamagedError, check_folder, check_kinds
 from lm.run_dir import RunDir, settled
 from lm.signals import STOP
 from synthetic.build import device_of
@@ -55,7 +55,21 @@ def result_of(cfg: Config) -> dict:
     Raises:
         RunDirError: it has not finished. DamagedError: its result cannot be read.
     """
-    return RunDir(cfg.run_dir).read_result(("eval",))
+    run = RunDir(cfg.run_dir)
+    result = run.read_result(("eval",))
+    check_kinds(run.result, result, KINDS)
+    for row in result["eval"]:
+        if row is None or row.get("length") is None or row.get("metrics") is None:
+            raise DamagedError(f"{run.result} is damaged: each row must hold length and metrics")
+    return result
+
+
+# Of a result, what is put into tables and figures.
+KINDS: dict = {"eval": list, "eval.*": dict, "eval.*.length": int, "eval.*.seed": int}
+KINDS |= {"eval.*.metrics": dict, "eval.*.metrics.*": float, "eval.*.read": str}
+KINDS |= {"eval.*.stderr": dict, "eval.*.stderr.*": float, "eval.*.in_training": dict}
+KINDS |= {"eval.*.failed": list, "eval.*.failed.*": float, "eval.*.solver": (str, dict)}
+KINDS |= {"headline": str, "chance": float, "bars": list, "updates": int, "parameters": int}
 
 
 def differences(cfg: Config) -> list[str]:

@@ -158,9 +158,11 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-5)
     assert theirs == grown.tolist() and name == "PlaneRotation"
     # In this process, with our package and its registered classes: by its own code where trusted.
-    from lm.exported import load_model
+    from lm.exported import LoadError, load_model
 
-    again = load_model(out).eval()
+    with pytest.raises(LoadError, match=r"runs code of its own \(.*--trust"):
+        load_model(out)
+    again = load_model(out, trust=True).eval()
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, expected)
     assert type(again).__module__.startswith("transformers_modules")
@@ -271,7 +273,7 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkey
     out = export(tmp_path / "runs/tiny", tmp_path / "hf")
     from lm.generate import generate
 
-    assert generate(out, "The", max_new_tokens=3, temperature=0)
+    assert generate(out, "The", trust=True, max_new_tokens=3, temperature=0)
 
 
 # Tasks.

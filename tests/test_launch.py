@@ -349,15 +349,16 @@ def test_an_array_task_trains_its_sweep_point(fake_python):
     )
 
 
-@pytest.mark.parametrize("status", [0, 1, 65, 75, 76, 77, 78, 137])
+@pytest.mark.parametrize("status", [0, 1, 65, 71, 75, 76, 77, 78, 137])
 @pytest.mark.parametrize("script, env, job", [
     ("slurm.sbatch", JOB, "71234"), ("slurm_array.sbatch", SLURM, "71231_3"),
 ])  # fmt: skip
 def test_what_is_queued_again(fake_python, script, env, job, status):
-    """A run that a signal has stopped, and one that hung; nothing that would fail again."""
+    """A run that a signal has stopped, that hung, or whose process is gone; nothing that would fail
+    again."""
     found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
     assert found == status
-    expected = [f"scontrol requeue {job}"] if status in (75, 77) else []
+    expected = [f"scontrol requeue {job}"] if status in (71, 75, 77) else []
     assert fake_python.lines("scontrol") == expected
 
 
@@ -462,7 +463,7 @@ def again(tmp_path, times, *statuses):
 @pytest.mark.parametrize(
     "times, ends, status, runs",
     [
-        (5, ("exit 77", "kill -9 $$", "exit 0"), 0, 3),
+        (5, ("exit 77", "kill -9 $$", "exit 71", "exit 0"), 0, 4),
         (1, ("exit 77", "exit 77", "exit 0"), 77, 2),
         (0, ("exit 77",), 77, 1),
         *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),

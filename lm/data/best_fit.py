@@ -15,8 +15,9 @@ import numpy as np
 from lm.config import Data
 from lm.data.corpus import Corpus
 from lm.data.errors import DataError
+from lm.data.integrity import Tokens
 from lm.data.packing import CONTEXT, IGNORE
-from lm.outputs import sync, writing
+from lm.outputs import parse_json, sync, writing
 
 FORMAT = 1  # goes up when the same corpus is packed in another way
 FILE = "best_fit.npz"  # in RUN/data, or RUN/data/NAME
@@ -70,7 +71,7 @@ class Waste:
         )
 
 
-def document_ends(tokens: np.ndarray, eos: int, leading_eos: bool) -> np.ndarray:
+def document_ends(tokens: Tokens, eos: int, leading_eos: bool) -> np.ndarray:
     """Where each document of a prepared stream (n,) ends: (d,), each one behind its last EOS.
 
     Raises:
@@ -207,7 +208,7 @@ def read(folder: Path, data: Data) -> tuple[Packing, Waste, dict] | None:
     damage = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile)
     with contextlib.suppress(*damage):
         with np.load(folder / FILE, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
+            about = parse_json(str(file["about"]))
             packing = Packing(**{field.name: file[field.name] for field in fields(Packing)})
         if about["header"] == about["header"] | _settings(data):
             return packing, Waste(**about["waste"]), about["header"]
@@ -227,12 +228,12 @@ class BestFitRows:
     document is always EOS.
 
     Args:
-        tokens: (n,) ids, e.g. a memory map.
+        tokens: (n,) ids.
     """
 
     kind = "best_fit"
 
-    def __init__(self, tokens: np.ndarray, packing: Packing, seq_len: int, eos: int):
+    def __init__(self, tokens: Tokens, packing: Packing, seq_len: int, eos: int):
         self._tokens = tokens
         self._packing = packing
         self._seq_len = seq_len
@@ -254,17 +255,20 @@ class BestFitRows:
         """How many targets these blocks have."""
         return int(self._targets[indices].sum())
 
+    def _id(self, place: int) -> int:
+        return int(self._tokens[place : place + 1][0])
+
     def _fill(self, row: np.ndarray, pieces: slice) -> None:
         """Writes the pieces of a block into its row (seq_len + 1,)."""
         starts = self._packing.starts[pieces]
         lengths = self._packing.lengths[pieces]
         continues = self._packing.goes_on[pieces]
         is_filled_by_one = lengths[0] == self._seq_len and starts[0] > 0
-        row[0] = self._tokens[starts[0] - 1] if is_filled_by_one else self._eos
+        row[0] = self._id(starts[0] - 1) if is_filled_by_one else self._eos
         place = 1
         for start, length, needs_context in zip(starts, lengths, continues):
             if needs_context:
-                row[place] = CONTEXT - int(self._tokens[start - 1])
+                row[place] = CONTEXT - self._id(start - 1)
                 place += 1
             row[place : place + length] = self._tokens[start : start + length]
             place += length

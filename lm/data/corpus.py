@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from lm.config import Data
 from lm.console import say
 from lm.data import integrity
 from lm.data.errors import DataError, first_line
-from lm.outputs import OutputError, write_json
+from lm.outputs import OutputError, parse_json, write_json
 
 SPLITS = ("train", "val")
 COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
@@ -53,10 +52,10 @@ class Meta:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token streams `train` (n,) and `val` (m,), memory-mapped read-only, and their counts."""
+    """The token streams `train` (n,) and `val` (m,), and their counts."""
 
-    train: np.ndarray
-    val: np.ndarray
+    train: integrity.TokenFile
+    val: integrity.TokenFile
     meta: Meta
 
 
@@ -70,7 +69,9 @@ def open_folder(folder: Path) -> Corpus:
     if meta is None:
         raise DataError(f"{folder} holds no prepared corpus, or an incomplete one: run `prepare`")
     check_sizes(folder, meta)
-    return Corpus(_map(folder / "train.bin", meta), _map(folder / "val.bin", meta), meta)
+    train = integrity.TokenFile(folder / "train.bin", meta.dtype, meta.train_tokens)
+    val = integrity.TokenFile(folder / "val.bin", meta.dtype, meta.val_tokens)
+    return Corpus(train, val, meta)
 
 
 def read_meta(folder: Path) -> Meta | None:
@@ -81,7 +82,7 @@ def read_meta(folder: Path) -> Meta | None:
     """
     path = folder / "meta.json"
     try:
-        meta = Meta(**json.loads(path.read_text(encoding="utf-8")))
+        meta = Meta(**parse_json(path.read_text(encoding="utf-8")))
         if meta.dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype is {meta.dtype!r}")
         for key in COUNTS:
@@ -156,9 +157,3 @@ def check_enough(meta: Meta, data: Data) -> None:
             f"data.seq_len {data.seq_len} is longer than the corpus, which has "
             f"{meta.train_tokens} training tokens; lower data.seq_len or add text"
         )
-
-
-def _map(path: Path, meta: Meta) -> np.ndarray:
-    if path.stat().st_size == 0:  # mmap refuses an empty file
-        return np.empty(0, dtype=meta.dtype)
-    return np.memmap(path, dtype=meta.dtype, mode="r")

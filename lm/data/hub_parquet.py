@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lm.config import Data
 from lm.data.errors import DataError, first_line
 from lm.data.hub import HubFiles, open_hub, patiently
@@ -17,28 +19,43 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RECENT_BYTES = 2**26  # texts of the row groups read last that a process keeps
-POSITION = {"revision", "file", "groups_before", "row_group", "row"}  # keys of a state
+POSITION = {"revision", "file", "groups_before", "row_group", "row"}  # keys of a state, and "order"
+FILES = 0x66696C65  # beside seed and epoch: the generator of the files' order
 
 
 class HubDocuments:
     """Iterator over the texts of one shard (index, count) of a hub dataset.
 
-    The row groups of all files, in order, are dealt out like cards: number u goes to the shard
-    u % count. Where there are fewer row groups than shards, several shards share a row group: with
-    k of them each reads every k-th row. Only the text column is fetched, and after resuming only
-    from the position's row group on. The commit is part of the position: a dataset that has
-    changed in between is read as it was.
+    The row groups of all files, in an order, are dealt out like cards: number u of it goes to the
+    shard u % count. An order (seed, epoch) is that of a shuffle: of the files, in each file of its
+    row groups, and in each of these of its rows, so that no more is read at once than without it.
+    It is the same for all shards. Where there are fewer row groups than shards, several shards
+    share a row group: with k of them each reads every k-th row. Only the text column is fetched,
+    and after resuming only from the position's row group on. The commit is part of the position: a
+    dataset that has changed in between is read as it was.
+
+    Args:
+        state: of an earlier iterator; its order counts, and `order` is not read.
+        order: (seed, epoch); None: as the files and their row groups stand.
     """
 
-    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
-        if state is not None and state.keys() != POSITION:
+    def __init__(
+        self,
+        data: Data,
+        shard: tuple[int, int] = (0, 1),
+        state: dict | None = None,
+        order: tuple[int, int] | None = None,
+    ):
+        if state is not None and state.keys() - {"order"} != POSITION:
             raise DataError(
                 "the checkpoint's position in the stream is of an earlier version, which dealt out "
                 "whole files; a run that streams cannot go on from it: train anew under another "
                 "run name"
             )
         self._groups = open_groups(data, state["revision"] if state else None)
-        self._position = dict(state) if state else self._start()
+        # A position without an order is of a run that went through the files as they stand.
+        self._position = {"order": None} | state if state else self._start(order)
+        self._file_order = self._permutation(len(self._groups.files.paths), FILES)
         # This shard has the row groups u with u % count == index, and of their rows those r with
         # r % parts == part.
         index, shards = shard
@@ -62,21 +79,33 @@ class HubDocuments:
         return next(self._texts)
 
     def state_dict(self) -> dict:
-        """Where the next document is: commit, file, row group, row. Plain data."""
+        """Where the next document is: commit, order, and in this order file, row group and row.
+
+        Plain data."""
         return dict(self._position)
 
-    def _start(self) -> dict:
+    def _start(self, order: tuple[int, int] | None) -> dict:
         revision = self._groups.files.revision
-        return {"revision": revision, "file": 0, "groups_before": 0, "row_group": 0, "row": 0}
+        start = {"revision": revision, "file": 0, "groups_before": 0, "row_group": 0, "row": 0}
+        return start | {"order": None if order is None else list(order)}
+
+    def _permutation(self, count: int, *of: int) -> np.ndarray:
+        """The numbers below `count` in this order, another one for each `of`."""
+        order = self._position["order"]
+        if order is None:
+            return np.arange(count)
+        return np.random.default_rng([*order, *of]).permutation(count)
 
     def _iterate(self) -> Iterator[str]:
         at = self._position
-        while at["file"] < len(self._groups.files.paths):
-            count = self._groups.count(at["file"])
+        while at["file"] < len(self._file_order):
+            file = int(self._file_order[at["file"]])
+            count = self._groups.count(file)
+            row_groups = self._permutation(count, FILES, file)
             while at["row_group"] < count:
                 number = at["groups_before"] + at["row_group"]
                 if number % self._count == self._index:
-                    yield from self._row_group_texts(at["file"], at["row_group"])
+                    yield from self._row_group_texts(file, int(row_groups[at["row_group"]]))
                 at["row_group"] += 1
                 at["row"] = 0
             at["file"] += 1
@@ -87,13 +116,15 @@ class HubDocuments:
         """From the position's row on; nothing is fetched where none of this shard is left."""
         at = self._position
         first = at["row"] + (self._part - at["row"]) % self._parts
-        rows = range(first, self._groups.rows(file, row_group), self._parts)
-        if not rows:
+        count = self._groups.rows(file, row_group)
+        places = range(first, count, self._parts)
+        if not places:
             return
         column = self._groups.texts(file, row_group)
-        for row in rows:
-            at["row"] = row + 1
-            text = column[row].as_py()
+        rows = self._permutation(count, FILES, file, row_group)
+        for place in places:
+            at["row"] = place + 1
+            text = column[int(rows[place])].as_py()
             if text and text.strip():
                 yield text
 
@@ -222,7 +253,6 @@ class RowGroups:
         the process in one exit of 80: one of Arrow's threads may release it while the interpreter
         is being shut down.
         """
-        import numpy as np
         import pyarrow as pa
 
         group = metadata.row_group(row_group)

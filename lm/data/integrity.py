@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +88,58 @@ class Writer:
         """Frees the space of a file that was not finished."""
         self.close()
         self._path.unlink(missing_ok=True)
+
+
+class TokenFile:
+    """The ids in a file, read piece by piece, sliced as an array is.
+
+    A memory map of a file that is cut short meanwhile would end the process, by SIGBUS and without
+    a word.
+
+    Args:
+        count: ids in it.
+    Raises:
+        DataError: it cannot be opened; in each slice, where it ends too early or cannot be read.
+    """
+
+    def __init__(self, path: Path, dtype: str, count: int):
+        self.dtype = np.dtype(dtype)
+        self._path = path
+        self._count = count
+        try:
+            self._number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise DataError(f"{path} cannot be read: {e.strerror}") from None
+        weakref.finalize(self, os.close, self._number)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        first, stop, step = piece.indices(self._count)
+        found = np.empty(max(0, stop - first), self.dtype)
+        room = found.data.cast("B") if len(found) else memoryview(b"")
+        done = 0
+        try:
+            while done < len(room):  # the system gives at most 2 GiB at once
+                got = os.preadv(self._number, [room[done:]], first * self.dtype.itemsize + done)
+                if not got:
+                    size = os.fstat(self._number).st_size
+                    raise DataError(
+                        f"{self._path} is damaged: it was cut short while it was read, to {size}"
+                        f" bytes of {self._count * self.dtype.itemsize}; bring it back, or delete"
+                        f" {self._path.parent}, and the next start prepares it again"
+                    )
+                done += got
+        except OSError as e:
+            raise DataError(f"{self._path} cannot be read: {e.strerror}") from None
+        return found[::step]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+
+Tokens = np.ndarray | TokenFile  # ids (n,)
 
 
 def remember(folder: Path, names: list[str]) -> None:

@@ -13,6 +13,7 @@ from lm.data import best_fit
 from lm.data.corpora import open_sources
 from lm.data.corpus import Corpus
 from lm.data.errors import DataError
+from lm.data.integrity import Tokens
 from lm.data.mixture import shares
 from lm.data.mixture_loader import MixtureLoader
 from lm.data.packing import MicroBatch, block_count, block_rows, micro_batch
@@ -82,7 +83,7 @@ def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Ro
 
 
 def validation_blocks(
-    tokens: np.ndarray, data: Data, micro_batch_size: int, rank: int = 0, world_size: int = 1
+    tokens: Tokens, data: Data, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[MicroBatch]:
     """This rank's share of the validation stream (n,): over all ranks each token but the first is a
     target once, up to `data.val_tokens` targets. Every rank gets equally many micro-batches of
@@ -115,13 +116,13 @@ class MapLoader:
     token is dropped.
 
     Args:
-        tokens: (n,) ids, e.g. a memory map; at least 2.
+        tokens: (n,) ids, at least 2.
         rows: the same tokens as blocks, where they are not packed plainly.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        tokens: Tokens,
         seq_len: int,
         micro_batch_size: int,
         seed: int = 0,

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from lm.data.integrity import Tokens
 from lm.data.packing import IGNORE
 
 MAX_TRAIN_TOKENS = 20_000_000  # counts are taken on the first so many
 
 
 def ngram_baselines(
-    train_tokens: np.ndarray, val_blocks: Iterable[dict], vocab_size: int
+    train_tokens: Tokens, val_blocks: Iterable[dict], vocab_size: int
 ) -> dict[str, float]:
     """Perplexities on exactly the targets the model is evaluated on.
 

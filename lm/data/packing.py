@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from lm.data.integrity import Tokens
+
 IGNORE = -100  # the label of a position without a target
 CONTEXT = -101  # in a block CONTEXT - id is an id that is an input, and no target
 MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
@@ -75,7 +77,7 @@ def block_count(tokens: int, seq_len: int) -> int:
     return max(0, -(-(tokens - 1) // seq_len))
 
 
-def block_rows(stream: np.ndarray, seq_len: int, indices: np.ndarray) -> np.ndarray:
+def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
     """The blocks `indices` (k,) of a stream (n,), as (k, seq_len + 1) int64; past the stream's end
     a block holds IGNORE."""
     rows = np.full((len(indices), seq_len + 1), IGNORE, dtype=np.int64)

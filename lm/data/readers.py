@@ -18,13 +18,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from multiprocessing import connection, resource_tracker, util
 from typing import Any, NoReturn
 
-from lm.errors import UserError
+from lm.errors import MachineError
 from lm.signals import STOP
 
 WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
 
 
-class ReaderError(UserError, RuntimeError):
+class ReaderError(MachineError):
     """A reader process is gone; the message says how."""
 
 

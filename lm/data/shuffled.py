@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from lm.data.errors import DataError
+from lm.data.integrity import Tokens
 from lm.data.packing import block_count, block_rows
 
 
@@ -26,12 +27,12 @@ class PlainRows:
     padded with IGNORE, so no token is dropped.
 
     Args:
-        tokens: (n,) ids, e.g. a memory map.
+        tokens: (n,) ids.
     """
 
     kind = "plain"
 
-    def __init__(self, tokens: np.ndarray, seq_len: int):
+    def __init__(self, tokens: Tokens, seq_len: int):
         self._tokens = tokens
         self._seq_len = seq_len
 

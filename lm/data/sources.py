@@ -7,7 +7,6 @@ import functools
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 import sysconfig
@@ -19,6 +18,7 @@ from typing import Protocol
 from lm.config import Data
 from lm.data.errors import DataError
 from lm.data.parquet import read_parquet
+from lm.outputs import parse_json
 
 SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
@@ -43,17 +43,24 @@ def is_validation(text: str, val_fraction: float) -> bool:
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
-def documents(data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None) -> Documents:
+def documents(
+    data: Data,
+    shard: tuple[int, int] = (0, 1),
+    state: dict | None = None,
+    order: tuple[int, int] | None = None,
+) -> Documents:
     """The documents (non-blank strings) of shard `(index, count)` of the source, from its start or
     from the `state_dict()` of an earlier iterator over the same shard.
 
+    Args:
+        order: (seed, epoch) of a shuffle of what is streamed from the hub; None: as it stands.
     Raises:
         DataError: here or while iterating; something is missing, unreadable or empty.
     """
     if data.source == "fineweb":
         from lm.data.hub_parquet import HubDocuments
 
-        return HubDocuments(data, shard, state)
+        return HubDocuments(data, shard, state, order)
     return LocalDocuments(data, shard, state)
 
 
@@ -194,7 +201,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[str]:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
                 raise DataError(f"{where} is not JSON: {e}") from None
             if not isinstance(row, dict):

@@ -24,8 +24,10 @@ AUTO_WORKERS = 2  # of a rank, where text comes from the hub
 
 class BlockStream:
     """Endless packed training blocks of one shard of the documents; validation ones are skipped.
+    Each epoch has an order of its own, where the source can be read in several.
 
     Args:
+        seed: of these orders.
         open_documents: `sources.documents`, or a stand-in with its signature.
     """
 
@@ -34,10 +36,12 @@ class BlockStream:
         data: Data,
         tokenizer: PreTrainedTokenizerFast,
         shard: tuple[int, int],
+        seed: int,
         state: dict | None = None,
         open_documents: Callable = documents,
     ):
         self._data = data
+        self._seed = seed
         self._tokenizer = tokenizer
         self._shard = shard
         self._open = open_documents
@@ -46,7 +50,9 @@ class BlockStream:
         self._had_training_text = bool(state)  # in this epoch
         if state:
             self._packer.load_state_dict(state["packer"])
-        self._documents = self._open(data, shard, state["documents"] if state else None)
+        self._documents = self._open(
+            data, shard, state["documents"] if state else None, (seed, self._epoch)
+        )
 
     def __next__(self) -> np.ndarray:
         """The next blocks (k, seq_len + 1), k ≥ 1.
@@ -65,7 +71,8 @@ class BlockStream:
                     )
                 self._epoch += 1
                 self._had_training_text = False
-                self._documents = self._open(self._data, self._shard, None)
+                order = (self._seed, self._epoch)
+                self._documents = self._open(self._data, self._shard, None, order)
             elif texts:
                 self._had_training_text = True
                 ids = encode_documents(self._tokenizer, texts, self._data.leading_eos)
@@ -83,7 +90,8 @@ class BlockStream:
 class StreamLoader:
     """Endless micro-batches from a document stream, for sources too large to prepare.
 
-    The documents are dealt out to `data.streams` streams. Each packs its own into blocks and has a
+    The documents, each epoch in an order drawn from (seed, epoch), are dealt out to `data.streams`
+    streams. Each packs its own into blocks and has a
     shuffle buffer, with a generator from (seed, stream). Micro-batch g of the run is drawn from
     stream g % streams, and goes to rank g % world_size: the order is a property of the seed and the
     number of streams alone, and a run can go on with any number of ranks that divides it.
@@ -130,7 +138,7 @@ class StreamLoader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """Raises DataError when reading failed for good, or a worker died."""
+        """Raises DataError when reading failed for good, ReaderError when a worker died."""
         count = self._make_streams()
         stream = self._streams[(self._next + self._rank) % count]
         before = stream.mark()
@@ -145,7 +153,7 @@ class StreamLoader:
         except ReaderError as e:
             self.close()
             stream.go_back(before)  # a micro-batch half drawn
-            raise DataError(
+            raise ReaderError(
                 f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
                 "data.workers need less; resume=auto continues from the last checkpoint"
             ) from None
@@ -243,7 +251,7 @@ class StreamLoader:
         """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
         numbers = list(self._streams)
         workers = worker_count(self._data)
-        common = (self._data, self._tokenizer, count, self._open)
+        common = (self._data, self._tokenizer, count, self._seed, self._open)
         positions = {number: self._streams[number].position for number in numbers}
         if not workers:
             return _InThisProcess((*common, positions))
@@ -349,7 +357,7 @@ def _auto_streams(data: Data, world_size: int) -> int:
 def open_streams(payload: tuple) -> Callable[[int], tuple]:
     """The function that maps the number of a stream to its next (blocks (k, seq_len + 1) int32,
     position after them), or to (None, sentence) where reading failed."""
-    data, tokenizer, count, open_documents, positions = payload
+    data, tokenizer, count, seed, open_documents, positions = payload
     streams: dict[int, BlockStream] = {}
 
     def answer(number: int) -> tuple:
@@ -357,7 +365,7 @@ def open_streams(payload: tuple) -> Callable[[int], tuple]:
             if number not in streams:
                 shard = (number, count)
                 streams[number] = BlockStream(
-                    data, tokenizer, shard, positions[number], open_documents
+                    data, tokenizer, shard, seed, positions[number], open_documents
                 )
             blocks = next(streams[number]).astype(np.int32)
             return blocks, streams[number].state_dict()

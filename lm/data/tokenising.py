@@ -21,7 +21,7 @@ from lm.data.errors import DataError
 from lm.data.packing import encode_documents
 from lm.data.sources import documents, is_validation
 from lm.lease import LeaseError
-from lm.outputs import OutputError, sync, write_json, write_text, writing
+from lm.outputs import OutputError, parse_json, sync, write_json, write_text, writing
 
 BATCH = 256  # documents tokenised at a time
 SHARD_DOCUMENTS = 4096  # a shard ends when it has so many documents
@@ -86,7 +86,9 @@ def tokenise(
     except (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit) as e:
         files.stop()  # mended without another source: what is done will do
         if isinstance(e, readers.ReaderError):
-            raise DataError(f"{e} while tokenising; the next start goes on from there") from None
+            raise readers.ReaderError(
+                f"{e} while tokenising; the next start goes on from there"
+            ) from None
         raise
     except LeaseError:
         files.close()  # they are another's now
@@ -252,9 +254,9 @@ def _lines(journal: Path, header: dict | None) -> list[JournalLine]:
     lines: list[JournalLine] = []
     first, *rest = journal.read_text(encoding="utf-8", errors="replace").split("\n")
     with contextlib.suppress(ValueError, TypeError):
-        if header is None or json.loads(first) == header:
+        if header is None or parse_json(first) == header:
             for text in rest:
-                lines.append(JournalLine(**json.loads(text)))
+                lines.append(JournalLine(**parse_json(text)))
     return lines
 
 

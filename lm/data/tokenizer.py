@@ -22,6 +22,7 @@ from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources import documents, is_validation
 from lm.errors import UserError, require
 from lm.model import checksums
+from lm.outputs import parse_json
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings it answers to
@@ -42,7 +43,7 @@ def load_tokenizer(
     if folder.is_dir():
         record = folder / RECORD
         try:
-            made_from = json.loads(record.read_text("utf-8")) if record.is_file() else wanted
+            made_from = parse_json(record.read_text("utf-8")) if record.is_file() else wanted
         except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
             raise DataError(f"{record} is damaged: it is not JSON ({e})") from None
         if made_from != wanted:
@@ -243,7 +244,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     """Byte-level BPE from vocab.json and merges.txt; the `#version` line is optional there."""
-    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocab = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     if lines[0].startswith("#version"):
         lines = lines[1:]
@@ -310,7 +311,7 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
         draft.chmod(0o755)
         tokenizer.save_pretrained(str(draft))
         path = draft / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
         # transformers 4 knows neither the class name nor the key that version 5 writes.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         named = {v for k, v in config.items() if k.endswith("_token")}

@@ -6,12 +6,12 @@ of what it would download. docs/evaluation.md says which files, and where the ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.errors import UserError
+from lm.outputs import parse_json
 
 NAME = "paper"
 ENDINGS = (".jsonl", ".parquet")
@@ -304,6 +304,6 @@ def _read(path: Path) -> Iterator[Any]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except ValueError as e:
                 raise SuiteError(f"{path}, line {number}: not JSON ({e})") from None

@@ -1,6 +1,7 @@
 """Places that cannot be written, and runs and exports that are damaged: one sentence each."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lm.cli import main
-from lm.export import write_export
+from lm.export import _locked, write_export
 from lm.exported import LoadError, load_model, load_tokenizer
 from lm.model.checksums import SUMS
-from lm.outputs import OutputError, check_file, check_folder, writing
+from lm.outputs import CONTROL, OutputError, check_file, check_folder, write_text, writing
 from tests.refusals import refused
 from tests.running import as_before
 
@@ -64,6 +65,48 @@ def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
 def test_a_place_that_even_root_cannot_write():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
+
+
+def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys):
+    """Not replaced by a file of that name."""
+    (tmp_path / "there").write_text("old")
+    for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(leads_to)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "dangling"):
+        check_file(tmp_path / name)
+        write_text(tmp_path / name, name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == name
+    for write in (check_file, lambda path: write_text(path, "x")):
+        with pytest.raises(OutputError, match="loop cannot be written: Too many levels"):
+            write(tmp_path / "loop")
+    check_file(tmp_path / "pipe")  # nobody reads there yet
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert Path("/dev/full").is_char_device()
+    words = ("generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out")
+    assert main([str(word) for word in (*words, "/dev/full")]) != 0
+    assert (
+        capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    )
+    assert Path("/dev/full").is_char_device()
+
+
+def test_an_export_through_a_link_and_after_one_that_was_killed(tmp_path, small_export):
+    model, real = load_model(small_export), tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "out").symlink_to("real")
+    for _ in range(2):  # made, and replaced
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert (tmp_path / "out").is_symlink() and (real / "config.json").is_file()
+    left, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
+    for folder in (left, busy):
+        (folder / "export").mkdir(parents=True)
+    with _locked(busy):
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert not left.exists() and busy.exists()
 
 
 LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
@@ -254,7 +297,51 @@ def test_a_result_without_its_numbers(capsys, tmp_path):
     for validation in ({}, [], {"perplexity": 1.0}):
         (tmp_path / "result.json").write_text(json.dumps(result | {"validation": validation}))
         message = refused(capsys, "report", tmp_path)
-        assert "result.json is damaged: its validation must hold perplexity" in message
+        wrong = "`validation` is []" if validation == [] else "its validation must hold perplexity"
+        assert f"result.json is damaged: {wrong}" in message
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("updates", "x"), ("tokens", [1]), ("training_seconds", {}), ("tokens_per_s", True)],
+)
+def test_a_result_of_other_kinds(capsys, tiny_run, tmp_path, key, value):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {key: value}))
+    assert f"result.json is damaged: `{key}` is {value!r}, and was" in refused(
+        capsys, "report", run
+    )
+
+
+def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
+    """Of a failure, a result, and records: their control characters are written out."""
+    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text()) | {"solver": escapes}
+    result["validation"]["sources"] = {escapes: {"perplexity": 2.0, "tokens": 3}}
+    (run / "result.json").write_text(json.dumps(result))
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(record | {"event": escapes, "warning": escapes}) + "\n")
+    failed = shutil.copytree(run, tmp_path / "failed")
+    (failed / "result.json").unlink()
+    (failed / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
+    for folder in (run, failed):
+        for words in (("report", "--out", tmp_path / "page"), ("watch", "--once")):
+            assert main([str(word) for word in (*words, folder)]) == 0
+            shown = capsys.readouterr()
+            assert not CONTROL.search(shown.out + shown.err)
+            assert (words[0], folder) != ("report", failed) or r"\x1b]0;title" in shown.out
+        for page in (tmp_path / "page").iterdir():
+            assert not CONTROL.search(page.read_text())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_without_end(capsys, tiny_run, tmp_path, text):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "result.json").write_text(text)
+    assert "result.json is damaged: it is not JSON" in refused(capsys, "report", run)
 
 
 def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):
@@ -305,7 +392,7 @@ def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
     assert "is neither JSON nor YAML" in message
 
 
-def test_code_of_a_folder_is_run_and_that_of_the_hub_never(tmp_path, monkeypatch):
+def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):
     import transformers
 
     asked = []
@@ -318,6 +405,7 @@ def test_code_of_a_folder_is_run_and_that_of_the_hub_never(tmp_path, monkeypatch
         monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
     for load in (load_model, load_tokenizer):
         for path in ("owner/name", tmp_path):
-            with pytest.raises(LoadError, match="asked enough"):
-                load(path)
-    assert asked == [False, True, False, True]
+            for trust in (False, True):
+                with pytest.raises(LoadError, match="asked enough"):
+                    load(path, trust)
+    assert asked == 2 * [False, False, False, True]

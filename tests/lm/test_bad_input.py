@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,11 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
         ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
+        (
+            ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
+            "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
+        ),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
@@ -187,11 +194,82 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
 
 
 @pytest.mark.parametrize(
+    "address, words",
+    [
+        ({}, "the environment has RANK but no MASTER_ADDR"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x' in the environm"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is '0' in the environment"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
+    from lm.engine import start
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        start(tiny())
+
+
+def test_a_terminal_that_has_few_characters(tmp_path):
+    """What it cannot print is printed by its number, and ends no command."""
+    from tests.running import ENV
+
+    config = tmp_path / "sweep.yaml"
+    config.write_text("name: ℓ\nsweep: {seed: [1]}\n", encoding="utf-8")
+    words = [sys.executable, "-m", "lm", "sweep", config]
+    env = ENV | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "\\u2113/000-seed=1\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [(">/dev/full", "error: the output, or a file: No space left on device\n"), ("| true", "")],
+)
+def test_an_output_that_takes_no_more(output, said):
+    from tests.running import ENV
+
+    command = f"{sys.executable} -m lm train --config {TINY} --dry-run {output}"
+    line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.stderr == said and (done.returncode == 1 or output == "| true"), done
+
+
+@pytest.mark.parametrize(
     "override",
-    ["train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"],
+    [
+        *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
+        *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
+        *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+    ],
 )
 def test_sizes_that_no_machine_has(capsys, override):
     assert "it must be a whole number above 0 and at most" in refused(capsys, *dry_run(override))
+
+
+def test_a_number_of_workers_that_no_machine_has(capsys):
+    words = "`data.workers` is 100000: it must be a whole number of at least 0 and at most 1024"
+    assert words in refused(capsys, *dry_run("data.workers=100000"))
+
+
+def test_a_sweep_of_a_million_points(capsys, tmp_path):
+    values = list(range(1, 101))
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
+    for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
+        assert "its sweep has 1,000,000 points: at most 10,000" in refused(capsys, *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
+def test_fp16_on_a_cpu(tiny):
+    from lm.preflight import check
+
+    with pytest.raises(UserError, match=r"fp16\.enabled, which needs a GPU, and there is none"):
+        check(tiny("engine.deepspeed={fp16: {enabled: true}}"), 1)
+    with pytest.raises(UserError, match=r"engine.deepspeed sets fp16 to True: it must be a map"):
+        check(tiny("engine.deepspeed={fp16: true}"), 1)
 
 
 def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
@@ -254,6 +332,23 @@ def test_a_name_stays_inside_out_dir(capsys, name):
     assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
 
 
+@pytest.mark.parametrize("key", ["name", "out_dir"])
+@pytest.mark.parametrize("character", [r"\e", r"\x9b", r"\n", r"\u202e"])
+def test_control_characters_are_in_no_name(capsys, key, character):
+    message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
+    assert "holds a character that no folder's name should have" in message
+
+
+@pytest.mark.parametrize("key", ["data.cache", "data.path", "tokenizer.name", "init_from"])
+def test_no_place_holds_a_nul(capsys, key):
+    assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
+    assert "holds the character NUL, which no place of a file has" in message
+
+
+def test_control_characters_of_an_argument_are_written_out(capsys):
+    assert refused(capsys, "sweep", "\x1b[31m.yaml") == r"no config file at \x1b[31m.yaml"
+
+
 # Options.
 
 
@@ -303,6 +398,8 @@ def test_no_number_is_taken_beyond_its_range(capsys, command, action):
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--schedule", "windows:4"], "schedule is `windows:4`"),
         (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
+        (["--temperature", "1e-300"], "temperature is 1e-300: it must be 0 (greedy) or a finite"),
     ],
 )
 def test_generate(capsys, small_export, args, words):

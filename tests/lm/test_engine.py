@@ -118,6 +118,11 @@ def test_world_size_other_than_the_configs_is_refused(tmp_path):
         ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
         ({"zero_optimization": {"stage": [3]}}, "stage of zero_optimization to"),
         ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
+        ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
+        (
+            {"zero_optimization": {"overlap_comm": 3}},
+            "overlap_comm of zero_optimization to 3: it",
+        ),
     ],
 )
 def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
@@ -127,12 +132,24 @@ def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
         deepspeed_json.deepspeed_config(cfg, 1)
 
 
+def test_what_deepspeed_itself_refuses_is_a_sentence(tmp_path):
+    with pytest.raises(AssertionError) as caught:
+        run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
+    said = "error: DeepSpeed does not start with what engine.deepspeed says: ValidationError: 1 val"
+    assert said in str(caught.value) and "Traceback" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["[1]", "3", "null"])
 def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
     raw = tmp_path / "ds.json"
     raw.write_text(text)
     with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
         deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+
+
+def test_a_device_is_no_deepspeed_file(tiny):
+    with pytest.raises(ConfigError, match=r"engine\.deepspeed: /dev/zero is no file"):
+        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=/dev/zero"), 1)
 
 
 def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lm.engine import _free_port
-from lm.errors import BAD_DATA, DIVERGED, HANG
+from lm.errors import BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.metrics import read_metrics
 from tests.running import ENV, ROOT, command, losses, run
 
@@ -67,8 +67,23 @@ def test_a_collective_that_takes_too_long_is_an_error(stopped_rank):
     first, _ = stopped_rank("engine.timeout_s=4")
     began = time.monotonic()
     error = first.communicate(timeout=120)[1]
-    assert first.returncode not in (0, HANG) and time.monotonic() - began < 60
-    assert "imed out" in error or "timeout" in error
+    assert first.returncode == HANG and time.monotonic() - began < 90
+    assert "error: another rank does not answer (" in error and "Traceback" not in error
+
+
+def test_a_rank_that_is_killed_is_a_sentence_of_the_other(tmp_path):
+    """Without a launcher, which would end it."""
+    first, second = two_ranks(tmp_path, "train.steps=5000", "checkpoint.every=2", "log.every=1")
+    began = time.monotonic()
+    while not list(tmp_path.glob("tiny/checkpoints/step-*/manifest.json")):
+        assert time.monotonic() - began < 120 and first.poll() is None
+        time.sleep(0.1)
+    second.kill()
+    error = first.communicate(timeout=60)[1]
+    assert first.returncode == MACHINE, error
+    assert "error: another rank is gone: it was killed" in error and "Traceback" not in error
+    word = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert word["exit_code"] == MACHINE and word["sentence"] in error
 
 
 def ended(processes):

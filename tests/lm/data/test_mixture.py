@@ -283,7 +283,7 @@ def test_each_source_is_prepared_as_it_is_alone_and_validated_alone(two, bpe):
         found = [t for batch in held_out[name] for t in batch["labels"].flatten().tolist()]
         assert [t for t in found if t != IGNORE] == corpus.val[1:].tolist()
     both = {tuple(r[:5]) for r in rows(itertools.islice(train, 60))}
-    own = np.lib.stride_tricks.sliding_window_view(corpora["own"].train.astype(int), 5)
+    own = np.lib.stride_tricks.sliding_window_view(corpora["own"].train[:].astype(int), 5)
     own = set(map(tuple, own.tolist()))
     assert 0.6 < sum(row in own for row in both) / len(both) <= 1
 

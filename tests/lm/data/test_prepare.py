@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -22,8 +24,8 @@ def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
     corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: seen.append(done))
     for split, side in ((corpus.train, False), (corpus.val, True)):
         mine = [t for t in texts if is_validation(t, 0.2) == side]
-        assert split.tolist() == encode_documents(bpe, mine).tolist()
-        assert split.dtype == np.uint16 and isinstance(split, np.memmap)
+        assert split[:].tolist() == encode_documents(bpe, mine).tolist()
+        assert split.dtype == np.uint16 and len(split) == len(split[:])
     meta = corpus.meta
     assert meta.train_documents + meta.val_documents == 200 and meta.complete
     assert seen[-1] == (200, meta.train_tokens + meta.val_tokens)
@@ -68,7 +70,7 @@ def test_another_tokenizer_is_noticed(cfg, bpe, shared):
     prepare(cfg, bpe, cfg.run_dir)
     cfg.tokenizer.name = str(shared / "tokenizers" / "gpt2")
     gpt2 = load_tokenizer(cfg, cfg.run_dir)
-    assert prepare(cfg, gpt2, cfg.run_dir).train.max() > 320
+    assert prepare(cfg, gpt2, cfg.run_dir).train[:].max() > 320
 
 
 def fails(cfg, bpe, match):
@@ -213,3 +215,30 @@ def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
         assert order.index(("sync", f"{split}.tmp")) < named < last
         assert ("sync", "data") in order[named:last]
     assert order[last + 1 :] == [("name", "meta.json"), ("sync", "data")]
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+from lm.data.errors import DataError
+from lm.data.corpus import open_folder
+from lm.data.loader import MapLoader
+folder = Path(sys.argv[1])
+loader = MapLoader(open_folder(folder).train, 16, 3)
+next(loader)
+os.truncate(folder / "train.bin", 64)
+try:
+    for _ in range(500):
+        next(loader)
+except DataError as e:
+    print(e)
+"""
+
+
+def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
+    """In a process of its own, which a memory map would end by SIGBUS."""
+    folder = prepare(cfg, bpe, cfg.run_dir) and cfg.run_dir / "data"
+    done = subprocess.run([sys.executable, "-c", CUT, folder], capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    said = f"{folder}/train.bin is damaged: it was cut short while it was read, to 64 bytes of "
+    assert done.stdout.startswith(said)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from lm.data.errors import DataError
 from lm.data.readers import ReaderError, Readers
 from lm.data.stream import ShuffledStream, StreamLoader
+from lm.errors import MACHINE, exit_status
 
 COUNT = "tests.lm.data.counter:counter"
 TRAINER = """
@@ -133,7 +133,7 @@ def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(ShuffledStream, "draw", draw)
-        with pytest.raises(DataError, match="was killed"):
+        with pytest.raises(ReaderError, match="was killed"):
             for _ in range(9):
                 next(loader)
     loader.close()
@@ -153,11 +153,14 @@ def test_a_killed_worker_ends_a_stream_with_a_sentence_and_it_can_go_on(cfg, bpe
         assert next(loader)["labels"].equal(next(plain)["labels"])
     os.kill(loader._readers.pids[0], signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"was killed by SIGKILL.*resume=auto continues") as caught:
+    with pytest.raises(
+        ReaderError, match=r"was killed by SIGKILL.*resume=auto continues"
+    ) as caught:
         while True:
             next(loader)
             next(plain)
     assert time.monotonic() - start < 2 and "\n" not in str(caught.value)
+    assert exit_status(caught.value) == MACHINE  # which Slurm queues again
     for _ in range(3):  # nothing was lost with the worker
         assert next(loader)["labels"].equal(next(plain)["labels"])
     loader.close()

@@ -45,7 +45,7 @@ def test_trained_twice_it_is_the_same_and_text_comes_back(cfg, kind, tmp_path):
         assert last == tokenizer.eos_token_id and tokenizer.eos_token_id not in ids
     corpus = prepare_sources(cfg, tokenizer, cfg.run_dir)[""]
     assert corpus.meta.documents == 200
-    assert int((corpus.train == tokenizer.eos_token_id).sum()) == corpus.meta.train_documents
+    assert int((corpus.train[:] == tokenizer.eos_token_id).sum()) == corpus.meta.train_documents
 
 
 def test_the_bpe_is_the_one_that_a_run_would_train(cfg, tmp_path):

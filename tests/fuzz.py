@@ -1,0 +1,260 @@
+"""Bad inputs, drawn at random, for both command lines; each must end as docs/cluster.md says, with
+a sentence and without a traceback.
+
+    python -m tests.fuzz RUN EXPORT SYNTHETIC --count 300    # each a process, as a person starts it
+
+RUN and SYNTHETIC are finished runs (of `lm` and `synthetic`), EXPORT is one of RUN.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from lm.config import Config
+from lm.config_messages import all_keys
+from lm.outputs import CONTROL
+from synthetic.config import Config as SyntheticConfig
+from tests.running import ENV, ROOT
+
+STATUSES = {0, 1, 2, 65, 71, 75, 76, 77, 78}
+LIMIT = 60.0  # seconds a case may take
+TINY = ROOT / "configs/tiny/lm.yaml"
+TEXT = ROOT / "tests/data/tiny.jsonl"
+TRAINED = [TINY, f"data.path={TEXT}", "train.steps=1"]  # the least that is a training
+# For a key of a YAML, an argument, an option.
+VALUES = [
+    *("-1", "0", "1", "3", "1e23", "1e400", "-1e-300", "1e-300", "0.5", "nan", "inf", "1_000"),
+    *("9" * 20, "9" * 5000, "0x10", "0b_", "65537", "1000000", "true", "null", "on", "'on'"),
+    *("", "''", "[]", "{}", "[1, 2]", "[[]]", "{a: 1}", "{1: {2: 3}}", "[[[[[", "[" * 5000),
+    *("'\\e[31mred'", '"\\e]0;title\\a"', "\x1b[2J", '"\\0"', "é\u202e", "\udcff", "a" * 300),
+    *("..", "../x", "/dev/null", "/dev/full", "/proc/self/mem", "~nobody", "no/such/place", "text"),
+    *("2026-13-45", "*anchor", "!!python/object:os", "<<: 1", "module:Class", "os:getcwd", "a: b"),
+    *(
+        "auto",
+        "window:0",
+        "window:1000000",
+        "parallel",
+        "fp32",
+        "householder",
+        "mamba",
+        "kronecker",
+    ),
+]
+# In the place of a file, or of a part of it.
+JUNK = [
+    *(b"", b"{", b"[]", b"{}", b"null", b"0", b'"a"', b'{"a": 1}', b"\xff\xfe\x00", b"\x00" * 64),
+    *(b"[" * 5000, b'{"a":' * 5000, b"\x1b]0;title\x07", b"9" * 5000, b"1e999", b"NaN", b"a: [b"),
+]
+
+
+class Places(NamedTuple):
+    """What the cases are about; copied before it is damaged."""
+
+    run: Path
+    export: Path
+    synthetic: Path
+
+
+Case = tuple[str, list]  # the module of a command line, its arguments
+
+
+def overrides(rng: random.Random, places: Places, folder: Path) -> Case:
+    """A training whose keys have values that they should not have."""
+    module, keys, config = rng.choice(
+        [
+            ("lm", all_keys(Config), TRAINED),
+            (
+                "synthetic",
+                all_keys(SyntheticConfig),
+                [places.synthetic / "config.yaml", "train.steps=1"],
+            ),
+        ]
+    )
+    drawn = [key for key in keys if key != "resume"]
+    pairs = [f"{rng.choice(drawn)}={rng.choice(VALUES)}" for _ in range(rng.choice((1, 1, 2)))]
+    return module, ["train", "--config", *config, f"out_dir={folder}", *pairs]
+
+
+def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
+    """A command one of whose arguments is what it should not be."""
+    run, export, synthetic = places
+    text = folder / "text"
+    text.write_text("a b c d e f g h " * 40)
+    generate = ["generate", export, "--max-new-tokens", "1", "--prompt"]
+    value = rng.choice([*VALUES, run, export, synthetic, folder])
+    return rng.choice(
+        [
+            ("lm", [*generate, value]),
+            *(
+                ("lm", [*generate, "a", option, value])
+                for option in ("--temperature", "--top-k", "--seed", "--schedule", "--tol", "--out")
+            ),
+            ("lm", ["inspect", "--out", folder / "x.html", "--", value, "a b"]),
+            ("lm", ["inspect", export, "--out", folder / "x.html", "--", value]),
+            ("lm", ["inspect", export, "a b", "--out", value]),
+            ("lm", ["agree", export, "--out", folder / "x.json", "--text", value]),
+            ("lm", ["agree", export, "--text", text, "--length", "8", "--out", value]),
+            ("lm", ["agree", export, "--text", text, "--out", folder / "x", "--length", value]),
+            ("lm", ["report", "--out", folder, "--", value]),
+            ("lm", ["report", run, "--out", value]),
+            ("lm", ["export", "--", value, folder / "hf"]),
+            ("lm", ["export", run, value]),
+            ("lm", ["eval", export, "--out", folder / "x.json", "--tasks", value]),
+            ("lm", ["plan", *TRAINED, "--gpus", value]),
+            ("lm", ["plan", "--", value]),
+            ("lm", ["sweep", "--", value]),
+            ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"resume={value}"]),
+            ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"init_from={value}"]),
+            ("lm", ["watch", "--once", "--", value]),
+            ("lm", ["compare", "--plan", "--", value]),
+            ("lm", ["import-reference", "--config", TINY, "--", value, folder / "hf"]),
+            ("lm", ["import-mamba", "--", value, folder / "hf"]),
+            ("lm", ["check-mixer", "--", value]),
+            ("synthetic", ["inspect", "--out", folder / "x.html", "--", value]),
+            ("synthetic", ["inspect", synthetic, "--out", folder / "x.html", "--", value]),
+            ("synthetic", ["eval", "--lengths", "2", "--out", folder / "x.json", "--", value]),
+            ("synthetic", ["eval", synthetic, "--out", folder / "x.json", "--lengths", value]),
+            ("synthetic", ["report", "--out-dir", folder, "--", value]),
+            ("synthetic", ["validate", "--", value]),
+        ]
+    )
+
+
+def damaged(rng: random.Random, places: Places, folder: Path) -> Case:
+    """A command on a folder one of whose files is damaged."""
+    which = rng.choice(places._fields)
+    copy = Path(shutil.copytree(getattr(places, which), folder / getattr(places, which).name))
+    files = sorted(f for f in copy.rglob("*") if f.is_file() and f.suffix not in (".py", ".md"))
+    damage(rng, rng.choice(files))
+    if rng.random() < 0.5:  # whoever changes a file may have meant it
+        for sums in copy.rglob("SHA256SUMS"):
+            sums.unlink()
+    config = copy / "config.yaml"
+    of_run = [
+        ("lm", ["inspect", copy, "a b", "--out", folder / "x.html"]),
+        ("lm", ["report", copy, "--out", folder / "out"]),
+        ("lm", ["export", copy, folder / "hf"]),
+        ("lm", ["watch", "--once", copy]),
+        ("lm", ["sweep", "--status", config]),
+        (
+            "lm",
+            ["train", "--config", *TRAINED, "train.steps=9", f"out_dir={folder}", "resume=auto"],
+        ),
+        ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}/a", f"init_from={copy}"]),
+    ]
+    of_export = [
+        ("lm", ["generate", copy, "--max-new-tokens", "1", "--prompt", "a"]),
+        ("lm", ["inspect", copy, "a b", "--out", folder / "x.html"]),
+        ("lm", ["report", copy, "--out", folder / "out"]),
+    ]
+    of_synthetic = [
+        ("synthetic", ["inspect", copy, "--length", "3", "--out", folder / "x.html"]),
+        ("synthetic", ["eval", copy, "--lengths", "3", "--out", folder / "x.json"]),
+        (
+            "synthetic",
+            ["train", "--config", config, "train.steps=5", f"out_dir={folder}", "resume=auto"],
+        ),
+        ("lm", ["report", copy, "--out", folder / "out"]),
+        ("lm", ["watch", "--once", copy]),
+    ]
+    return rng.choice({"run": of_run, "export": of_export, "synthetic": of_synthetic}[which])
+
+
+def texts(rng: random.Random, places: Places, folder: Path) -> Case:
+    """A training whose YAML or whose data is damaged."""
+    config, text = folder / "config.yaml", folder / "text.jsonl"
+    shutil.copy(TINY, config)
+    shutil.copy(TEXT, text)
+    damage(rng, rng.choice((config, text)))
+    given = [f"data.path={text}", f"out_dir={folder}", "train.steps=1", "model.n_layer=1"]
+    return "lm", ["train", "--config", config, *given]
+
+
+def damage(rng: random.Random, file: Path) -> None:
+    """Replace a file, cut it, or put something into it."""
+    raw = file.read_bytes()
+    at = rng.randrange(len(raw) + 1)
+    junk = rng.choice(JUNK)
+    numbers = list(re.finditer(rb"-?\d+(\.\d+)?(e[-+]?\d+)?", raw)) if b"\0" not in raw else []
+    ways = [junk, raw[:at], raw[:at] + junk + raw[at:], raw[:at] + junk + raw[at + len(junk) :]]
+    if numbers:  # text: what looks right, with a number that is something else
+        number = rng.choice(numbers)
+        ways += [raw[: number.start()] + junk + raw[number.end() :]] * 4
+    file.write_bytes(rng.choice(ways))
+
+
+KINDS = (overrides, overrides, arguments, damaged, damaged, texts)
+
+
+def wrong(status: int, said: str, errors: str) -> str:
+    """What a command's end should not have been; "" where it was right."""
+    if "Traceback (most recent call last)" in errors + said:
+        return "a traceback"
+    if status not in STATUSES:
+        return f"status {status}"
+    if status and not errors.strip():
+        return f"status {status}, and nothing is said"
+    if CONTROL.search(errors.replace("\r", "")):
+        return "control characters on the terminal"
+    return ""
+
+
+def started(module: str, args: list, where: Path) -> tuple[int, str, str]:
+    """Status, output and errors of a command in a process of its own."""
+    words = [sys.executable, "-m", module, *(str(arg).replace("\0", "") for arg in args)]
+    try:
+        done = subprocess.run(
+            words,
+            cwd=where,
+            env=ENV,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, "", f"it takes more than {LIMIT} s"
+    return done.returncode, *(text.decode(errors="replace") for text in (done.stdout, done.stderr))
+
+
+def attempt(number: int, places: Places, start: Callable = started) -> tuple[str, int, str]:
+    """Case `number`: (its kind and arguments, its status, what was wrong or "")."""
+    rng = random.Random(number)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        kind = KINDS[number % len(KINDS)]
+        module, args = kind(rng, places, Path(folder))
+        where = Path(folder) / "here"  # what is written beside is gone afterwards
+        where.mkdir()
+        status, said, errors = start(module, args, where)
+    how = wrong(status, said, errors)
+    shown = f"{kind.__name__}: {module} {' '.join(repr(str(arg))[1:-1][:90] for arg in args)}"
+    return shown, status, f"{how}\n{errors[-1500:]}" if how else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    for name in Places._fields:
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    args = parser.parse_args()
+    places = Places(*(path.resolve() for path in (args.run, args.export, args.synthetic)))
+    statuses: dict[int, int] = {}
+    bad = 0
+    for number in range(args.first, args.first + args.count):
+        shown, status, how = attempt(number, places)
+        statuses[status] = statuses.get(status, 0) + 1
+        bad += bool(how)
+        print(f"{number} [{status}] {shown}" + (f"\n  WRONG: {how}" if how else ""), flush=True)
+    print(f"{args.count} cases, {bad} wrong; statuses: {dict(sorted(statuses.items()))}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
