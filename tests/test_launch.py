@@ -115,6 +115,7 @@ class Fake:
             text=True,
             # A test run in the background has SIGINT ignored, and a shell cannot undo that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
         )
         self.started.append(process)
         return process
@@ -245,6 +246,20 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name):
     assert fake.lines("saved") == ["saved"] * 2
     assert process.returncode == 75, "what the run itself has left"
     assert not any(alive(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+@pytest.mark.parametrize("again", [(), ("again.sh", "3")])
+def test_a_signal_to_the_whole_group_saves_and_leaves_nothing(fake, name, again):
+    """Ctrl-C of a terminal, or a supervisor's TERM: it ends the script's `sleep` as well."""
+    scripts = (*again, *([str(LAUNCH / "deepspeed.sh")] if again else ["deepspeed.sh"]), "c.yaml")
+    process = fake.start(*scripts)
+    workers = fake.workers()
+    time.sleep(0.7)  # it sleeps
+    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert fake.lines("saved") == ["saved"] * 2 and not any(map(alive, workers))
 
 
 def test_a_signal_before_the_workers_listen_is_not_lost(fake):
@@ -385,6 +400,31 @@ def test_a_terminated_job_waits_for_its_run_and_is_not_queued_again(fake_python)
     process.communicate(timeout=20)
     assert fake_python.lines("saved") == ["saved after TERM"]
     assert process.returncode == 75 and fake_python.lines("scontrol") == []
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
+    (fake_python.bin / "srun").write_text(
+        "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
+        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n'
+    )
+    text = FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1")
+    (fake_python.bin / "python").write_text(text)
+    process = fake_python.start("slurm.sbatch", "c.yaml", **JOB)
+    fake_python.wait_for("ready", 1)
+    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == [f"saved after {name}"]
+    assert process.returncode == 75 and fake_python.lines("scontrol") == []
+
+
+def test_a_synthetic_array_task_whose_whole_group_is_interrupted(fake_python):
+    process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
+    (ready,) = fake_python.wait_for("ready", 1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == ["saved after TERM"]
+    assert process.returncode == 75 and not alive(int(ready.split()[1]))
 
 
 def test_scripts_outside_slurm(fake):
