@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lm.build import build_model
 from lm.config import Config, Model
 from lm.kernels import available
-from lm.model import blocks, cell, scan
+from lm.model import blocks, cell, full_rank, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW
 from lm.model.loss import chunked_nll_sum, in_fp32, log_z_sum, nll_sum
 from lm.model.mixer_base import MIXERS, is_built_in
@@ -154,7 +154,9 @@ def count(cfg: Config, on_gpu: bool) -> Activations:
     with contextlib.ExitStack() as inside:
         if on_gpu:
             inside.enter_context(_scans_of_a_gpu())
-        inside.enter_context(_set(cell, find_root=_taken_for_solved, MOST_INNER=2))
+        inside.enter_context(_set(cell, find_root=_taken_for_solved))
+        few_steps = {"MOST_PICARD": 2, "MOST_ACCELERATED": 0, "MOST_DENSE": 0}
+        inside.enter_context(_set(full_rank, **few_steps))
         inside.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what is solved here is not used
         most = scan.MAX_TEMPORARY
@@ -251,7 +253,7 @@ def _taken_for_solved(coefficients):
     """In the place of cell.find_root: hundreds of small operations less, of which nothing is kept.
     (The compiled solve of a CPU is as it is, and y itself is iterated twice.)"""
     alpha = coefficients.alpha
-    return torch.zeros_like(alpha), torch.ones_like(alpha[:, 0], dtype=torch.bool)
+    return torch.zeros_like(alpha), torch.zeros_like(alpha[:, 0], dtype=torch.uint8)
 
 
 @contextlib.contextmanager

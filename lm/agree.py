@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lm
 from lm.errors import UserError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 SCHEDULES = ("sequential", "window:16", "parallel", PAPER)
-TOL = 0.01
 # The solution that all are compared with: every token's own equation, one token after the other.
 TIGHT = {"token": "exact", "schedule": "sequential", "stopping": "causal"}
 LOGITS_AT_ONCE = 4096  # tokens
@@ -38,6 +37,8 @@ MEANING = {
     "failed": "share of the tokens not solved (paper: not within tol), of the layer that has most",
     "num_iters": "ℓ*, of every layer: iterations that the paper's procedure (all tokens at once,"
     " tolerance 0.1, from zero) needs for what that layer reads in the tight solution",
+    "elsewhere": "of every layer: share of the tokens where that procedure ends in another"
+    " solution",
     "seconds": "of the forward passes through the backbone, without the head",
 }
 
@@ -51,7 +52,7 @@ def agree(
     text: Path | str | None = None,
     *,
     schedules: Sequence[str] = SCHEDULES,
-    tol: float = TOL,
+    tol: float | None = None,
     sequences: int = 8,
     length: int = 256,
     batch_size: int = 4,
@@ -66,7 +67,8 @@ def agree(
         text: a UTF-8 file; None: the held-out documents of the built-in corpus.
         schedules: with `token: exact`; and `paper`, the paper's procedure as the checkpoint's
             config describes it, for information.
-        tol: relative residual of the schedules that iterate; `paper` has the checkpoint's own.
+        tol: relative residual of the schedules that iterate; None: the checkpoint's own, as of
+            `paper`.
         sequences: how many of `length` tokens, drawn with `seed`; fewer if the text has fewer.
         batch_size: sequences solved at once; the paper's stopping depends on it.
         out: the JSON file, by default checkpoint/eval/agree.json.
@@ -90,20 +92,23 @@ def agree(
     results = header(checkpoint, text, model, blocks, batch_size, seed)
     results |= add_bits_per_byte(rows, blocks, tokenizer)
     tight = rows.pop("tight")
-    results |= {"num_iters": tight.pop("num_iters"), "tight": tight, "schedules": rows}
+    results |= {name: tight.pop(name) for name in ("num_iters", "elsewhere")}
+    results |= {"tight": tight, "schedules": rows}
     write_json(path, results)
     if out is None:
         add_measured(checkpoint)
     return results
 
 
-def way(model: FPRNNForCausalLM, schedule: str, tol: float) -> dict:
+def way(model: FPRNNForCausalLM, schedule: str, tol: float | None) -> dict:
     """The solver's fields of a schedule with `token: exact`, or of `paper`.
 
     Raises:
         GenerationError: no such schedule, or not for this model.
     """
-    fields = {"token": "exact", "schedule": schedule, "stopping": "causal", "eval_tol": tol}
+    fields: dict[str, Any] = {"token": "exact", "schedule": schedule, "stopping": "causal"}
+    if tol is not None:
+        fields["eval_tol"] = tol
     if schedule == PAPER:
         fields = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     try:
@@ -210,7 +215,8 @@ class _Sums:
             "seconds": self.seconds,
         }
         if self.probed:
-            row["num_iters"] = fixed_point_metrics(self.probed)["num_iters"]["mean"]
+            found = fixed_point_metrics(self.probed)["num_iters"]
+            row |= {"num_iters": found["mean"], "elsewhere": found["elsewhere"]}
         return row
 
 
@@ -219,7 +225,10 @@ def table(results: dict) -> Table:
     from rich import box
     from rich.table import Table
 
-    iterations = ", ".join(f"{count:.0f}" for count in results["num_iters"])
+    from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
+
+    counted = {"mean": results["num_iters"], "elsewhere": results["elsewhere"]}
+    iterations = ", ".join(marked(counted))
     caption = (
         "tight: token exact, sequential. top-1: same most likely token as tight.\n"
         "max Δ: largest difference of a logit from tight's. ppl: perplexity.\n"
@@ -227,6 +236,8 @@ def table(results: dict) -> Table:
         f"ℓ* (the paper's procedure at 0.1) of the layers: {iterations}."
         f"{bits_of_tight(results)}"
     )
+    if any(is_elsewhere(counted)):
+        caption += f"\n{ELSEWHERE_NOTE}"
     out = Table(
         title=title(results),
         caption=caption,
@@ -264,7 +275,12 @@ def title(results: dict) -> str:
 
 
 def check(
-    schedules: Sequence[str], sequences: int, length: int, batch_size: int, seed: int, tol: float
+    schedules: Sequence[str],
+    sequences: int,
+    length: int,
+    batch_size: int,
+    seed: int,
+    tol: float | None,
 ) -> None:
     """Refuse what needs no model to be refused."""
     if not schedules:
@@ -275,7 +291,7 @@ def check(
             raise AgreementError(f"{name} is {value}: it must be at least 1")
     if seed < 0:
         raise AgreementError(f"seed is {seed}: it must be at least 0")
-    if not 0 < tol < math.inf:
+    if tol is not None and not 0 < tol < math.inf:
         raise AgreementError(f"tol is {tol:g}: it is a relative residual, above 0")
 
 

@@ -56,11 +56,6 @@ def names(text: str) -> list[str]:
     return found
 
 
-def counts(text: str) -> list[int]:
-    """A comma-separated list of whole numbers from 1 on that is not empty."""
-    return [Whole(1)(name) for name in names(text)]
-
-
 def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
     """Of what argparse did not understand: the words, which stand behind options where they might
     have stood before them, and what is really unknown."""

@@ -9,13 +9,13 @@ differ from the manifest, and it is never loaded. Older ones are deleted after t
 from __future__ import annotations
 
 import copy
-import hashlib
+import math
 import queue
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 
 from lm.config import Checkpoint
 from lm.errors import UserError
+from lm.model import checksums
 from lm.outputs import DamagedError, read_json, sync, write_json, writing
 from lm.ranks import Ranks
 
@@ -88,7 +89,6 @@ class Checkpoints:
         self.folder, self.ranks, self.settings = Path(folder), ranks, settings
         self.about = {"world_size": ranks.world_size, **(about or {})}
         self.published: int | None = None  # the step of the newest that this process has written
-        self._intact: dict[Path, tuple] = {}  # folder → what its files looked like when whole
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
@@ -191,7 +191,7 @@ class Checkpoints:
                 _set_aside(path)
             job.partial.rename(path)
             sync(self.folder)
-        self._intact[path] = _looks(path, manifest)
+        checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
         self._prune()
         seconds = time.monotonic() - job.began
         self._news.put(Saved(job.step, job.blocked_s, seconds, total))
@@ -207,11 +207,9 @@ class Checkpoints:
         drop_partial(self.folder)
 
     def _is_intact(self, path: Path) -> bool:
-        """`verify`, but only once while the files look as they did."""
+        """`verify`, but files that look as they did are not read again."""
         try:
-            manifest = read_json(path / MANIFEST, ("files",))
-            if self._intact.get(path) != _looks(path, manifest):
-                self._intact[path] = _looks(path, verify(path))
+            verify(path, once=True)
         except Exception:  # whatever damage does: the new checkpoint is there already
             return False
         return True
@@ -256,16 +254,11 @@ def _write_file(path: Path, state) -> list:
             f" {path.parent.parent} ({_first_line(e)}; {free / 2**20:,.0f} MiB are free there): the"
             " one before stands"
         ) from None
-    return [path.stat().st_size, _digest(path)]
+    return [path.stat().st_size, checksums.sha256(path)]
 
 
 def _first_line(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _name(step: int) -> str:
@@ -274,11 +267,6 @@ def _name(step: int) -> str:
 
 def _part(partial: Path, rank: int) -> Path:
     return partial / f"files-rank{rank:04d}.json"
-
-
-def _looks(path: Path, manifest: dict) -> tuple:
-    stats = [(name, (path / name).stat()) for name in (MANIFEST, *sorted(manifest["files"]))]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _set_aside(path: Path) -> None:
@@ -306,9 +294,11 @@ def listed(folder: Path) -> list[Path]:
     return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)
 
 
-def verify(path: Path) -> dict:
+def verify(path: Path, once: bool = False) -> dict:
     """The manifest of a complete checkpoint.
 
+    Args:
+        once: files that look as they did when this process read them are not read again.
     Raises:
         CheckpointError: no such folder, no manifest, or a file missing, cut short or changed.
     """
@@ -332,35 +322,39 @@ def verify(path: Path) -> dict:
             f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
             f" {manifest['step']})"
         )
-    for file, size, digest in files:
+    for file, size, _ in files:
         if not file.is_file():
             raise CheckpointError(f"checkpoint {path} is incomplete: {file.name} is missing")
         if file.stat().st_size != size:
             raise CheckpointError(
                 f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
-        if _digest(file) != digest:
-            raise CheckpointError(
-                f"checkpoint {path}: {file.name} is damaged (its SHA-256 differs)"
-            )
+    if how := checksums.difference(path, {file.name: digest for file, _, digest in files}, once):
+        raise CheckpointError(f"checkpoint {path}: {how}")
     return manifest
 
 
-def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
+def newest(
+    folder: Path, say: Callable[[str], None] = print, before: float = math.inf
+) -> Path | None:
     """The newest complete checkpoint in a folder of them; says which ones it passed over. None
     where nothing was ever saved.
 
+    Args:
+        before: of the checkpoints of fewer updates; None where none of them is complete.
     Raises:
         CheckpointError: something was, and none of it is complete.
     """
     found = listed(folder)
     for path in reversed(found):
+        if step_of(path) >= before:
+            continue
         try:
             verify(path)
             return path
         except CheckpointError as e:
             say(f"passed over: {e}")
-    if found:
+    if found and before == math.inf:
         raise CheckpointError(
             f"none of the {len(found)} checkpoint{'s' * (len(found) > 1)} in {folder} is whole:"
             " bring a good one back, or train anew with --overwrite"
@@ -369,19 +363,20 @@ def newest(folder: Path, say: Callable[[str], None] = print) -> Path | None:
 
 
 def to_resume(
-    resume: str, folder: Path, say: Callable[[str], None] = print
+    resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
 
     Args:
         resume: never, auto (the newest complete one in `folder`), or the folder of one.
+        before: under auto, of those of fewer updates.
     Raises:
         CheckpointError: it is not complete; under auto, none of them is.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        path = newest(folder, say)
+        path = newest(folder, say, before)
         return None if path is None else (path, read_json(path / MANIFEST))
     return Path(resume), verify(Path(resume))
 
@@ -393,6 +388,52 @@ def check_resume(resume: str) -> None:
             f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
             " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
         )
+
+
+def to_go_back_to(
+    folder: Path, last: int | None, say: Callable[[str], None] = print
+) -> tuple[Path, dict] | None:
+    """The checkpoint that a run goes back to, and its manifest; None: there is none that is whole.
+    Where going back did not help, it is the one before, if there is one: the run leaves the branch
+    of the later ones, and they are deleted.
+
+    Args:
+        last: the update that it went back to, and has saved nothing since; None: it did not.
+    """
+    older = None if last is None else to_resume("auto", folder, say, before=last)
+    if older is not None:
+        drop_after(folder, older[1]["step"])
+        return older
+    try:
+        return to_resume("auto", folder, say)
+    except CheckpointError:  # none is whole
+        return None
+
+
+def not_finite(held: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """What holds NaN or infinity, such as "NaN or infinity in exp_avg"; "" where nothing does.
+
+    Args:
+        held: by what is said of them, such as "the weights".
+    """
+    spoilt = [
+        what
+        for what, tensors in held.items()
+        if not _sums_are_finite(tensors) and not all(torch.isfinite(t).all() for t in tensors)
+    ]
+    return f"NaN or infinity in {' and '.join(spoilt)}" if spoilt else ""
+
+
+@torch.no_grad()
+def _sums_are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """NaN and infinity stay in a sum, which is read faster than `isfinite` is written; the sum of
+    finite numbers may overflow."""
+    totals: dict[torch.device, torch.Tensor] = {}
+    for t in tensors:
+        if t.is_floating_point() and t.numel():
+            total = t.sum(dtype=torch.promote_types(t.dtype, torch.float32))
+            totals[t.device] = totals.get(t.device, 0.0) + total
+    return all(torch.isfinite(total).item() for total in totals.values())
 
 
 def drop_after(folder: Path, step: int) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer, cli_watch
-from lm.arguments import SEED, Number, Whole, counts, names, run, words_after_options
+from lm.arguments import SEED, Number, Whole, names, run, words_after_options
 from lm.cli_eval import add_eval
 
 EPILOG = """examples:
@@ -20,7 +20,6 @@ EPILOG = """examples:
   fprnn generate runs/demo/hf --prompt "The list"
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn agree runs/demo/hf
-  fprnn budget runs/demo/hf --iterations 1,2,4,8,16
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
   fprnn watch runs/demo runs/other
@@ -204,23 +203,8 @@ def _agree(args: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from lm.budget import budget, table
-    from lm.console import Progress, say
-
-    with Progress("budget", unit="batches") as bar:
-        results = budget(
-            args.checkpoint, **_solved_text(args), iterations=args.iterations, progress=bar.update
-        )
-    say(table(results))
-    say(f"drawn: {Path(args.out or args.checkpoint) / 'figures' / 'budget.png'}")
-    return 0
-
-
 def _solved_text(args: argparse.Namespace) -> dict:
-    """The options that `agree` and `budget` share; a list not given is left to their default."""
+    """The options of `agree`; a list not given is left to its default."""
     names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out")
     schedules = {} if args.schedules is None else {"schedules": args.schedules}
     return {name: getattr(args, name) for name in names} | schedules
@@ -252,7 +236,7 @@ def _check_mixer(args: argparse.Namespace) -> int:
 
 
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
-    """The options that `agree` and `budget` share."""
+    """The options of `agree`."""
     c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
     c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
     c.add_argument(
@@ -261,9 +245,8 @@ def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     c.add_argument(
         "--tol",
         type=Number(),
-        default=0.01,
-        help="relative residual of the schedules that iterate, above 0 (default: 0.01; paper has"
-        " the checkpoint's own)",
+        help="relative residual of the schedules that iterate, above 0 (default, and paper's: the"
+        " checkpoint's own)",
     )
     c.add_argument(
         "--sequences",
@@ -507,27 +490,6 @@ def _add_agree(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_agree)
 
 
-def _add_budget(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "budget",
-        help="perplexity against the iterations a token may have",
-        description="Cut the solve off after so many iterations of a token, converged or not: what"
-        " perplexity is left, and what did it cost? (`sequential` iterates nothing.) The knee of"
-        " the curve is an eval_max_iters that loses nothing. Writes eval/budget.json and"
-        " figures/budget.png.",
-    )
-    _add_solved_text(c, "paper, window:16, parallel")
-    c.add_argument(
-        "--iterations",
-        type=counts,
-        metavar="N,N,…",
-        default=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-        help="values of ℓmax, each at least 1 (default: 1,2,3,4,6,8,12,16,24,32)",
-    )
-    c.add_argument("--out", metavar="DIR", help="folder of eval/ and figures/ (default: CKPT)")
-    c.set_defaults(run_command=_budget)
-
-
 def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
@@ -607,7 +569,6 @@ def parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     cli_inspect.add(commands)
     _add_agree(commands)
-    _add_budget(commands)
     _add_report(commands)
     cli_watch.add(commands)
     _add_doctor(commands)

@@ -1,4 +1,4 @@
-"""What a checkpoint must be so that a run can go on from it."""
+"""What a checkpoint must be so that a run can go on from it, and the run so that it is its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 from lm.checkpoint import CheckpointError
 from lm.config import Config, load
+from lm.data.mixture import parts
+from lm.data.prepare import checksums, place_in_run
 from lm.deepspeed_json import layout
+from lm.model.checksums import SUMS, difference, sha256
 from lm.optim import signature
 from lm.ranks import Ranks
-from lm.run_dir import RunDir
+from lm.run_dir import RunDir, RunDirError, check_config
 
 
 def identity(cfg: Config, world_size: int) -> dict:
@@ -21,6 +24,51 @@ def identity(cfg: Config, world_size: int) -> dict:
         "global_batch_size": cfg.train.sequences(world_size),
         "batch_warmup": warmup and warmup.model_dump(),
     }
+
+
+def made_of(cfg: Config, run: RunDir) -> dict:
+    """What a checkpoint's manifest says of the run that it is made in, beside its own files: the
+    checksums of its tokenizer and of its corpora, and the config."""
+    tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
+    return {
+        "tokenizer": {file.name: sha256(file) for file in tokenizer},
+        "corpora": {name: checksums(run.path, name) for name in parts(cfg)},
+        "config": cfg.model_dump(mode="json"),
+    }
+
+
+def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
+    """Refuse a run that is no longer what one of its checkpoints is made of. What a manifest of an
+    earlier version does not say is not compared.
+
+    Args:
+        path: of the checkpoint. cfg: as the run has it now.
+    Raises:
+        RunDirError: its config, its tokenizer or one of its corpora is another.
+    """
+    check_config(path, manifest, run, cfg)
+    check_tokenizer(path, manifest, run)
+    check_corpora(path, manifest, run, cfg)
+
+
+def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
+    """Raises RunDirError where a run has another tokenizer than one of its checkpoints."""
+    if how := difference(run.tokenizer, manifest.get("tokenizer", {})):
+        raise RunDirError(
+            f"{run.tokenizer / how}: {path} was trained with another tokenizer; bring it back"
+        )
+
+
+def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
+    """Raises RunDirError where a run has another corpus than one of its checkpoints."""
+    for name, sums in manifest.get("corpora", {}).items():
+        now = checksums(run.path, name) if name in parts(cfg) else {}
+        if sums and now and sums != now:
+            raise RunDirError(
+                f"{place_in_run(run.path, name)} is of another corpus than {path} was trained on"
+                " (the sha256 of its files differ): bring the text back as it was, or train anew"
+                " under another `name`"
+            )
 
 
 def check_batch(path: Path, manifest: dict, now: dict, run: RunDir, ranks: Ranks) -> None:

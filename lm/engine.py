@@ -376,6 +376,18 @@ class Engine:
         mean = targets / (len(batches) * self.ranks.world_size)
         return [count / mean for count in counts]
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What of this rank goes into a checkpoint: "the weights", and the optimizer's moments by
+        name."""
+        groups = self.base_optimizer.param_groups
+        stepped = [p for group in groups for p in group["params"]]  # under ZeRO flat, in fp32
+        held = {"the weights": [*self.deepspeed.module.parameters(), *stepped]}
+        for state in self.base_optimizer.state.values():
+            for name, moment in state.items():
+                if torch.is_tensor(moment):
+                    held.setdefault(name, []).append(moment)
+        return held
+
     def state_files(self, folder: Path, step: int) -> dict[str, object]:
         """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
         rank calls it."""

@@ -166,7 +166,7 @@ def table(results: dict) -> Table:
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
     of = results["fixed_point"]
-    found = failures(of.get("failed", []), results["solver"], of.get("layers"))
+    found = failures(of, results["solver"])
     warnings = [f"warning: {text}" for text in found.values()]
     out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
     for column in (1, 3):

@@ -84,6 +84,7 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
+    from lm.continuing import check_made_of
     from lm.data.tokenizer import load_tokenizer
     from lm.reshard import consolidated
     from lm.run_dir import RunDir
@@ -95,6 +96,7 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
     manifest = checkpoints.verify(path)
     cfg = load(run.config)
+    check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     model = build_model(
         cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -164,6 +166,7 @@ def write_export(
     from lm import measured, model_card
     from lm.data.tokenizer import RECORD
     from lm.foreign import TOKENIZER
+    from lm.model.checksums import SUMS, write_sums
 
     logging.disable_progress_bar()
     out = Path(out)
@@ -178,7 +181,7 @@ def write_export(
         model.save_pretrained(new)
         travelling.write(own_files, new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
-            if file.name != RECORD:
+            if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
         if own_files:
             files = ", ".join(name for name in own_files if name != travelling.REGISTER)
@@ -186,6 +189,8 @@ def write_export(
         has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
         card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
         (new / measured.CARD).write_text(card, encoding="utf-8")
+        # A card is to be written in, by people and by `fprnn eval`.
+        write_sums(new, [file.name for file in new.iterdir() if file.name != measured.CARD])
         if out.exists():
             shutil.rmtree(out)
         os.replace(new, out)

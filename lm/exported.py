@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.errors import UserError
+from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,14 +25,16 @@ def load_model(path: Path | str) -> PreTrainedModel:
     on the hub never is.
 
     Raises:
-        LoadError: unreadable or damaged files; a weight that is missing, unknown to the model, of
-            another shape, or not finite. transformers itself would go on with random values.
+        LoadError: unreadable or damaged files, or others than were exported; a weight that is
+            missing, unknown to the model, of another shape, or not finite. transformers itself
+            would go on with random values.
     """
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    _refuse_changed(path)
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
     logging.disable_progress_bar()
@@ -78,12 +81,22 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    _refuse_changed(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=_is_here(path))
     except ImportError:  # a package is missing, which has a sentence of its own
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         raise LoadError(f"cannot load the tokenizer of {path}: {_reason(e)}") from None
+
+
+def _refuse_changed(path: Path | str) -> None:
+    """Raises LoadError where a file of an export is not what its SHA256SUMS says."""
+    try:
+        if _is_here(path):
+            refuse_changed(path)
+    except (OSError, ValueError) as e:
+        raise LoadError(str(e)) from None
 
 
 def _is_here(path: Path | str) -> bool:

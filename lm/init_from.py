@@ -23,8 +23,8 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
     export, or a Mamba of transformers or state-spaces.
 
     Raises:
-        SourceError: no such folder, or it holds none of these. CheckpointError, LoadError: a run or
-            an export that is damaged.
+        SourceError: no such folder, or it holds none of these. CheckpointError, RunDirError,
+            LoadError: a run or an export that is damaged, or was changed.
     """
     from lm.checkpoint import MANIFEST
     from lm.model.configuration_fprnn import MODEL_TYPES
@@ -51,6 +51,7 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
     from lm import checkpoint as checkpoints
     from lm.build import build_model, vocabulary
     from lm.config import load
+    from lm.continuing import check_made_of
     from lm.data.tokenizer import load_tokenizer
     from lm.reshard import consolidated
 
@@ -64,9 +65,11 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
         raise SourceError(
             f"{run} is of model.name {cfg.model.name}: it must be fprnn, mamba or mamba2"
         )
-    what = f"our run, update {checkpoints.verify(path)['step']}"
+    manifest = checkpoints.verify(path)
+    what = f"our run, update {manifest['step']}"
     if not run.tokenizer.is_dir():
         raise SourceError(f"{run} has no tokenizer: it was never trained")
+    check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.random.fork_rng(devices=[]), torch.device("meta" if shapes_only else "cpu"):

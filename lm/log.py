@@ -13,13 +13,13 @@ from typing import Any, TextIO, TypeVar
 
 from lm.config import Run
 from lm.console import say
-from lm.metrics import read_metrics
+from lm.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.outputs import write_text, writing
 from lm.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
 GROUPS = {
-    "solver": ("adjoint", "evaluations", "failed", "lipschitz", "mixing_norm", "residual"),
+    "solver": ("adjoint", "evaluations", *SHARES, "lipschitz", "mixing_norm", "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
     "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
     "data": ("data_epochs", "data_padding", "data_share"),
@@ -30,11 +30,11 @@ WHOLE = {"probe": "solver", "valid": "validation", "validation": "validation"}
 MOST_LAYERS = 6  # whose numbers are shown one by one
 
 
-def describe(record: dict, num_iters: list[float] | None = None) -> str:
+def describe(record: dict, num_iters: dict | None = None) -> str:
     """A training record as one line: what a person watches.
 
     Args:
-        num_iters: ℓ* of each layer, of the last probe.
+        num_iters: ℓ* of the layers, as the record of the last probe has it.
     """
     parts = [f"loss {record['loss']:.3f}"]
     if "perplexity" in record:
@@ -44,11 +44,12 @@ def describe(record: dict, num_iters: list[float] | None = None) -> str:
     parts.append(f"lr {record['lr']:.1e}")
     parts.append(f"|g| {record['grad_norm']:.2f}")
     if num_iters:
-        parts.append(f"ℓ* {of_layers(num_iters)}")
+        parts.append(f"ℓ* {iterations_of_layers(num_iters)}")
     if "evaluations" in record:
         parts.append(f"evaluations {of_layers(record['evaluations'])}")
-        if failed := max(record["failed"]):
-            parts.append(f"failed {failed:.2%}")
+        for name in SHARES:
+            if share := max(record.get(name, [0.0])):
+                parts.append(f"{name} {share:.2%}")
     parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
@@ -63,15 +64,22 @@ def of_layers(values: list[float]) -> str:
     return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def probed(record: dict) -> list[float] | None:
-    """ℓ* of each layer, of a record that has a probe; else None."""
-    return record["probe"]["num_iters"]["mean"] if "probe" in record else None
+def iterations_of_layers(num_iters: dict) -> str:
+    """ℓ* of the layers as `of_layers` has it, marked where it is of another solution."""
+    if len(num_iters["mean"]) <= MOST_LAYERS:
+        return " ".join(marked(num_iters))
+    return of_layers(num_iters["mean"]) + ELSEWHERE * any(is_elsewhere(num_iters))
+
+
+def probed(record: dict) -> dict | None:
+    """ℓ* of the layers, of a record that has a probe; else None."""
+    return record["probe"]["num_iters"] if "probe" in record else None
 
 
 def iterations(record: dict) -> str:
     """ℓ* of each layer, of a record that has a probe."""
     num_iters = probed(record)
-    return "" if num_iters is None else f"  ℓ* {of_layers(num_iters)}"
+    return "" if num_iters is None else f"  ℓ* {iterations_of_layers(num_iters)}"
 
 
 def grouped(record: dict) -> dict[str, float]:
@@ -201,7 +209,13 @@ class Writer:
 
     def _kept_until(self, step: int) -> TextIO:
         """metrics.jsonl without the records of later steps, open to go on."""
-        kept = [r for r in read_metrics(self.run.path) if r["step"] <= step] if step else []
+        records, unread = read_log(self.run.path) if step else ([], 0)
+        if unread:
+            say(
+                f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
+                " record (cut short by a kill, or damaged): dropped"
+            )
+        kept = [record for record in records if record["step"] <= step]
         write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")

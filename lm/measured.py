@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
 from lm.outputs import read_mapping, write_text
 
 CARD = "README.md"
@@ -82,5 +83,6 @@ def _agreement(found: dict) -> list[str]:
             f"| {name} | {tolerance} | {row['top1']:.2%} | {row['difference']:.1e} |"
             f" {row['perplexity']:.3f} | {row['evaluations']:.1f} | {row['failed']:.2%} |"
         )
-    counts = ", ".join(f"{count:g}" for count in found["num_iters"])
-    return [*lines, "", f"ℓ\\* of the layers there: {counts}."]
+    counted = {"mean": found["num_iters"], "elsewhere": found.get("elsewhere")}
+    lines += ["", f"ℓ\\* of the layers there: {', '.join(marked(counted))}."]
+    return [*lines, f"{ELSEWHERE_NOTE}."] if any(is_elsewhere(counted)) else lines

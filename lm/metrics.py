@@ -21,7 +21,17 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V1
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
 
+# What a solve counts of its tokens (lm/model/solver.py), in records.
+SHARES = ("failed", "bisected", "limited")
 FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
+ILL_SHARE = 0.01  # likewise of those that were bisected, or whose gradient may be limited
+ELSEWHERE_SHARE = 0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
+ELSEWHERE = "†"
+ELSEWHERE_NOTE = (
+    f"{ELSEWHERE} the paper's procedure, whose iterations ℓ* counts, ends in another solution than"
+    f" the model's at more than {ELSEWHERE_SHARE:.0%} of the tokens: this ℓ* does not belong to the"
+    " model's answers"
+)
 
 
 def peak_flops() -> float | None:
@@ -41,11 +51,13 @@ def fixed_point_metrics(
         stats: FixedPointReports with tensors of shape (n_layer,b). gather: concatenates over ranks.
         rows: (b,) bool, the sequences that count, of all micro-batches; None: all of them.
     Returns:
-        {"evaluations", "failed", "residual"}, each a list with one number a layer: evaluations a
-        token of the block's map, the share of tokens whose solve failed, and the mean over
-        sequences of the largest residual of a token. Of stats that a `probe` gave also "num_iters"
-        {mean, median, max} of ℓ*, each such a list; of a hybrid "layers", the numbers of the layers
-        that these are of. {} for a model without a solver.
+        {"evaluations", "failed", "bisected", "limited", "residual"}, each a list with one number a
+        layer: evaluations a token of the block's map; the shares of tokens whose solve failed, of
+        those whose solution bisection found, and of those where the gradient's limit may take
+        effect; the mean over sequences of the largest residual of a token. Of stats that a `probe`
+        gave also "num_iters" {mean, median, max} of ℓ* and {elsewhere}, the share of tokens where
+        the paper's procedure ends in another solution, each such a list; of a hybrid "layers", the
+        numbers of the layers that these are of. {} for a model without a solver.
     """
     if not stats:
         return {}
@@ -58,7 +70,7 @@ def fixed_point_metrics(
         return values if counted is None else values[:, counted]
 
     measured: dict[str, list[float] | dict[str, list[float]]] = {
-        name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", "failed", "residual")
+        name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", *SHARES, "residual")
     }
     if stats[0].layers is not None:
         measured["layers"] = stats[0].layers
@@ -68,8 +80,24 @@ def fixed_point_metrics(
             "mean": _rounded(iterations.mean(-1)),
             "median": _rounded(iterations.median(-1).values),
             "max": _rounded(iterations.amax(-1)),
+            "elsewhere": _rounded(over_all("elsewhere").mean(-1)),
         }
     return measured
+
+
+def is_elsewhere(num_iters: dict) -> list[bool]:
+    """Of each layer whether its ℓ* belongs to another solution than the layer's. num_iters: of a
+    record; one of before this was compared says nothing."""
+    shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
+    return [share > ELSEWHERE_SHARE for share in shares]
+
+
+def marked(num_iters: dict) -> list[str]:
+    """The mean ℓ* of each layer as text, with ELSEWHERE where it is of another solution."""
+    return [
+        f"{mean:.1f}{ELSEWHERE * elsewhere}"
+        for mean, elsewhere in zip(num_iters["mean"], is_elsewhere(num_iters))
+    ]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -133,7 +161,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 class FailureWatch:
-    """Says once for each layer that too many of its tokens were not solved.
+    """Says once for each layer that too many of its tokens were not solved, or are ill-conditioned.
 
     Args:
         say: takes a sentence. solver: what `model.solver()` gives.
@@ -147,41 +175,55 @@ class FailureWatch:
     def look(self, measured: dict, where: str) -> None:
         """measured: what `fixed_point_metrics` gave, {} of a model without a solver. where: "update
         30", say."""
-        found = failures(measured.get("failed", []), self.solver, measured.get("layers"))
-        for layer, sentence in found.items():
+        for layer, sentence in failures(measured, self.solver).items():
             if layer not in self.said:
                 self.say(f"warning: {where}: {sentence}")
                 self.said.add(layer)
 
 
-def failures(
-    failed: list[float], solver: dict | str, numbers: list[int] | None = None
-) -> dict[int, str]:
-    """Of each layer above FAILED_SHARE what happened, and what to do, by its place in `failed`.
+def failures(measured: dict, solver: dict | str) -> dict[int, str]:
+    """Of each layer with too many tokens that were not solved, were bisected or have a limited
+    gradient, the first of these and what to do, by its place in the lists.
 
     Iterated tokens are left out: their procedure may leave tokens unfinished by its own rule (the
     quantile, ℓmax), and the share stands in every record.
 
     Args:
-        failed: the share of tokens of each layer. solver: what `model.solver()` gives. numbers:
-            which layers of the model these are; None: all, from 0 on.
+        measured: what `fixed_point_metrics` gave. solver: what `model.solver()` gives.
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
-    what = "the token's equation was not solved"
-    cures = "model.contractive: 0.9 or model.glu_in_loop: false"
-    if solver["max_iters"] is not None:  # tokens may also have been left by the way through time
-        what += " (or not to the tolerance within the iterations allowed)"
-        cures += "; or allow more iterations, or schedule: sequential"
-    return {
-        layer: (
-            f"{what} for {share:.2%} of the tokens of layer {numbers[layer] if numbers else layer}"
-            f" (more than {FAILED_SHARE:.1%}), so what the layer gave there is not its solution:"
-            f" train with {cures}"
-        )
-        for layer, share in enumerate(failed)
-        if share > FAILED_SHARE
+    cures = (
+        "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
+    )
+    kinds = {
+        "failed": (
+            FAILED_SHARE,
+            "the token's equation was not solved",
+            "so what the layer gave there is not its solution",
+        ),
+        "bisected": (
+            ILL_SHARE,
+            "the token's equation has a solution that its iteration does not come to",
+            "so it was bisected, and a small change of the input may lead to another",
+        ),
+        "limited": (
+            ILL_SHARE,
+            "the token's equation is nearly singular",
+            "so the gradient may be shortened there",
+        ),
     }
+    said: dict[int, str] = {}
+    numbers = measured.get("layers")
+    for name, (most, what, therefore) in kinds.items():
+        for layer, share in enumerate(measured.get(name, [])):
+            if share > most and layer not in said:
+                said[layer] = (
+                    f"{what} for {share:.2%} of the tokens of layer"
+                    f" {numbers[layer] if numbers else layer} (more than {most:.1%}), {therefore}:"
+                    f" {cures}"
+                )
+    return said
 
 
 def imbalance(seconds: float, gather: Gather) -> dict:

@@ -13,7 +13,7 @@ from lm.data.mixture import parts
 from lm.data.prepare import place_in_run
 from lm.errors import ConfigError
 from lm.measured import BEGIN, END, NOTHING_MEASURED, known
-from lm.metrics import read_metrics
+from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
 from lm.warmups import Growth
@@ -185,11 +185,13 @@ def _iterations(probe: dict) -> list[str]:
     counts = probe["num_iters"]
     numbers = probe.get("layers", range(len(counts["mean"])))
     rows = [
-        f"| {number} | {mean:.2f} | {median:g} | {most:g} |"
+        f"| {number} | {mean} | {median:g} | {most:g} |"
         for number, mean, median, most in zip(
-            numbers, counts["mean"], counts["median"], counts["max"]
+            numbers, marked(counts), counts["median"], counts["max"]
         )
     ]
+    if any(is_elsewhere(counts)):
+        rows += ["", f"{ELSEWHERE_NOTE}."]
     return ["| layer | mean ℓ\\* | median | most |", "| --- | --- | --- | --- |", *rows]
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from lm.errors import UserError
-from lm.metrics import read_metrics
+from lm.metrics import ELSEWHERE, is_elsewhere, read_metrics
 from lm.reports.series import having, running_mean, smoothing_span
 
 
@@ -116,7 +116,10 @@ def _iterations(name: str, probed: list[dict]):
         color = (0.1 + 0.8 * shade, 0.3, 0.9 - 0.7 * shade)
         mean = [count["mean"][i] for count in counts]
         most = [count["max"][i] for count in counts]
-        axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {numbers[i]}")
+        mark = ELSEWHERE * is_elsewhere(counts[-1])[i]
+        axes.plot(steps, mean, "o-", color=color, lw=1.4, ms=3, label=f"layer {numbers[i]}{mark}")
         axes.fill_between(steps, mean, most, color=color, alpha=0.12, lw=0)
     axes.set_ylim(bottom=0)
+    if any(is_elsewhere(counts[-1])):
+        axes.set_xlabel(f"{axes.get_xlabel()}\n{ELSEWHERE}: of another solution than the model's")
     return figure

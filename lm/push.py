@@ -9,6 +9,7 @@ from pathlib import Path
 from lm.errors import UserError
 from lm.inspection.show import PAGE
 from lm.measured import CARD
+from lm.model.checksums import refuse_changed
 from lm.model_card import with_place
 
 
@@ -74,13 +75,17 @@ def find(repository: str, public: bool = False) -> Place:
 
 
 def check_export(folder: Path) -> None:
-    """Raises PushError where a folder is no export with a model card."""
+    """Raises PushError where a folder is no export with a model card, or not as it was written."""
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / CARD).is_file():
         raise PushError(
             f"{folder} is no export (it has no config.json, or no {CARD}): name an exported folder,"
             " or give RUN and OUT"
         )
+    try:
+        refuse_changed(folder)
+    except (OSError, ValueError) as e:
+        raise PushError(f"{e}; nothing was uploaded") from None
 
 
 def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:

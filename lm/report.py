@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm import plots
-from lm.checkpoint import CheckpointError, newest
+from lm.checkpoint import MANIFEST, CheckpointError, listed, newest
+from lm.config import load
 from lm.console import say
+from lm.continuing import check_made_of
 from lm.data.text_bytes import in_bits
-from lm.errors import require
-from lm.metrics import read_metrics
+from lm.errors import UserError, require
+from lm.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
 from lm.outputs import DamagedError, OutputError, check_folder, read_json, write_json
 from lm.reports.overview import state
 from lm.reports.read import read_all
@@ -55,6 +57,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None) -> list:
     if not printed:
         printed += [state(files) for files in runs]
     printed += [f"note: {files.run}: {remark}" for files in runs for remark in files.remarks]
+    printed += [f"note: {line}" for files in runs if (line := _changed(files.run))]
     return [*printed, *(f"{name}: {path}" for name, path in paths.items())]
 
 
@@ -118,6 +121,18 @@ def _checkpoint(run: RunDir) -> Path | None:
         return None
 
 
+def _changed(run: RunDir) -> str | None:
+    """What of a run is not what its newest checkpoint is made of, in a sentence."""
+    try:
+        for path in listed(run.checkpoints)[-1:]:
+            check_made_of(path, read_json(path / MANIFEST), run, load(run.config))
+    except RunDirError as e:
+        return str(e)
+    except UserError:
+        pass  # a damaged file, of which the remarks tell
+    return None
+
+
 def _fixed_point(run: RunDir, records: list[dict]) -> dict:
     """What the last probe measured, and under "training" what the last training record says; {} of
     a model without a solver, and of a run that was never probed (of before there were probes).
@@ -163,14 +178,16 @@ def _add_layers(table, fixed: dict) -> None:
     """A row for each layer: ℓ*, and what solving cost and left in training and evaluation."""
     counts, training = fixed["num_iters"], fixed["training"]
     numbers = fixed.get("layers", range(len(counts["mean"])))
-    for i, mean in enumerate(counts["mean"]):
+    for i, mean in enumerate(marked(counts)):
         table.add_row(
             f"ℓ* layer {numbers[i]}",
-            f"mean {mean:.1f}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
+            f"mean {mean}, median {counts['median'][i]:.0f}, max {counts['max'][i]:.0f};"
             f" evaluations a token {training['evaluations'][i]:.1f} in training,"
             f" {fixed['evaluations'][i]:.1f} in evaluation; tokens not solved"
             f" {training['failed'][i]:.2%}, {fixed['failed'][i]:.2%}",
         )
+    if any(is_elsewhere(counts)):
+        table.add_row("", ELSEWHERE_NOTE)
 
 
 def table(summary: dict, title: str) -> Table:

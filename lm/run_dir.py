@@ -6,10 +6,12 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lm.config import Run, build, load_tree
 from lm.errors import DivergedAlone, UserError, exit_status, sentence
 from lm.lease import Lease, LeaseError
+from lm.metrics import read_metrics
 from lm.outputs import check_folder, read_json, write_json, write_text, writing
 from lm.resuming import Resume, resume_rule
 
@@ -63,9 +65,10 @@ class RunDir:
 
     @property
     def is_started(self) -> bool:
-        """Whether anything was trained there: a checkpoint, or a logged step."""
+        """Whether anything was trained there: a checkpoint, a logged step, or a result."""
         logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return logged or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return logged or saved or self.is_finished
 
     def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
@@ -76,12 +79,19 @@ class RunDir:
 
         Raises:
             RunDirError: it already holds a run and neither resume nor --overwrite was asked for;
-                it holds something else; the run to be continued is another one.
+                it holds something else; the run to be continued is another one, or has lost its
+                config or its checkpoints.
             LeaseError: another process is at work there.
             OutputError: it cannot be written.
         """
         check_folder(self.path)
         ours = self.holds_run or self.lease.exists()
+        if not self.holds_run and self.is_started and not (ours and overwrite):
+            raise RunDirError(
+                f"{self} holds what a run has left (a log, checkpoints or a result), and its"
+                " config.yaml is gone: bring it back (a checkpoint's manifest.json holds it), or"
+                " choose another `name`"
+            )
         if not ours and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
         with writing(self.path):
@@ -137,12 +147,29 @@ class RunDir:
                     " `name`, or delete it with --overwrite"
                 )
             self.previous = _continued(cfg, self.config, say)
+            if cfg.resume == "auto":
+                self._refuse_lost_checkpoints()
             self.failure.unlink(missing_ok=True)
             return
-        if self.holds_run:
+        if self.holds_run or self.is_started:
             self._clear()
         self.failure.unlink(missing_ok=True)
         self.confirm(cfg)
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """Raises RunDirError where a run that has saved has no checkpoint any more: it would begin
+        anew over its log."""
+        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        if any(not path.name.endswith(".partial") for path in there):
+            return
+        records = read_metrics(self.path)
+        if self.is_finished or any("checkpoint" in record for record in records):
+            made = max((record["step"] for record in records), default=None)
+            raise RunDirError(
+                f"{self} has {'finished' if made is None else f'made {made} updates'}, and its"
+                f" checkpoints are gone from {self.checkpoints.name}/: bring them back, or train"
+                " anew with --overwrite"
+            )
 
     def confirm(self, cfg: Run) -> None:
         """The run goes on with this config: nothing is left that could refuse it."""
@@ -167,6 +194,44 @@ def comparable(cfg: Run) -> dict:
     """A configuration by dotted keys, its model and solver sections `settled`."""
     tree = cfg.model_dump(mode="json")
     return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+
+
+def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
+    """What two configurations say differently: dotted key → (then, now)."""
+    old, new = comparable(was), comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
+    """Refuse a config that says something else of what a run may not change than one of the run's
+    checkpoints. Where files lie it may say, and a tokenizer's files are compared themselves.
+
+    Args:
+        path: of the checkpoint, whose manifest says with which config it was trained; one of an
+            earlier version does not.
+    Raises:
+        RunDirError: naming each key.
+    """
+    if "config" not in manifest:
+        return
+    schema = type(cfg)
+    was = build(manifest["config"], f"{path}/manifest.json: config", schema)
+    other = [
+        f"{key} was {before!r}, is {now!r}"
+        for key, (before, now) in changed_keys(was, cfg).items()
+        if resume_rule(schema, key) is Resume.FIXED
+        and not key.startswith("tokenizer.")
+        and not key.endswith("path")
+    ]
+    if other:
+        raise RunDirError(
+            f"{run.config} is not what {path} was trained with ({'; '.join(other)}): bring it back"
+            " as it was (the checkpoint's manifest.json holds it)"
+        )
 
 
 def settled(model: dict) -> dict:
@@ -200,12 +265,7 @@ def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
     """
     # Through the schema: a key that is newer than the run has its default there.
     was = build(load_tree(saved), str(saved), type(cfg))
-    old, new = (comparable(c) for c in (was, cfg))
-    changed = {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
+    changed = changed_keys(was, cfg)
     said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
     for key, (before, now) in changed.items():
         if key.startswith("solver.") and cfg.model.name != "fprnn":

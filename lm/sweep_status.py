@@ -17,7 +17,7 @@ from lm import config
 from lm.config import ConfigError
 from lm.errors import PREEMPTED
 from lm.lease import is_alive
-from lm.metrics import read_metrics
+from lm.metrics import marked, read_metrics
 from lm.outputs import read_mapping
 from lm.run_dir import RunDir
 
@@ -37,7 +37,7 @@ class Point:
     state: str  # of STATES
     step: int | None = None  # the last update that was recorded
     steps: int | None = None  # of the whole run
-    num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+    num_iters: dict | None = None  # ℓ* of the layers, as the record of the last probe has it
     seen_s: float | None = None  # seconds since its last sign of life
     text: str = ""  # its result, or what happened
 
@@ -131,14 +131,15 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def num_iters_of(record: dict) -> list[float] | None:
-    """ℓ* of each layer, of a record (or a result) with a probe."""
+def num_iters_of(record: dict) -> dict | None:
+    """ℓ* of the layers, of a record (or a result) with a probe."""
     try:
-        mean = record["probe"]["num_iters"]["mean"]
-    except (LookupError, TypeError):
+        found = record["probe"]["num_iters"]
+        lists = [found["mean"], found.get("elsewhere", [0.0])]
+    except (LookupError, TypeError, AttributeError):
         return None
-    whole = isinstance(mean, list) and mean and all(map(is_number, mean))
-    return mean if whole else None
+    whole = all(isinstance(some, list) and some and all(map(is_number, some)) for some in lists)
+    return found if whole else None
 
 
 def validation_of(result: dict) -> dict | None:
@@ -217,7 +218,7 @@ def table(points: list[Point]) -> Table:
         out.add_column(name, justify="right" if name in ("updates", "last sign") else "left")
     for p in points:
         updates = "" if p.step is None else f"{p.step}/{p.steps or '?'}"
-        layers = " ".join(f"{v:.1f}" for v in p.num_iters or [])
+        layers = " ".join(marked(p.num_iters)) if p.num_iters else ""
         seen = "" if p.seen_s is None else f"{duration(p.seen_s)} ago"
         out.add_row(Path(p.run_dir).name, p.state, updates, layers, seen)
     return out

@@ -13,10 +13,26 @@ import torch
 from lm import engine as ds
 from lm import init_from
 from lm.build import build_model, missing_kernels, vocabulary
-from lm.checkpoint import CheckpointError, Checkpoints, drop_after, read_state, to_resume
+from lm.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    drop_after,
+    not_finite,
+    read_state,
+    step_of,
+    to_go_back_to,
+    to_resume,
+)
 from lm.config import Config
 from lm.console import Progress, say
-from lm.continuing import check_batch, check_optimizer, identity
+from lm.continuing import (
+    check_batch,
+    check_made_of,
+    check_optimizer,
+    check_tokenizer,
+    identity,
+    made_of,
+)
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations, probed
@@ -91,13 +107,14 @@ class Training:
         self.step = 0  # updates made
         self.seconds = 0.0  # of training, of the processes before this one
         self.rollbacks = 0
+        self.went_back_to: int | None = None  # an update, and nothing was saved since
         self.began = time.perf_counter()
         self.writer: Writer | None = None  # on rank 0
         self.signals = on_exit.enter_context(StopSignals())
         self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
-        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
         self.growth = Growth(cfg, ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
         self.profile = Profile(profiled, run.profile, say, self._paused)
@@ -108,7 +125,7 @@ class Training:
         on_exit.callback(self.checkpoints.close)
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
-        self._build_model()
+        self._build_with_finite_weights(named=cfg.resume != "auto")
 
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
@@ -119,14 +136,65 @@ class Training:
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
         say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
         ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
+        ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             prepare = corpora.prepare_sources
             ranks.first(lambda: bool(prepare(cfg, self.tokenizer, folder, progress)))
+        ranks.first(self._check_made_of)  # the corpora may be new
+        self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
+
+    def _check_made_of(self) -> None:
+        """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
+        of; one of another run need only have this one's tokenizer."""
+        if self.found is None:
+            return
+        path, manifest = self.found
+        if path.resolve().parent == self.run.checkpoints.resolve():
+            check_made_of(path, manifest, self.run, self.cfg)
+        else:
+            check_tokenizer(path, manifest, self.run)
+
+    def _build_with_finite_weights(self, named: bool) -> None:
+        """The model as `found` has it, or where that holds NaN as the newest checkpoint before it
+        that does not: versions before this one saved what they had.
+
+        Args:
+            named: `found` is what was asked for, and no other will do.
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        self._build_model()
+        while self.found is not None:
+            path = self.found[0]
+            try:
+                self._check_finite(f"checkpoint {path}: ")
+                return
+            except Diverged as e:
+                if named:
+                    raise CheckpointError(f"{e}: resume an older one") from None
+                say(f"passed over: {e}")
+            folder = self.run.checkpoints
+            self.found = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
+            if self.found is None:
+                raise CheckpointError(
+                    f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
+                    " --overwrite"
+                )
+            self.engine.release()
+            self._build_model()
+
+    def _check_finite(self, where: str = "") -> None:
+        """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
+        held = self.engine.held()
+        if self.average:
+            held["the average of the weights"] = list(self.average.weights.values())
+        what = not_finite(held)
+        self.ranks.raise_any(Diverged(where + what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -287,17 +355,18 @@ class Training:
             self._catch_up()
             while self.step < steps:
                 self.run.check_ours()
+                number = self.step + 1
                 try:
-                    with self.profile.update(self.step + 1):
+                    with self.profile.update(number):
                         update = self._update()
+                    self._record(update, bar)
+                    self._probe_if_due()
+                    self._save_if_due(update.stopping)
                 except DivergedAlone:
                     raise
                 except Diverged as e:
-                    self._roll_back(e)
+                    self._roll_back(e, number)
                     continue
-                self._record(update, bar)
-                self._probe_if_due()
-                self._save_if_due(update.stopping)
                 if self.step % self.cfg.eval.every == 0 and self.step < steps:
                     self._validate()
             self.checkpoints.finish()
@@ -378,19 +447,20 @@ class Training:
         say(f"note: update {self.step} is skipped: {why}")
         self._write({"step": self.step, "skip": {"number": self.outliers.number, "why": why}})
 
-    def _roll_back(self, error: Exception) -> None:
-        """Take weights and optimizer from the last checkpoint, and go on with the data after the
-        batches that spoilt them.
+    def _roll_back(self, error: Exception, failed: int) -> None:
+        """Take weights and optimizer from the last checkpoint, or where that did not help from the
+        one before, and go on with the data after the batches that spoilt them.
 
+        Args:
+            failed: the number of the update.
         Raises:
             Diverged: there is none, or `train.rollbacks` of them were made.
         """
-        failed, most = self.step + 1, self.cfg.train.rollbacks
+        most, folder = self.cfg.train.rollbacks, self.run.checkpoints
         self.checkpoints.finish()
         found = None
         if self.rollbacks < most:
-            with contextlib.suppress(CheckpointError):  # none is whole
-                found = self.ranks.first(to_resume, "auto", self.run.checkpoints, say)
+            found = self.ranks.first(to_go_back_to, folder, self.went_back_to, say)
         if found is None:
             stands = self.checkpoints.published
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
@@ -401,8 +471,12 @@ class Training:
         after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
         self.engine.release()  # with the gradients that are spoilt
         self.found = found
-        self._build_model()
-        self._restore(*found)
+        try:
+            self._build_with_finite_weights(named=False)
+        except CheckpointError as e:
+            raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
+        self._restore(*self.found)
+        self.went_back_to = self.step
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
         self.spikes.forget()
@@ -473,7 +547,9 @@ class Training:
     def _save_if_due(self, stopping: bool) -> None:
         last = self.step == self.cfg.train.steps
         if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
+            self._check_finite()
             self.checkpoints.save(self.step, self._state_files)
+            self.went_back_to = None
             self._skip_time()
         if stopping and not last:
             self.checkpoints.finish()

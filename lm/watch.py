@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.console import Pace, duration, say
-from lm.log import of_layers
+from lm.log import iterations_of_layers
 from lm.metrics import parse_record
 from lm.run_dir import RunDir, RunDirError
 from lm.sweep_status import is_number, num_iters_of, planned_updates, state_of
@@ -75,7 +75,7 @@ class Seen:
     steps: int | None = None  # of the whole run
     record: dict | None = None  # of training, the last
     validation: str = ""
-    num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+    num_iters: dict | None = None  # ℓ* of the layers, as the record of the last probe has it
     left_s: float | None = None
     age_s: float | None = None  # since the last record was written
 
@@ -96,7 +96,7 @@ class Followed:
         self.step: int | None = None
         self.record: dict | None = None
         self.validation = ""
-        self.num_iters: list[float] | None = None
+        self.num_iters: dict | None = None
         self.pace = Pace(passed_over=0, fewest=1, enough_s=0, window=50)
 
     def look(self, now: float) -> Seen:
@@ -256,7 +256,7 @@ def cells(one: Seen) -> dict[str, str]:
         "validation": one.validation,
         "lr": _number(record.get("lr"), "{:.1e}"),
         "tokens/s": _number(record.get("tokens_per_s"), "{:,.0f}"),
-        "ℓ*": of_layers(one.num_iters) if one.num_iters else "",
+        "ℓ*": iterations_of_layers(one.num_iters) if one.num_iters else "",
         "time left": "" if one.left_s is None else duration(one.left_s),
         "last record": "" if one.age_s is None else f"{duration(one.age_s)} ago",
     }

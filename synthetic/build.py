@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from lm.build import build_section
-from lm.checkpoint import CheckpointError, newest
+from lm.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
 from lm.model.attention import AttentionState
 from lm.model.diagonal import ScanState
 from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
-from lm.run_dir import RunDir
+from lm.outputs import read_json
+from lm.run_dir import RunDir, check_config
 from synthetic import config, tasks
 from synthetic.config import Config, load
 
@@ -73,22 +74,46 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
         reason = str(e).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is damaged ({reason}): delete it, and `train` begins anew"
+            f"{path} is damaged ({reason}): bring it back, or train anew with --overwrite"
         ) from e
 
 
 def newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
-    """The training state of a run's newest complete checkpoint; None where there is none. Runs of
-    0.1 kept one file, `last.pt`.
+    """The training state of a run's newest complete checkpoint without NaN; None where there is
+    none. Runs of 0.1 kept one file, `last.pt`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole.
+        CheckpointError: there are checkpoints, and none can be used. RunDirError: the run's config
+            is another than they were trained with.
     """
     path = newest(run.checkpoints, say)
-    file = run.checkpoints / "last.pt" if path is None else path / STATE
-    return read_checkpoint(file, device) if file.exists() else None
+    if path is None:
+        file = run.checkpoints / "last.pt"
+        return read_checkpoint(file, device) if file.exists() else None
+    check_config(path, read_json(path / MANIFEST), run, load(run.config))
+    while path is not None:
+        state = read_checkpoint(path / STATE, device)
+        what = not_finite(held(state))
+        if not what:
+            return state
+        say(f"passed over: checkpoint {path}: {what}")
+        path = newest(run.checkpoints, say, before=step_of(path))
+    raise CheckpointError(
+        f"every whole checkpoint in {run.checkpoints} holds NaN or infinity: train anew with"
+        " --overwrite"
+    )
+
+
+def held(state: dict) -> dict[str, list[torch.Tensor]]:
+    """Of a training state the weights that hold NaN (a buffer may hold infinity), and all of the
+    optimizer's moments by name."""
+    held = {"the weights": [tensor for tensor in state["model"].values() if tensor.isnan().any()]}
+    for moments in state["optimizer"]["state"].values():
+        for name, moment in moments.items():
+            held.setdefault(name, []).append(moment)
+    return held
 
 
 def _trained_state(run: RunDir) -> dict:

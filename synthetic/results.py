@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lm.metrics import failures
+from lm.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
 from synthetic.config import Bar
 
 if TYPE_CHECKING:
@@ -88,6 +88,13 @@ def iterations_of_layers(row: dict) -> list[float] | None:
     return row["num_iters"]["mean"] if "probed" in row else None
 
 
+def elsewhere_of_layers(rows: list[dict]) -> list[bool]:
+    """Of each layer whether in one of the rows ℓ* belongs to another solution than the model's; []
+    where it was not measured."""
+    probes = [is_elsewhere(row["num_iters"]) for row in rows if "probed" in row]
+    return [any(of_layer) for of_layer in zip(*probes)]
+
+
 def failed_share(rows: list[dict]) -> float | None:
     """The share of tokens that were not solved, mean over rows of the worst layer's; None without a
     solver, or of results of before it was recorded."""
@@ -98,13 +105,13 @@ def failed_share(rows: list[dict]) -> float | None:
 def failure_notes(rows: list[dict]) -> list[str]:
     """A warning for each layer that left too many tokens unsolved, and what to do; of the row where
     it left the most."""
-    worst: dict[int, tuple[float, str]] = {}  # by place in `failed`: the share, and what is said
+    worst: dict[int, tuple[list[float], str]] = {}  # by place: its shares, and what is said
     for row in rows:
-        failed = row.get("failed", [])
-        said = failures(failed, row.get("solver", UNKNOWN), row.get("layers"))
+        said = failures(row, row.get("solver", UNKNOWN))
         for place, sentence in said.items():
-            if place not in worst or failed[place] > worst[place][0]:
-                worst[place] = failed[place], f"warning: at length {row['length']} {sentence}"
+            shares = [row[name][place] for name in SHARES if name in row]
+            if place not in worst or shares > worst[place][0]:
+                worst[place] = shares, f"warning: at length {row['length']} {sentence}"
     return [sentence for _, (_, sentence) in sorted(worst.items())]
 
 
@@ -172,8 +179,11 @@ def _solving_cells(rows: list[dict]) -> list[str]:
         return " ".join(f"{mean:.1f}" for mean in np.mean(known, 0)) if known else UNKNOWN
 
     share = failed_share(rows)
+    marks = [ELSEWHERE * elsewhere for elsewhere in elsewhere_of_layers(rows)]
+    iterations = mean_of_layers([iterations_of_layers(row) for row in rows]).split(" ")
+    pairs = itertools.zip_longest(iterations, marks, fillvalue="")
     return [
-        mean_of_layers([iterations_of_layers(row) for row in rows]),
+        " ".join(count + mark for count, mark in pairs),
         mean_of_layers([row.get("evaluations") for row in rows]),
         UNKNOWN if share is None else f"{share:.2%}",
     ]
@@ -186,7 +196,8 @@ def summary(result: dict, title: str) -> Table:
 
     rows = result["eval"]
     metrics = list(rows[0]["metrics"])
-    caption = "\n".join([solved_by(rows), *failure_notes(rows)])
+    notes = [ELSEWHERE_NOTE] if any(elsewhere_of_layers(rows)) else []
+    caption = "\n".join([solved_by(rows), *failure_notes(rows), *notes])
     table = Table(title=title, caption=caption, caption_justify="left")
     if len(rows) == 1 and len(metrics) > 4:  # CatbAbI: one row, with a metric for each bAbI task
         _fill_with_metrics(table, rows, metrics)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lm.build import missing_kernels
-from lm.checkpoint import CheckpointError, Checkpoints
+from lm.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
 from lm.console import Progress, say
 from lm.errors import Diverged, Stopped, exit_status, require, sentence
 from lm.kernels import available
 from lm.lease import LeaseError
-from lm.log import Writer, describe, probed
+from lm.log import Writer, describe, iterations_of_layers, probed
 from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
 from lm.optim import described, lr_factor, optimizer
@@ -27,7 +27,7 @@ from lm.ranks import Ranks
 from lm.run_dir import RunDir
 from lm.signals import StopSignals
 from synthetic import init_from, tasks
-from synthetic.build import STATE, build, newest_state
+from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
     Tensors,
@@ -111,10 +111,11 @@ class Training:
         self.state: Any = None  # that a stream carries from segment to segment
         self.seen: set[int] | None = set()  # of training's samples those that are not held apart
         self.rollbacks = 0
+        self.went_back_to: int | None = None  # an update, and nothing was saved since
         self.shortest, self.full_length = cfg.train.lengths
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
-        self.num_iters: list[float] | None = None  # ℓ* of each layer, of the last probe
+        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -145,7 +146,8 @@ class Training:
         """
         self.run = run
         self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
-        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint)
+        about = {"config": self.cfg.model_dump(mode="json")}
+        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, about)
         self._introduce()
         saved = newest_state(run, self.device, say)
         if saved is not None:
@@ -233,16 +235,16 @@ class Training:
         with StopSignals() as signals, bar:
             while self.step < steps and self.solved_at is None:
                 self.run.check_ours()
+                number = self.step + 1
                 try:
-                    with self.profile.update(self.step + 1):
+                    with self.profile.update(number):
                         record = self._update()
+                    self._log(record, bar)
+                    self._probe_if_due()
+                    self._validate_if_due()
+                    self._save_if_due(signals.asked)
                 except Diverged as e:
-                    self._roll_back(e)
-                    continue
-                self._log(record, bar)
-                self._probe_if_due()
-                self._validate_if_due()
-                self._save_if_due(signals.asked)
+                    self._roll_back(e, number)
             self._wait_for_save()
         self.seconds = self._seconds_so_far()
 
@@ -336,21 +338,21 @@ class Training:
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
-    def _roll_back(self, error: Diverged) -> None:
-        """Back to the last checkpoint, and on with the batches after the one that spoilt it.
+    def _roll_back(self, error: Diverged, failed_update: int) -> None:
+        """Back to the last checkpoint, or where that did not help to the one before, and on with
+        the batches after the one that spoilt it.
 
         Raises:
             Diverged: there is none, or `train.rollbacks` of them were made.
         """
-        failed_update = self.step + 1
         rollbacks_made = self.rollbacks
         most = self.cfg.train.rollbacks
         next_batch = self.batch_number
         seen = self.seen
         self.checkpoints.finish()
         saved = None
-        if rollbacks_made < most:
-            with contextlib.suppress(CheckpointError):  # none is whole
+        if rollbacks_made < most and to_go_back_to(self.run.checkpoints, self.went_back_to, say):
+            with contextlib.suppress(CheckpointError):  # none can be used
                 saved = newest_state(self.run, self.device, say)
         if saved is None:
             raise Diverged(
@@ -358,6 +360,7 @@ class Training:
                 " made: train.rollbacks)"
             ) from None
         self.load_state_dict(saved)
+        self.went_back_to = self.step
         self.rollbacks = rollbacks_made + 1
         self.batch_number = next_batch
         self.seen = seen
@@ -464,7 +467,12 @@ class Training:
     def _save_if_due(self, stopping: bool) -> None:
         last = self.step == self.cfg.train.steps or self.solved_at is not None
         if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
-            self.checkpoints.save(self.step, lambda: {STATE: self.state_dict()})
+            state = self.state_dict()
+            weights = {"the weights": list(self.model.parameters())}
+            if what := not_finite(held(state) | weights):
+                raise Diverged(what)
+            self.checkpoints.save(self.step, lambda: {STATE: state})
+            self.went_back_to = None
         if stopping:
             self._wait_for_save()
             raise Stopped(
@@ -569,5 +577,5 @@ def _scores(measured: dict) -> str:
         if not name.startswith("qa")
     )
     if iterations := measured.get("num_iters"):
-        text += "  ℓ* " + " ".join(f"{value:.1f}" for value in iterations["mean"])
+        text += "  ℓ* " + iterations_of_layers(iterations)
     return text

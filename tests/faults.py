@@ -82,6 +82,58 @@ def sleep_at(count: int) -> None:
     _before_update(count, lambda: time.sleep(600))
 
 
+def _after_update(count: int, spoil: Callable) -> None:
+    """Call spoil(base optimizer, model) after the count-th update."""
+    from lm.engine import Engine
+
+    real, updates = Engine.step, [0]
+
+    def step(self, *args):
+        made = real(self, *args)
+        updates[0] += 1
+        if updates[0] == count:
+            spoil(self.base_optimizer, self.deepspeed.module)
+        return made
+
+    Engine.step = step
+
+
+def _spoil_weight(optimizer, model) -> None:
+    for parameter in [*optimizer.param_groups[0]["params"], *model.parameters()]:
+        if parameter.numel():
+            parameter.data.view(-1)[0] = float("nan")
+
+
+def _spoil_moment(optimizer, model) -> None:
+    next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
+
+
+def weight_nan_at(count: int) -> None:
+    """The count-th update leaves NaN in a weight."""
+    _after_update(count, _spoil_weight)
+
+
+def moment_nan_at(count: int) -> None:
+    """The count-th update leaves NaN in a moment of the optimizer."""
+    _after_update(count, _spoil_moment)
+
+
+def synthetic_moment_nan_at(count: int) -> None:
+    """The count-th update of the synthetic trainer leaves NaN in a moment of the optimizer."""
+    from synthetic.train import Training
+
+    real, updates = Training._update, [0]
+
+    def update(self):
+        record = real(self)
+        updates[0] += 1
+        if updates[0] == count:
+            _spoil_moment(self.optimizer, self.model)
+        return record
+
+    Training._update = update
+
+
 def synthetic_nan_at(count: int) -> None:
     """The loss of the count-th pass of the synthetic trainer is NaN."""
     import synthetic.train
@@ -117,6 +169,9 @@ INJECTED = (
     no_data_at,
     stop_at,
     sleep_at,
+    weight_nan_at,
+    moment_nan_at,
+    synthetic_moment_nan_at,
     synthetic_nan_at,
     synthetic_nonfinite_at,
 )

@@ -23,6 +23,7 @@ from lm.data import integrity, mixture
 from lm.data.errors import DataError
 from lm.data.sources import source_files
 from lm.lease import Lease, LeaseError
+from lm.model.checksums import sha256
 from lm.outputs import OutputError, check_folder, read_mapping, write_json, writing
 
 FORMAT = 1  # of an entry; goes up when the same text and settings make other tokens
@@ -225,7 +226,6 @@ def _state(path: Path) -> list[int]:
 
 def _sha256(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror}") from None

@@ -19,7 +19,7 @@ from lm.data.corpus import Corpus, Meta, check_enough, open_folder, read_meta, v
 from lm.data.errors import DataError
 from lm.data.sources import source_files
 from lm.data.tokenising import documents_done, tokenise
-from lm.outputs import DamagedError, OutputError, read_json, write_json, writing
+from lm.outputs import DamagedError, OutputError, read_json, read_mapping, write_json, writing
 
 __all__ = ["Corpus", "Meta", "fingerprint", "open_corpus", "prepare", "prepare_ahead"]
 
@@ -141,6 +141,17 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
             " and it is made again"
         )
     return open_folder(entry)
+
+
+def checksums(run_dir: Path, name: str = "") -> dict[str, str]:
+    """The sha256 of each file of the corpus that a run uses, as the run says; {} where it does not.
+
+    Args:
+        name: of a source of a mixture.
+    """
+    folder = place_in_run(run_dir, name)
+    found = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
+    return found.get("sha256") or {}
 
 
 def ensure_here(

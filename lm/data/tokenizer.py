@@ -21,6 +21,7 @@ from lm.data.hub import check_hub
 from lm.data.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources import documents, is_validation
 from lm.errors import UserError, require
+from lm.model import checksums
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings it answers to
@@ -79,11 +80,21 @@ def new_tokenizer(
 
 
 def _read(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `save` has written into a folder.
+
+    Raises:
+        DataError: its files are damaged, or were changed.
+    """
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+        how = checksums.difference(folder, checksums.read_sums(folder))
+        if not how:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+    raise DataError(
+        f"{folder / how}: with another tokenizer the same text is other tokens; bring the file back"
+    )
 
 
 def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
@@ -308,6 +319,7 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
             config["additional_special_tokens"] = extra
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
         (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        checksums.write_sums(draft, [file.name for file in draft.iterdir()])
         try:
             os.replace(draft, folder)
         except OSError:

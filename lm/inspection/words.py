@@ -10,6 +10,7 @@ import torch
 
 from lm.inspection.result import Inspection, Layers
 from lm.inspection.tokens import Token
+from lm.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
 LN2 = math.log(2)
 NO_SOLVER = (
@@ -34,6 +35,10 @@ GATE = (
 DECAY = (
     "The decay λ_t is the factor on h_{t−1}, the mean over the state: exp(Δ_t A) of FP-Mamba, the"
     " gate λ_t of FP-RNN; 0 where a document starts."
+)
+CONDITION = (
+    "Bisected: the share of tokens whose own equation has a solution that its iteration does not"
+    " come to. Limited: where it is nearly singular, so that training may shorten the gradient."
 )
 
 
@@ -102,7 +107,9 @@ def facts(found: Inspection) -> list[tuple[str, str]]:
 
 def layer_rows(layers: Layers, tokens: Sequence[Token]) -> list[list[str]]:
     """A table of the layers that are solved, its head first."""
-    rows = [["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]]
+    heads = ["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]
+    rows = [[*heads, "bisected", "limited"]]
+    elsewhere = is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())
@@ -111,12 +118,14 @@ def layer_rows(layers: Layers, tokens: Sequence[Token]) -> list[list[str]]:
         rows.append(
             [
                 str(number),
-                f"{float(counts.double().mean()):.1f}",
+                f"{float(counts.double().mean()):.1f}{ELSEWHERE * elsewhere[i]}",
                 most,
                 f"{at}: {tokens[at].shown}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
                 "–" if math.isnan(gate) else f"{gate:.2f}",
                 f"{float(layers.decay[i].mean()):.3f}",
+                f"{float(layers.bisected[i]):.1%}",
+                f"{float(layers.limited[i]):.1%}",
             ]
         )
     return rows
@@ -151,7 +160,9 @@ def notes(found: Inspection) -> list[str]:
     out.append("Spaces are shown as ·, line ends as ↵, parts of a character as their bytes.")
     if found.layers is None:
         return [NO_SOLVER, *out]
-    out += [ITERATIONS, STATE, GATE, DECAY]
+    out += [ITERATIONS, STATE, GATE, DECAY, CONDITION]
+    if any(is_elsewhere({"mean": [], "elsewhere": found.layers.elsewhere.tolist()})):
+        out.append(f"{ELSEWHERE_NOTE}.")
     if not found.layers.converged.all():
         out.append(
             "Where a layer has not converged the procedure never came to its tolerance: ℓ* there is"

@@ -107,6 +107,21 @@ void coefficients(const Cell &p, const Token<T> &k, const Forward<T> &f, const T
     }
 }
 
+// Whether the gradient's limit may take effect at the root s.
+template <class T, int R> bool may_be_limited(const Cell &p, const Equation &e, const double *s) {
+    double M[MOST][MOST];
+    if (p.norm == NONE) {
+        for (int i = 0; i < p.rank; ++i)
+            for (int j = 0; j < p.rank; ++j) M[i][j] = (i == j) - e.beta[i][j];
+    } else {
+        Point at;
+        for (int i = 0; i < p.rank; ++i) at.s[i] = s[i];
+        evaluate<R>(e, p.rank, at);
+        rest_of<R>(e, p.rank, at, M);
+    }
+    return limited<R>(M, p.rank);
+}
+
 // One token of one sequence, i-th of the group: its equation, y, and what it adds to the state.
 template <class T, int R>
 void token(const Cell &p, int64_t at, int64_t i, const T *row, Forward<T> &f) {
@@ -120,9 +135,9 @@ void token(const Cell &p, int64_t at, int64_t i, const T *row, Forward<T> &f) {
     T means[MOST + 1], mean, inverse;
     parts_of_v<T, R>(p, at, k, f, means);
     coefficients<T, R>(p, k, f, means, e);
-    const bool found = p.norm == NONE ? solve_linear<R>(e, p.rank, k.root)
-                                      : solve<R>(e, p.rank, k.root);
-    p.failed[at] = !found;
+    p.outcome[at] = p.norm == NONE ? solve_linear<R>(e, p.rank, k.root)
+                                   : solve<R>(e, p.rank, k.root);
+    if (!(p.outcome[at] & FAILED) && may_be_limited<T, R>(p, e, k.root)) p.outcome[at] |= LIMITED;
     if (p.roots)
         for (int64_t j = 0; j < p.rank; ++j) {
             k.root[j] = T(k.root[j]);

@@ -34,7 +34,7 @@ struct Cell {
     const void *norm_weight, *norm_bias;               // (d) each, or null
     const void *y0, *h0;                               // (b,d) (b,n,d), RNN: (b,d); or null
     void *y, *final;                                   // (b,l,d) (b,n,d), RNN: (b,d)
-    uint8_t *failed;                                   // (b,l)
+    uint8_t *outcome;                                  // (b,l)
     // For the way back, or null: (b,l,K), (b,l,r), and the state entering every `every`-th token.
     void *kept_rows, *roots, *checkpoints;
     const void *grad_y;                                // (b,l,d); from here on backward only

@@ -243,7 +243,7 @@ def _every(length):
 
 
 def _results(problem):
-    """Memory for y (b,l,d), the state and failed (b,l)."""
+    """Memory for y (b,l,d), the state and the outcome (b,l)."""
     b, length, d, n, kind, heads = problem.sizes[:6]
     x = problem.tensors[2]
     y = x.new_empty(b, length, d)
@@ -254,7 +254,7 @@ def _results(problem):
         final = x.new_empty_strided((b, heads, wide, n), (n * d, wide, 1, d))
     else:
         final = x.new_empty(b, d)
-    return y, final, torch.empty(b, length, dtype=torch.bool)
+    return y, final, torch.empty(b, length, dtype=torch.uint8)
 
 
 def _call(name, problem, *results):
@@ -272,18 +272,18 @@ class _Cell(torch.autograd.Function):
         given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
         problem = _prepare(layout, options, kind, *given)
         b, length, d, n = problem.sizes[:4]
-        results = y, final, failed = _results(problem)
+        results = y, final, outcome = _results(problem)
         rows = x.new_empty(raw.shape) if len(weight_y) else None
         roots = x.new_empty(b, length, options.rank)
         chunks = -(-length // problem.sizes[-2])
         checkpoints = None if kind == _RNN else x.new_empty(b, chunks, n, d)
         _call("cell", problem, *results, rows, roots, checkpoints)
-        ctx.mark_non_differentiable(final, failed)
+        ctx.mark_non_differentiable(final, outcome)
         ctx.set_materialize_grads(False)
         kept = problem.tensors
         if rows is not None:  # raw is in them, and is not needed any more
             kept = (None, *kept[1:])
-        ctx.save_for_backward(*kept, y, failed, rows, roots, checkpoints)
+        ctx.save_for_backward(*kept, y, outcome, rows, roots, checkpoints)
         ctx.problem = problem._replace(tensors=())
         ctx.adjoint = adjoint
         return results
@@ -291,7 +291,7 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
-        *tensors, y, failed, rows, roots, checkpoints = ctx.saved_tensors
+        *tensors, y, outcome, rows, roots, checkpoints = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(y)
         raw, weight_y, x, dt, A, _keep, gate, D, weight, bias, *_ = tensors
@@ -303,7 +303,7 @@ class _Cell(torch.autograd.Function):
         ends = [None if t is None else torch.empty_like(t) for t in (gate, D, weight, bias)]
         d_weight_y = torch.empty_like(weight_y) if ctx.needs_input_grad[1] else None
         grads = d_raw, d_weight_y, *like, dA, *ends
-        kept = y, None, failed, rows, roots, checkpoints
+        kept = y, None, outcome, rows, roots, checkpoints
         _call("cell_backward", problem, *kept, grad_y.contiguous(), adjoint, *grads)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
@@ -356,8 +356,8 @@ def cell(
         adjoint: None or (b,), which the backward fills with max_t ‖λ_t‖ / max_t ‖∂y_t‖, λ_t being
         ∂y_t with what W_y carries back to it.
     Returns:
-        y (b,l,d); the state after the last token; failed (b,l), True where a token's equation was
-        not solved. Only y is differentiable.
+        y (b,l,d); the state after the last token; the outcome (b,l) of each token's search,
+        uint8, see lm/model/solver.py. Only y is differentiable.
     Raises:
         TypeError, ValueError: devices, shapes, names. Unsupported: dtypes, rank.
     """

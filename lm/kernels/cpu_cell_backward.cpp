@@ -23,7 +23,7 @@ void token_back(const Cell &p, int64_t row, int64_t t, int64_t i, const Token<T>
         drain<T>(p, k, mu, f);
     before_norm<T>(p, at, k, f.v, mean, inverse);
     reduce<T, R>(p, at, k, mean, inverse, f, s);
-    attach<R>(p, p.failed[at], s);
+    attach<R>(p, p.outcome[at] & FAILED, s);
     through_y<T, R>(p, at, row, k, inverse, f, s, sums, d_bc.data());
     through_map<T, R>(p, k, s);
     through_vectors<T, R>(p, at, raw, k, s, f);

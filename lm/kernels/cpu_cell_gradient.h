@@ -11,8 +11,6 @@
 
 namespace {
 
-constexpr double MOST_STRETCH = 20;  // of η over ḡ: near a fold the true one is without bound
-
 // Sums over a sequence's tokens, each apart, so that no result depends on the number of threads.
 template <class T> struct Sums {
     int64_t A, d;  // sizes
@@ -195,7 +193,7 @@ void reduce(const Cell &p, int64_t at, const Token<T> &k, T mean, T inverse, Bac
     }
 }
 
-// η = (I − φ′)⁻ᵀ ḡ, no longer than MOST_STRETCH ‖ḡ‖; ḡ where there is no root.
+// η = (I − φ′)⁻ᵀ ḡ, no longer than MOST_GAIN ‖ḡ‖; ḡ where there is no root. Near a fold the true one is without bound.
 template <int R> void attach(const Cell &p, bool failed, Small &s) {
     const int r = rank_of<R>(p.rank);
     double M[MOST][MOST], before = 0, after = 0;
@@ -208,9 +206,9 @@ template <int R> void attach(const Cell &p, bool failed, Small &s) {
     eliminate<R>(M, s.eta, r);
     for (int i = 0; i < r; ++i) after += s.eta[i] * s.eta[i];
     const bool finite = after <= std::numeric_limits<double>::max();
-    if (finite && after <= MOST_STRETCH * MOST_STRETCH * before) return;
+    if (finite && after <= MOST_GAIN * MOST_GAIN * before) return;
     // Of a singular matrix no direction is known: ḡ's own.
-    const double times = finite ? MOST_STRETCH * std::sqrt(before / after) : MOST_STRETCH;
+    const double times = finite ? MOST_GAIN * std::sqrt(before / after) : MOST_GAIN;
     for (int i = 0; i < r; ++i) s.eta[i] = times * (finite ? s.eta[i] : s.received[i]);
 }
 

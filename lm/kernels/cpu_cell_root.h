@@ -16,6 +16,9 @@
 namespace {
 
 constexpr int MOST = 8;  // reflections; as in cpu_cell.py
+constexpr double MOST_GAIN = 20;  // as in lm/model/cell.py
+
+enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, LIMITED = 4 };  // as in lm/model/solver.py
 
 // r, a constant where the code was made for one.
 template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }
@@ -217,8 +220,23 @@ template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &a
     return at_rounding(e, at, 256);
 }
 
-// The root into s; false where none was found: s is then the best that was met.
-template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
+// Whether ‖(I − φ′)⁻¹‖ is above MOST_GAIN, or not known. M: I − φ′.
+template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
+    const int r = rank_of<R>(r_);
+    double squares = 0;
+    for (int j = 0; j < r; ++j) {
+        double copy[MOST][MOST], column[MOST] = {};
+        for (int i = 0; i < r; ++i)
+            for (int l = 0; l < r; ++l) copy[i][l] = M[i][l];
+        column[j] = 1;
+        eliminate<R>(copy, column, r);
+        for (int i = 0; i < r; ++i) squares += column[i] * column[i];
+    }
+    return !(squares <= MOST_GAIN * MOST_GAIN);
+}
+
+// The root into s, and FAILED where none was found: s is then the best that was met.
+template <int R> inline uint8_t solve(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
     double step = 0.99, before = std::numeric_limits<double>::infinity();
     int waited = 0;
@@ -230,16 +248,16 @@ template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
     };
     for (int iteration = 0; iteration < 300; ++iteration) {
         evaluate<R>(e, r, at);
-        if (at_rounding(e, at, 8)) return take(at), true;
+        if (at_rounding(e, at, 8)) return take(at), 0;
         if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
-            return take(at), false;
+            return take(at), FAILED;
         }
         const double q = at.residual / before;
         // What is left of the way is short beside the terms: no other root can be as near.
         const bool near = at.residual / (1 - q) <= 0.05 * at.scale;
         if (q > 0 && q < 0.99 && near) {  // the first time q is 0
             Point found;
-            if (shortcut<R>(e, r, at, q, found)) return take(found), true;
+            if (shortcut<R>(e, r, at, q, found)) return take(found), 0;
         }
         if (at.residual < best.residual) {
             best = at;
@@ -252,12 +270,12 @@ template <int R> inline bool solve(const Equation &e, int64_t r_, double *s) {
         before = at.residual;
     }
     Point found = best;
-    if (last_resort<R>(e, r, found)) return take(found), true;
-    return take(best), false;
+    if (last_resort<R>(e, r, found)) return take(found), BISECTED;
+    return take(best), FAILED;
 }
 
 // Without a norm φ is linear: s = (I − Β)⁻¹ α.
-template <int R> inline bool solve_linear(const Equation &e, int64_t r_, double *s) {
+template <int R> inline uint8_t solve_linear(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
     double M[MOST][MOST], sum = 0;
     for (int i = 0; i < r; ++i) {
@@ -266,7 +284,8 @@ template <int R> inline bool solve_linear(const Equation &e, int64_t r_, double 
     }
     const double determinant = eliminate<R>(M, s, r);
     for (int i = 0; i < r; ++i) sum += s[i];
-    return determinant != 0 && std::abs(sum) <= std::numeric_limits<double>::max();
+    const bool found = determinant != 0 && std::abs(sum) <= std::numeric_limits<double>::max();
+    return found ? 0 : FAILED;
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ struct Roots {
     const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
     void *s;                               // (n,r)
-    uint8_t *solved;                       // (n)
+    uint8_t *outcome;                      // (n)
 };
 
 namespace {
@@ -43,10 +43,10 @@ template <class T, int R> void search(const Roots &p) {
     for (int64_t token = 0; token < p.tokens; ++token) {
         const Equation e = equation_of<T>(p, token);
         Point at;
-        const bool solved = solve<R>(e, p.rank, at.s);
-        p.solved[token] = solved;
+        const uint8_t outcome = solve<R>(e, p.rank, at.s);
+        p.outcome[token] = outcome;
         bool lost = false;  // the equation is of NaN or infinity: so is the answer
-        if (!solved) {
+        if (outcome == FAILED) {
             evaluate<R>(e, p.rank, at);
             lost = !(at.residual <= std::numeric_limits<double>::max());
         }

@@ -16,6 +16,7 @@ from lm.kernels import Unsupported, cpu_build
 from lm.kernels.cpu_build import DTYPES, address, check, functions
 
 MOST_RANK = 8  # as in cpu_cell_root.h
+FAILED, BISECTED = 1, 2  # as in lm/model/solver.py
 SCALE_BEYOND_PICARD = 30.0  # of an equation that the self-check has solved as well
 _pack = struct.Struct("3qd8q").pack  # `struct Roots` of cpu_roots.cpp
 
@@ -24,7 +25,7 @@ class Roots(NamedTuple):
     """What was found."""
 
     s: Tensor  # (n,r)
-    solved: Tensor  # (n,) bool: False where nothing was found
+    outcome: Tensor  # (n,) uint8: 0, or FAILED or BISECTED of lm/model/solver.py
 
 
 def usable() -> tuple[bool, str]:
@@ -51,14 +52,14 @@ def check_by_phi(search: Callable[..., Roots], dtypes: list[torch.dtype]) -> flo
             alpha[3] *= SCALE_BEYOND_PICARD
             beta[3] *= SCALE_BEYOND_PICARD
             given = (t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2))
-            s, solved = search(*given, 1e-5)
+            s, outcome = search(*given, 1e-5)
             s_column = s.double().unsqueeze(-1)
             slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
             square = gamma0 + ((gamma1 + slant) * s).sum(-1)
             numerator = alpha + (beta @ s_column).squeeze(-1)
             phi = numerator * square.rsqrt().unsqueeze(-1) + delta
             off = (phi - s).abs() / (1 + phi.abs())
-            errors.append(torch.where(solved.unsqueeze(-1), off, torch.inf).max())
+            errors.append(torch.where((outcome != FAILED).unsqueeze(-1), off, torch.inf).max())
     return max(error.item() for error in errors)
 
 
@@ -93,7 +94,7 @@ def find_roots(
         ("gamma2", gamma2, (n, r, r)),
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
-    found = Roots(torch.empty_like(given[0]), torch.empty(n, dtype=torch.bool))
+    found = Roots(torch.empty_like(given[0]), torch.empty(n, dtype=torch.uint8))
     addresses = [address(t) for t in (*given, *found)]
     functions()["roots"][alpha.dtype](_pack(n, r, torch.get_num_threads(), floor, *addresses))
     return found

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lm.kernels import Unsupported, triton_build
-from lm.kernels.cpu_roots import MOST_RANK, Roots, check_by_phi
+from lm.kernels.cpu_roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
 from lm.kernels.triton_build import check, launch
 
 MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
@@ -186,7 +186,7 @@ def _roots_kernel(
     gamma1,  # in (n,r)
     gamma2,  # in (n,r,r)
     out,  # out (n,r)
-    solved_out,  # out (n,) of uint8
+    outcome_out,  # out (n,) of uint8
     tokens,
     r,
     floor,
@@ -194,6 +194,8 @@ def _roots_kernel(
     MOST_PICARD: tl.constexpr,
     MOST_NEWTON: tl.constexpr,
     BISECTIONS: tl.constexpr,
+    FAILED: tl.constexpr,
+    BISECTED: tl.constexpr,
     R: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
@@ -225,6 +227,7 @@ def _roots_kernel(
     waited = tl.zeros([TOKENS], tl.int32)
     active = live
     solved = token < 0
+    bisected = token < 0
     lost = token < 0
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
@@ -257,10 +260,11 @@ def _roots_kernel(
         last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
         chosen = tl.where(found[:, None], last, best_s)
         root = tl.where(active[:, None], chosen, root)
-        solved = solved | (active & found)
+        bisected = active & found
     root = tl.where(lost[:, None], float("nan"), root)
     tl.store(out + at, root.to(tl.float32), mask=some)
-    tl.store(solved_out + token, solved.to(tl.uint8), mask=live)
+    outcome = tl.where(solved, 0, tl.where(bisected, BISECTED, FAILED))
+    tl.store(outcome_out + token, outcome.to(tl.uint8), mask=live)
 
 
 def find_roots(
@@ -292,13 +296,13 @@ def find_roots(
     width = triton.next_power_of_2(r)
     tokens = max(2, min(32, 128 // width**2))  # of a program, which is one warp
     s = alpha.new_empty((n, r), dtype=torch.float32)
-    solved = torch.empty(n, dtype=torch.uint8, device=alpha.device)
+    outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
     launch(
         _roots_kernel,
         (triton.cdiv(n, tokens),),
         *given,
         s,
-        solved,
+        outcome,
         n,
         r,
         float(floor),
@@ -306,8 +310,10 @@ def find_roots(
         MOST_PICARD=MOST_PICARD,
         MOST_NEWTON=MOST_NEWTON,
         BISECTIONS=BISECTIONS,
+        FAILED=FAILED,
+        BISECTED=BISECTED,
         R=width,
         TOKENS=tokens,
         num_warps=1,
     )
-    return Roots(s, solved.bool())
+    return Roots(s, outcome)

@@ -233,7 +233,7 @@ class FPMamba1(FPMamba):
         c, d = self.config, self.config.d_inner
         once, to_dt = 2 * d * (c.dt_rank + 2 * c.d_state), 2 * c.dt_rank * d
         once += 2 * d * c.d_conv if c.use_short_conv else 0
-        scan = 7 * d * c.d_state  # as Mamba counts it
+        scan = 9 * d * c.d_state  # Mamba's own count (state-spaces/mamba, issue 110)
         return self._flops(once, scan + to_dt) if c.dt_h_dep else self._flops(once + to_dt, scan)
 
 
@@ -308,7 +308,7 @@ class FPMamba2(FPMamba):
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         once = 2 * (d + bc) * c.d_conv if c.use_short_conv else 0
-        return self._flops(once, 7 * d * c.d_state)
+        return self._flops(once, 9 * d * c.d_state)  # as FPMamba1's
 
 
 class VectorTime(NamedTuple):

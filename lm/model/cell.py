@@ -15,14 +15,13 @@ does, polished by Newton. For other mixers y itself is iterated, Q_t held fixed.
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .scan import faster
-from .solver import Damping, Rule, token_residual
+from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
 
 # The search for s, by the paper's damping.
 MOST_PICARD, MOST_NEWTON = 300, 10
@@ -36,10 +35,6 @@ SLOWEST, NEAR = 0.99, 0.05
 # A token passes at most so many times the norm of the cotangent of s back to what it is made of:
 # where two solutions meet (φ′ = 1), the true gradient is infinite.
 MOST_GAIN = 20.0
-
-# The inner iteration, of mixers that are not low rank: relative residual at which it has converged.
-INNER_TOL = {torch.float32: 1e-5, torch.float64: 1e-12}
-MOST_INNER = 300
 
 
 class Norm(NamedTuple):
@@ -217,7 +212,7 @@ def _last_resort(coefficients):
     number is unknown: g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. The left is 0 at g = 0, at least 1 at
     the largest g that the norm's eps allows, and +∞ on both sides of a pole: it crosses 1 between.
 
-    Returns: s (n,r), solved (n,).
+    Returns: s (n,r), and whether (n,) it solves the equation.
     """
     alpha, beta, delta, gamma0, *_, floor = coefficients
     eye = torch.eye(alpha.shape[-1], dtype=alpha.dtype, device=alpha.device)
@@ -248,7 +243,7 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     """The solution of s = φ(s) that damped Picard from zero runs into.
 
     Args: coefficients: of n tokens.
-    Returns: s (n,r) and solved (n,): False where no solution was found.
+    Returns: s (n,r) and the outcome (n,) uint8: FAILED, BISECTED or 0.
     """
     alpha = coefficients.alpha
     compiled = faster("roots", "find_roots", alpha, *coefficients)
@@ -259,7 +254,7 @@ def _find_root_plain(coefficients):
     """`find_root` in plain PyTorch, for all tokens at once."""
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
-    solved = alpha.new_zeros(len(alpha), dtype=torch.bool)
+    outcome = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)
     searched = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
     s = torch.zeros_like(alpha)
     damping = Damping(Rule(), alpha[:, 0])
@@ -276,7 +271,7 @@ def _find_root_plain(coefficients):
         # 3. What is found is taken out; of what is NaN or infinite there is no solution.
         lost = ~torch.isfinite(residual)
         roots[searched[done]] = found[done]
-        solved[searched[done]] = True
+        outcome[searched[done]] = 0
         roots[searched[lost]] = torch.nan
         # 4. The others take a damped step.
         damping.update(residual)
@@ -286,12 +281,13 @@ def _find_root_plain(coefficients):
         if len(left) == len(searched):
             continue
         if not len(left):
-            return roots, solved
+            return roots, outcome
         coefficients, searched = coefficients.take(left), searched[left]
         s, residual_before = s[left], residual_before[left]
         damping.take(left)
-    roots[searched], solved[searched] = _last_resort(coefficients)
-    return roots, solved
+    roots[searched], found = _last_resort(coefficients)
+    outcome[searched[found]] = BISECTED
+    return roots, outcome
 
 
 def _polished(coefficients, s, there, residual, residual_before, unfinished):
@@ -311,16 +307,17 @@ def _polished(coefficients, s, there, residual, residual_before, unfinished):
 
 class _Implicit(torch.autograd.Function):
     """s* with the gradient of s = φ(s): that of φ(s*) by (I − φ′)⁻ᵀ, at most MOST_GAIN times as
-    long; where s* is no solution, that of φ(s*) alone."""
+    long; where s* is no solution, that of φ(s*) alone. rest: I − φ′. outcome: of the search."""
 
     @staticmethod
-    def forward(ctx, value, s, rest, solved):
-        ctx.save_for_backward(rest, solved)
+    def forward(ctx, value, s, rest, outcome):
+        ctx.save_for_backward(rest, outcome)
         return s.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        rest, solved = ctx.saved_tensors
+        rest, outcome = ctx.saved_tensors
+        solved = (outcome & FAILED) == 0
         with torch.autocast(grad.device.type, enabled=False):
             through = torch.linalg.solve_ex(rest.transpose(-1, -2), grad.unsqueeze(-1))[0]
             through = through.squeeze(-1)
@@ -336,7 +333,7 @@ def solve_low_rank(
     """The token's equation, M of low rank, with the gradient of its solution.
 
     Args: token: Token. low_rank: LowRank of the same tokens.
-    Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and solved (b,l).
+    Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and the outcome (b,l) of the search.
     """
     U, T = low_rank
     norm, gate = token.norm, token.gate
@@ -346,18 +343,20 @@ def solve_low_rank(
     if gate is not None:
         c, m = c * gate, m * gate.unsqueeze(-2)
     if norm.kind == "none":
-        s, solved = _linear(c, m, U)
+        s, outcome = _linear(c, m, U)
     else:
-        s, solved = _through_the_norm(c, m, U, norm)
+        s, outcome = _through_the_norm(c, m, U, norm)
     y = norm(c + (s.unsqueeze(-2) @ m).squeeze(-2))
-    return y, reflected + low_rank.combine(s), solved
+    return y, reflected + low_rank.combine(s), outcome
 
 
 def _linear(c, m, U):
     """s = U (c + Σ_j m_j s_j): Sherman, Morrison & Woodbury."""
-    rest = torch.eye(U.shape[-2], dtype=c.dtype, device=c.device) - U @ m.transpose(-1, -2)
-    s = torch.linalg.solve_ex(rest, U @ c.unsqueeze(-1))[0].squeeze(-1)
-    return s, torch.isfinite(s).all(-1)
+    alpha, beta = _times(U, c), U @ m.transpose(-1, -2)
+    rest = _rest_of(beta.detach())
+    s = torch.linalg.solve_ex(rest, alpha.detach().unsqueeze(-1))[0].squeeze(-1)
+    outcome = torch.where(torch.isfinite(s).all(-1), 0, FAILED).to(torch.uint8)
+    return _attached(alpha + _times(beta, s), s, rest, outcome)
 
 
 def _through_the_norm(c, m, U, norm):
@@ -379,74 +378,24 @@ def _through_the_norm(c, m, U, norm):
         gamma2.reshape(-1, r, r),
         norm.eps,
     )
-    s, solved = find_root(coefficients.detached())
-    if torch.is_grad_enabled() and any(t.requires_grad for t in coefficients[:-1]):
-        value, there = coefficients.phi(s)
-        with torch.no_grad():
-            eye = torch.eye(r, dtype=s.dtype, device=s.device)
-            rest = eye - coefficients.jacobian(there)
-        s = _Implicit.apply(value, s, rest, solved)
-    return s.unflatten(0, shape), solved.unflatten(0, shape)
-
-
-def solve_by_iterating(
-    token: Token, mix: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The token's equation by damped iteration of y itself, with the gradient of its solution.
-
-    Args: token: Token. mix: y (b,l,d) → x̃ = Q x + M y (b,l,d).
-    Returns: as `solve_low_rank`.
-    """
-
-    def again(y):
-        return token.value(mix(y))
-
+    s, outcome = find_root(coefficients.detached())
+    value, there = coefficients.phi(s)
     with torch.no_grad():
-        y, solved = _iterated(again, torch.zeros_like(token.x))
-    if torch.is_grad_enabled():
-        y = _with_gradient(again, y, solved)
-    return y, mix(y), solved
+        rest = _rest_of(coefficients.jacobian(there))
+    s, outcome = _attached(value, s, rest, outcome)
+    return s.unflatten(0, shape), outcome.unflatten(0, shape)
 
 
-def _with_gradient(f, y, solved):
-    """y = f(y) with the gradient of the solution: that of f(y) by (I − ∂f/∂y)⁻ᵀ, at most MOST_GAIN
-    times as long; where y is no solution, or this is not found, that of f(y) alone."""
-    first = f(y)
-    if not first.requires_grad:
-        return first
-
-    def adjoint(v):
-        with torch.enable_grad():
-            y0 = y.detach().requires_grad_()
-            f0 = f(y0)
-
-        def again(g):
-            return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
-
-        with torch.no_grad():
-            g, found = _iterated(again, v)
-            size, own = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (g, v))
-            limited = g * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)
-            return torch.where((found & solved).unsqueeze(-1), limited, v)
-
-    first.register_hook(adjoint)
-    return y + (first - first.detach())
+def _rest_of(slope):
+    """I − φ′. slope: (…,r,r) φ′."""
+    return torch.eye(slope.shape[-1], dtype=slope.dtype, device=slope.device) - slope
 
 
-def _iterated(f, y):
-    """y = f(y) by the paper's damping, each token by itself. → y (b,l,d), solved (b,l)"""
-    tol = INNER_TOL[y.dtype]
-    damping = Damping(Rule(), y[..., 0])
-    solved = torch.zeros_like(y[..., 0], dtype=torch.bool)
-    for _ in range(MOST_INNER):
-        g = f(y)
-        residual = token_residual(y, g)
-        converged = residual < tol
-        # One that has converged stays as it is then: it may not depend on its neighbours.
-        y = torch.where((converged & ~solved).unsqueeze(-1), g, y)
-        solved = solved | converged
-        if solved.all():
-            break
-        damping.update(residual)
-        y = torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))
-    return y, solved
+def _attached(value, s, rest, outcome):
+    """The solution s (…,r) with the gradient of s = φ(s), and the outcome (…,) with LIMITED in it.
+    value: φ(s), attached. rest: I − φ′."""
+    limited = torch.linalg.matrix_norm(torch.linalg.inv_ex(rest)[0]) <= MOST_GAIN
+    limited = ~limited & (outcome & FAILED == 0)  # NaN is limited, too
+    if value.requires_grad:
+        s = _Implicit.apply(value, s, rest, outcome)
+    return s, torch.where(limited, outcome | LIMITED, outcome)

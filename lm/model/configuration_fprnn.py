@@ -7,6 +7,7 @@ from typing import Any
 from transformers.configuration_utils import PretrainedConfig
 from transformers.utils import logging
 
+from .checksums import forget
 from .patterns import FIXED_POINT, Layer, parse
 from .sizes import H_DEP, check_sizes
 
@@ -256,8 +257,10 @@ class FPRNNConfig(PretrainedConfig):
         "auto": "iterate" where stopping is "paper". schedule: how time is gone through (SCHEDULES
         above). stopping: "causal", each token by what is before it, or "paper", the batch as one
         (solver.py), which needs token "iterate"; "auto": "causal", unless token is "iterate".
-        tol: relative residual in training. eval_tol: in evaluation; "auto": tol, under "causal" at
-        most 0.01. max_iters: ℓmax in training; eval_max_iters: in evaluation.
+        tol: relative residual in training; with token "exact" at most 0.01. eval_tol: in evaluation
+        "auto": at most 1e-5 with token "exact" (fp64 1e-9, bf16 products 0.01), 0.01 with "iterate"
+        under "causal", else tol. max_iters: ℓmax of token "iterate" in training; eval_max_iters: in
+        evaluation. Exact tokens have no limit: a window of W ends after W + 1.
         quantile: share of the batch that must converge in training, under "paper".
         stepsize, stepsize_decay, patience: damping (App. B.4).
         quantile, stepsize and stepsize_decay "auto": the paper's for the block.
@@ -435,6 +438,12 @@ class FPRNNConfig(PretrainedConfig):
         if found.get("model_type") in MODEL_TYPES:
             found["model_type"] = cls.model_type
         return found, unused
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """PretrainedConfig.save_pretrained. A model's own begins with it: what the folder's
+        SHA256SUMS vouches for is replaced."""
+        forget(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def settle(self) -> None:
         """Replace each "auto" by what it is, and check what can be set; the model does so as well,

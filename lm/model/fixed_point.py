@@ -11,16 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cell import Token, solve_by_iterating, solve_low_rank
+from .cell import Token, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
 from .contraction import mixing_norm, spectral_norm
+from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
-from .layers import affine_map, parameters_of, without_autocast
+from .layers import affine_map, parameters_of, product_dtype, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
 from .noise import gaussian
 from .projections import Projection, Projections, side_by_side
 from .solver import (
-    FixedPointStats,
+    SHARES,
     Rule,
     Solution,
     count_iterations_of,
@@ -28,10 +29,14 @@ from .solver import (
     solve_paper,
     solve_sequential,
     solve_windows,
+    stats_of,
 )
 from .state import BlockState, Sequences, last, once, shift, state_shapes
 
-EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
+# The relative residual at which a window has converged is at most COARSE where exact tokens are
+# trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
+# that size. Exact tokens are evaluated to FINE (docs/fixed-point.md says what each leaves).
+COARSE, FINE = 0.01, {torch.float32: 1e-5, torch.float64: 1e-9}
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 
 
@@ -130,7 +135,7 @@ class FixedPointBlock(nn.Module):
     def compiled(
         self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The whole solve by a kernel: y (b,l,d), h and solved (b,l); None: there is none.
+        """The whole solve by a kernel: y (b,l,d), h and the outcome (b,l); None: there is none.
         reflections, adjoint: as `cell` in lm/kernels takes them."""
         raise NotImplementedError
 
@@ -241,35 +246,35 @@ class FixedPointBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
 
-        Returns: F(y) (b,l,d), the recurrence's state at y, and solved (b,l).
+        Returns: F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l).
         """
         x, parts, rows = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = self.scan_time(s, parts, x)
             own = self.own_gain(s, parts)
-            g, _, solved = self._solve_tokens(s, rows, self.token(s, o - own * x, own))
-        return s.seqs.masked(g), h, self._solved(s, solved)
+            g, _, outcome = self._solve_tokens(s, rows, self.token(s, o - own * x, own))
+        return s.seqs.masked(g), h, self._outcome(s, outcome)
 
     def one_token(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The token after a state. s: of one token → y (b,1,d), the state, and solved (b,1)."""
+        """The token after a state. s: of one token → y (b,1,d), the state, the outcome (b,1)."""
         rows = s.projections.rows(shift(s.x, s.seqs))  # of one token sh(·) is the state's
         with torch.autocast(s.x.device.type, enabled=False):
             parts = self.parts_of(s, rows)
             history, _ = self.scan_time(s, parts, torch.zeros_like(s.x))
             token = self.token(s, history, self.own_gain(s, parts))
-            y, mixed, solved = self._solve_tokens(s, rows, token)
+            y, mixed, outcome = self._solve_tokens(s, rows, token)
             _, h = self.scan_time(s, parts, mixed)
-        return s.seqs.masked(y), h, self._solved(s, solved)
+        return s.seqs.masked(y), h, self._outcome(s, outcome)
 
     def _solve_tokens(self, s, rows, token):
         low_rank = self.mixer.low_rank(rows["mixer"], s.mixer)
         if low_rank is not None:
             return solve_low_rank(token, low_rank)
-        raw = rows["mixer"]
-        return solve_by_iterating(token, lambda y: self.mixer.mix(raw, s.x, y, s.mixer))
+        return solve_by_iterating(FullRank(token, rows["mixer"], self.mixer, s.mixer))
 
-    def _solved(self, s, solved):
-        return solved if s.seqs.mask is None else solved | ~s.seqs.mask
+    def _outcome(self, s, outcome):
+        """Without that of padding."""
+        return outcome if s.seqs.mask is None else outcome * s.seqs.mask
 
     def finish(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
@@ -294,12 +299,17 @@ class FixedPointBlock(nn.Module):
     def rule(self) -> Rule:
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
         in App. B.4)."""
-        c = self.settings
+        c, exact = self.settings, self.settings.token == "exact"
         tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
+        if exact:
+            tol = min(tol, COARSE)
         if not self.training:
-            tol, max_iters, quantile = c.eval_tol, c.eval_max_iters, 1.0
-            if tol == "auto":
-                tol = c.tol if c.stopping == "paper" else min(c.tol, EVAL_TOL)
+            max_iters, quantile = c.eval_max_iters, 1.0
+            if c.eval_tol != "auto":
+                tol = c.eval_tol
+            elif c.stopping == "causal":
+                products = product_dtype(self.out_proj.weight)
+                tol = min(tol, FINE.get(products, COARSE) if exact else COARSE)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
     def width(self, length: int, like: torch.Tensor) -> int:
@@ -314,20 +324,21 @@ class FixedPointBlock(nn.Module):
         """How a solve in this mode goes, for labels.
 
         Args: length: of the sequences.
-        Returns: {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}; tol and
-        max_iters are None where nothing is iterated.
+        Returns: {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}; tol is None
+        where nothing is iterated, and max_iters with token exact: every token is solved.
         """
         rule, c = self.rule(), self.settings
         width = self.width(length or 2**62, self.out_proj.weight)
         whole = width == (length or 2**62) and (width > 1 or c.stopping == "paper")
         schedule = "parallel" if whole else "sequential" if width == 1 else f"window:{width}"
-        once = c.token == "exact" and width == 1
+        exact = c.token == "exact"
+        once = exact and width == 1
         return {
             "token": c.token,
             "schedule": schedule,
             "stopping": c.stopping,
             "tol": None if once else rule.tol,
-            "max_iters": None if once else rule.max_iters,
+            "max_iters": None if exact else rule.max_iters,
             "gradient": c.gradient,
         }
 
@@ -345,11 +356,12 @@ class FixedPointBlock(nn.Module):
             return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
         if c.token == "iterate":
             return solve_windows(self._iterated, s, rule, width)
-        rule = rule._replace(stepsize=1.0)
-        return solve_windows(self.explicit, s, rule, width, most=width + 1)
+        # After k iterations the first k tokens are exact; one more shows that the last is.
+        rule = rule._replace(stepsize=1.0, max_iters=width + 1)
+        return solve_windows(self.explicit, s, rule, width)
 
     def _iterated(self, s, y):
-        return *self.step(s, y, True), torch.ones_like(y[..., 0], dtype=torch.bool)
+        return *self.step(s, y, True), torch.zeros_like(y[..., 0], dtype=torch.uint8)
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
@@ -362,12 +374,11 @@ class FixedPointBlock(nn.Module):
             found = self.compiled(s, reflections, adjoint)
         if found is None:
             return None
-        y, h, failed = found
+        y, h, outcome = found
         if adjoint is not None:
             self.adjoint_norm = adjoint
-        y, zero = s.seqs.masked(y), y.new_zeros(len(y))
-        failed = failed if s.seqs.mask is None else failed & s.seqs.mask
-        stats = FixedPointStats(zero + 1, failed.to(y.dtype).mean(1), zero, zero)
+        y = s.seqs.masked(y)
+        stats = stats_of(torch.zeros_like(y[..., 0]), self._outcome(s, outcome), 1.0)
         return Solution(y, stats, y, h)
 
     def _solve_sequential(self, s):
@@ -392,10 +403,10 @@ class FixedPointBlock(nn.Module):
                 clip = self.settings.adjoint_clip
                 link.register_hook(lambda g: clipped(g.unsqueeze(1), clip, longest[-1])[:, 0])
                 now = now._replace(seqs=now.seqs._replace(state=state._replace(y=link)))
-            y, h, solved = self.one_token(now)
+            y, h, outcome = self.one_token(now)
             if y.requires_grad:
                 y.register_hook(watch)
-            return y, h, solved
+            return y, h, outcome
 
         solution = solve_sequential(one_token, s)
         if solution.y.requires_grad:
@@ -480,7 +491,7 @@ class FixedPointBlock(nn.Module):
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
-            stats = stats._replace(num_iters=None, converged=None, token_iters=None)
+            stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def _solved_apart(self, u, seqs, checkpoint):
@@ -508,7 +519,8 @@ class FixedPointBlock(nn.Module):
         penalty = torch.zeros_like(stats.penalty)  # its own: a checkpoint marks what it returns
         if mask is not None and self.settings.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
-            stats = stats._replace(failed=stats.failed * share)
+            shares = {name: getattr(stats, name) * share for name in SHARES}
+            stats = stats._replace(**shares)
         if self.training and self.settings.jacobian_reg:
             penalty = self._penalty(s, solution.y)
         return self.finish(s, y), penalty, stats, self._end(s, solution.y, y, h)
@@ -518,8 +530,11 @@ class FixedPointBlock(nn.Module):
     @torch.no_grad()
     def _with_iterations(self, u, seqs, stats):
         """The stats with ℓ*: what the paper's procedure needs for this input."""
-        s, block = self.prepare(u, seqs), self.config.block
-        return count_iterations_of(lambda y: self.step_residual(s, y), s.x, block, stats)
+        s = self.prepare(u, seqs)
+        y = self._solve(s).y
+        return count_iterations_of(
+            lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
+        )
 
     def contraction(
         self,

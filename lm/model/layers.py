@@ -100,6 +100,12 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def product_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear layer of such a weight multiplies now."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
 def _hooked(layer):
     """Whether something else runs when the layer is called."""
     return "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks

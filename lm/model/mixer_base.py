@@ -123,16 +123,18 @@ class Mixer(nn.Module):
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
+        return bound_of(eye - self.dense(raw, weights)).unsqueeze(-1)
+
+    def dense(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
+        """Q as a matrix (…,d,d), in d applications. raw: (…,m)"""
+        eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
         rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
-        return bound_of(eye - rows).unsqueeze(-1)
+        return rows.transpose(-1, -2)
 
     def matrix(self, P: torch.Tensor) -> torch.Tensor:
         """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
         weights = self.weights(P)
-        raw = F.linear(P, weights.first, weights.bias).unsqueeze(-2)
-        eye = torch.eye(self.d_inner, dtype=P.dtype, device=P.device)
-        eye = eye.expand(*P.shape[:-1], self.d_inner, self.d_inner)
-        return self(raw, eye, weights).transpose(-1, -2)
+        return self.dense(F.linear(P, weights.first, weights.bias), weights)
 
 
 # The register.

@@ -5,6 +5,7 @@ Shapes: b batch, l length. This file and those it imports travel with an exporte
 
 import contextlib
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .attention import Attention
 from .blocks import FPRNN
 from .cell import find_root
+from .checksums import refuse_changed
 from .configuration_fprnn import (
     SOLVER_FIELDS,
     FPRNNConfig,
@@ -29,6 +31,7 @@ from .delta_chunks import gated_delta_rule
 from .delta_rule import delta_rule
 from .diagonal import Mamba
 from .fixed_point import FixedPointBlock
+from .full_rank import solve_by_iterating
 from .gradient import implicit_gradient
 from .initialisation import initialise
 from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
@@ -69,6 +72,7 @@ _TRAVELS = (
     selective_scan,
     finish,
     find_root,
+    solve_by_iterating,
     spectral_norm,
     Projections,
     gaussian,
@@ -146,7 +150,15 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any
     ) -> Any:
-        """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1."""
+        """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1.
+
+        Raises:
+            ValueError: the folder's weights or config.json are not what its SHA256SUMS says.
+        """
+        place = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if place is not None and os.path.isdir(place):
+            folder = os.path.join(place, kwargs.get("subfolder", ""))
+            refuse_changed(folder, lambda name: name == "config.json" or ".safetensors" in name)
         refuse_solver_token(kwargs)
         refuse_agreement_reg(kwargs)
         names = {**OLD_NAMES, **(key_mapping or {})}

@@ -32,15 +32,29 @@ class Rule(NamedTuple):
 
 class FixedPointStats(NamedTuple):
     """What a solve needed, (b,) each and, of `token_iters`, (b,l); stacked over layers by the model
-    to (n_layer,b) and (n_layer,b,l). The last three are None where they were not asked for."""
+    to (n_layer,b) and (n_layer,b,l). The last four are None where they were not asked for."""
 
     evaluations: torch.Tensor  # evaluations a token that were done, of f or of F
     failed: torch.Tensor  # share of the tokens that were not solved, or not to the tolerance
+    bisected: torch.Tensor  # of those that bisection found, since the iteration runs into nothing
+    limited: torch.Tensor  # of those where the gradient's limit may take effect (cell.LIMITED)
     residual: torch.Tensor  # relative residual of what the solve returned
     penalty: torch.Tensor  # to be added to the loss; zero unless a regulariser is on
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: it did
     token_iters: torch.Tensor | None = None  # the one after which all tokens up to it stay within
+    elsewhere: torch.Tensor | None = None  # share of the tokens where it ends in another solution
+
+
+# Distance, in lengths of y, beyond which the paper's procedure, whose own tolerance is 0.1 of the
+# largest entry, has ended in another solution.
+FAR = 0.5
+SHARES = ("failed", "bisected", "limited")  # of the tokens that are no padding
+
+# A token's outcome is a sum of these, 0 where all is well.
+FAILED = 1  # no solution was found, or the way through time has not come to it
+BISECTED = 2  # its own equation's iteration ran into none; bisection found one (cell.py)
+LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, which can then shorten a gradient
 
 
 class Solution(NamedTuple):
@@ -149,7 +163,8 @@ def solve_paper(
     evaluations = torch.full_like(residual, iterations)
     failed = (~converged).to(residual.dtype)
     zero = torch.zeros_like(residual)
-    stats = FixedPointStats(evaluations, failed, residual, zero, num_iters, converged, token_iters)
+    counts = num_iters, converged, token_iters
+    stats = FixedPointStats(evaluations, failed, zero, zero, residual, zero, *counts)
     return Solution(y, stats)
 
 
@@ -161,18 +176,31 @@ def probe_rule(block: str) -> Rule:
 
 
 def count_iterations_of(
-    f: Callable[[torch.Tensor], Any], like: torch.Tensor, block: str, stats: FixedPointStats
+    f: Callable[[torch.Tensor], Any],
+    y: torch.Tensor,
+    block: str,
+    stats: FixedPointStats,
+    mask: torch.Tensor | None,
 ) -> FixedPointStats:
-    """The stats with ℓ*: what `solve_paper` needs with f from zero. like: a tensor like y. block:
-    the name of the block that f is of."""
+    """The stats with ℓ*: what `solve_paper` needs with f from zero, and whether it ends where the
+    model's own solution y is. block: the name of the block that f is of. mask: (b,l), or None."""
     rule = probe_rule(block)
     try:
-        counted = solve_paper(f, torch.zeros_like(like), rule).stats
+        there, counted, *_ = solve_paper(f, torch.zeros_like(y), rule)
         found = counted.num_iters, counted.converged, counted.token_iters
     except NonFiniteError:  # it need not be stable where the tokens' own equations are
-        most = torch.full(like.shape[:2], rule.max_iters, device=like.device)
+        there, most = torch.nan * y, torch.full(y.shape[:2], rule.max_iters, device=y.device)
         found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
-    return stats._replace(num_iters=found[0], converged=found[1], token_iters=found[2])
+    counts = dict(zip(("num_iters", "converged", "token_iters"), found))
+    return stats._replace(**counts, elsewhere=_share_elsewhere(there, y, mask))
+
+
+def _share_elsewhere(there, y, mask):
+    """The share of the tokens (b,) at which two iterates (b,l,d) are further apart than FAR."""
+    distance, size = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (there - y, y))
+    apart = ~(distance <= FAR * size)  # NaN is
+    real = torch.ones_like(apart) if mask is None else mask
+    return (apart & real).sum(1) / real.sum(1).clamp_min(1)
 
 
 @torch.no_grad()
@@ -181,7 +209,6 @@ def solve_windows(
     s: Any,
     rule: Rule,
     width: int,
-    most: int | None = None,
 ) -> Solution:
     """Solve `width` tokens at once, then the next, each going on from the state before it.
 
@@ -190,39 +217,38 @@ def solve_windows(
     it of its own sequence only.
 
     Args:
-        step: (window, y) → the map at y (b,w,d), the recurrence's state after the window, and (b,w)
-        whether each token's own equation was solved. s: Prepared. rule: see `Rule`; its step size
-        is not decayed. width: of a window. most: iterations of a window, at most; None: ℓmax.
+        step: (window, y) → the map at y (b,w,d), the recurrence's state after the window, and the
+        outcome (b,w) of each token's own equation. s: Prepared. rule: see `Rule`; its step size is
+        not decayed, and its ℓmax is that of a window. width: of a window.
     Returns:
         Solution. Its residual is that of y.
     Raises:
         NonFiniteError: the iterate became NaN or infinite.
     """
     length = s.x.shape[1]
-    most = rule.max_iters if most is None else min(most, rule.max_iters)
     state, found, evaluated = s.seqs.state, [], 0
     for start in range(0, length, width):
         window = s.cut(start, min(start + width, length), state)
-        y, g, residual, missed, h, iterations = _solve_window(step, window, rule, most)
+        y, g, residual, outcome, h, iterations = _solve_window(step, window, rule)
         evaluated += iterations * y.shape[1]
-        found.append((y, g, residual, missed))
+        found.append((y, g, residual, outcome))
         state = BlockState(y[:, -1], None, h, ())
-    y, f_y, residual, missed = (torch.cat(part, 1) for part in zip(*found))
-    return Solution(y, stats_of(residual, missed, evaluated / length), f_y, h)
+    y, f_y, residual, outcome = (torch.cat(part, 1) for part in zip(*found))
+    return Solution(y, stats_of(residual, outcome, evaluated / length), f_y, h)
 
 
-def _solve_window(step, window, rule, most):
+def _solve_window(step, window, rule):
     y = torch.zeros_like(window.x)
     frozen = torch.zeros(y.shape[:2], dtype=torch.bool, device=y.device)
     iterations = 0
     while True:
-        g, h, solved = step(window, y)
+        g, h, outcome = step(window, y)
         residual = token_residual(y, g)
         iterations += 1
         frozen = (frozen | (residual < rule.tol)).cumprod(1).bool()
         (done,) = _read(residual.amax(1), iterations, frozen.all())
-        if iterations >= most or done:
-            return y, g, residual, ~(frozen & solved), h, iterations
+        if iterations >= rule.max_iters or done:
+            return y, g, residual, torch.where(frozen, outcome, outcome | FAILED), h, iterations
         y = torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))
 
 
@@ -232,23 +258,26 @@ def solve_sequential(
     """Solve one token after the other, once each; differentiable where gradients are on.
 
     Args:
-        token: (window of one token) → y (b,1,d), the recurrence's state, solved (b,1).
+        token: (window of one token) → y (b,1,d), the recurrence's state, the outcome (b,1).
         s: Prepared.
     Returns:
         Solution. Its y is attached to all tokens before: backpropagation through time.
     """
     state, found = s.seqs.state, []
     for t in range(s.x.shape[1]):
-        y, h, solved = token(s.cut(t, t + 1, state))
-        found.append((y, solved))
+        y, h, outcome = token(s.cut(t, t + 1, state))
+        found.append((y, outcome))
         state = BlockState(y[:, 0], None, h, ())
-    y, solved = (torch.cat(part, 1) for part in zip(*found))
-    return Solution(y, stats_of(torch.zeros_like(y[..., 0]), ~solved, 1.0), y, h)
+    y, outcome = (torch.cat(part, 1) for part in zip(*found))
+    return Solution(y, stats_of(torch.zeros_like(y[..., 0]), outcome, 1.0), y, h)
 
 
-def stats_of(residual: torch.Tensor, missed: torch.Tensor, evaluations: float) -> FixedPointStats:
-    """FixedPointStats of tokens with the residuals (b,l), where `missed` (b,l) bool not solved."""
+def stats_of(residual: torch.Tensor, outcome: torch.Tensor, evaluations: float) -> FixedPointStats:
+    """FixedPointStats of tokens with these residuals and outcomes, (b,l) each."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
-    share = missed.to(residual.dtype).mean(1)
-    return FixedPointStats(evaluations, share, residual, torch.zeros_like(residual))
+    failed, bisected, limited = (
+        (outcome & what != 0).to(residual.dtype).mean(1) for what in (FAILED, BISECTED, LIMITED)
+    )
+    penalty = torch.zeros_like(residual)
+    return FixedPointStats(evaluations, failed, bisected, limited, residual, penalty)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lm.metrics import ELSEWHERE_NOTE, is_elsewhere
 from lm.reports.blocks import Block, Notes, Section, Table, shown
 from lm.reports.read import Files
 from lm.reports.series import last, number, within
-from lm.sweep_status import duration
+from lm.sweep_status import duration, num_iters_of
 
 TRACED = (
     "result.json of a finished run, else the last record of metrics.jsonl with such a value:"
@@ -20,7 +21,7 @@ def overview(runs: Sequence[Files]) -> Section:
     """The state of each run in a sentence, and a table of results."""
     lines = [state(files) for files in runs]
     lines += [f"{_named(runs, files)}{remark}" for files in runs for remark in files.remarks]
-    blocks: list[Block] = [Notes(lines), results(runs)]
+    blocks: list[Block] = [Notes(lines), results(runs), *elsewhere_notes(runs)]
     return Section("Results", blocks)
 
 
@@ -75,6 +76,17 @@ def _row(files: Files) -> dict[str, float | str | None]:
         "evaluations": _mean(_last_list(records, "evaluations")),
         "failed": _most(_last_list(records, "failed")),
     }
+
+
+def elsewhere_notes(runs: Sequence[Files]) -> list[Block]:
+    """A line for each run whose ℓ* is not of its answers."""
+    lines = []
+    for files in runs:
+        counts = num_iters_of({"probe": last_probe(files)})
+        if counts and any(is_elsewhere(counts)):
+            share = max(counts["elsewhere"])
+            lines.append(f"{files.label}: {ELSEWHERE_NOTE} (up to {share:.0%} of a layer's).")
+    return [Notes(lines)] if lines else []
 
 
 def latest_validation(files: Files) -> dict:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lm.reports.blocks import Block, Notes, Section
 from lm.reports.curves import joined, mean, per_layer
+from lm.reports.overview import elsewhere_notes
 from lm.reports.read import Files
 from lm.reports.series import having
 
@@ -24,6 +25,8 @@ class Work(NamedTuple):
 WORK = [
     Work("Evaluations a token", "evaluations of the layer's map", ("evaluations",), mean, False),
     Work("Tokens whose solve failed", "share of the tokens", ("failed",), max, False),
+    Work("Tokens that were bisected", "share of the tokens", ("bisected",), max, False),
+    Work("Tokens whose gradient may be limited", "share of the tokens", ("limited",), max, False),
     Work("Residual", "largest of a token, mean over sequences", ("residual",), max, True),
     Work("Adjoint", "norm against what came in", ("adjoint",), max, True),
     Work("Mixing norm", "‖I − Q‖", ("mixing_norm",), max, False),
@@ -41,6 +44,7 @@ def solver(runs: Sequence[Files]) -> Section:
     if len(runs) > 1:
         blocks += joined(runs, "ℓ*, mean over layers", "iterations", ITERATIONS, mean)
     blocks += per_layer(runs, "ℓ* of each layer", "iterations", ITERATIONS)
+    blocks += elsewhere_notes(solved)
     for title, unit, keys, join, logarithmic in WORK:
         if len(runs) > 1:
             how = "mean over layers" if join is mean else "the layer with the most"

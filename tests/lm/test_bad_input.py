@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lm.errors
-from lm.arguments import Number, Whole, counts, names
+from lm.arguments import Number, Whole, names
 from lm.cli import main, parser
 from lm.errors import UserError, sentence
 from lm.generate import GenerationError, generate
@@ -271,7 +271,7 @@ def options() -> list[tuple[str, argparse.Action]]:
 def test_every_number_has_a_range_that_its_help_states():
     numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
     assert len(numbers) > 20
-    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names, counts}
+    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
     for command, action in numbers:
         stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
         assert stated, f"{command} {action.option_strings}: {action.help}"
@@ -336,11 +336,9 @@ def test_generate_called_from_python(small_export, options, words):
         (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
         (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
         (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
-        (["budget", "--iterations", "0"], "--iterations: '0' is no whole number"),
-        (["budget", "--iterations", "1,x"], "--iterations: 'x' is no whole number"),
     ],
 )
-def test_eval_agree_and_budget(capsys, small_export, args, words):
+def test_eval_and_agree(capsys, small_export, args, words):
     assert words in refused(capsys, args[0], small_export, *args[1:])
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 LM = ROOT / "configs/lm"
 COMMANDS = (
     "train", "plan", "prepare", "tokenizer", "sweep", "compare", "export", "import-reference",
-    "import-mamba", "eval", "generate", "inspect", "agree", "budget", "report", "watch",
+    "import-mamba", "eval", "generate", "inspect", "agree", "report", "watch",
     "doctor", "check-mixer",
 )  # fmt: skip
 

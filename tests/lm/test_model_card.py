@@ -65,7 +65,7 @@ def test_the_card_of_a_run_says_what_its_files_say(tiny_run, tmp_path):
     assert corpus["sha256"]["train.bin"] in data and f"{corpus['tokens']:,} tokens" in data
     assert "`tiny.jsonl`" in data and str(ROOT) not in text
     rows = re.findall(r"^\| \d+ \| ([\d.]+) ", section(text, "Iterations of each layer"), re.M)
-    assert rows == [f"{mean:.2f}" for mean in result["probe"]["num_iters"]["mean"]]
+    assert rows == [f"{mean:.1f}" for mean in result["probe"]["num_iters"]["mean"]]
     assert model_card.PAPER in section(text, "Paper") and "Weights: cc-by-4.0" in text
 
 

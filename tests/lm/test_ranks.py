@@ -87,6 +87,14 @@ def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
     assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
 
 
+def test_nan_in_one_ranks_moment_is_not_saved_by_any(tmp_path):
+    settings = ("train.grad_accum_steps=1", "checkpoint.every=2", "log.every=1")
+    ends = ended(two_ranks(tmp_path, *settings, fault="moment_nan_at=4"))
+    assert [status for status, _ in ends] == [0, 0], ends
+    (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
+    assert rollback == {"number": 1, "from": 4, "why": "NaN or infinity in exp_avg_sq"}
+
+
 @pytest.mark.slow
 def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
     """The others wait inside the same forward pass: nobody can go back with them."""

@@ -1,6 +1,7 @@
 """What a run does about itself: back from NaN, an end to a hang, an exit status that says why."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import time
 import pytest
 import torch
 
-from lm.checkpoint import MANIFEST, _digest
+from lm.checkpoint import MANIFEST, CheckpointError, listed, verify
 from lm.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
 from lm.metrics import read_metrics
+from lm.model.checksums import sha256
 from tests.running import ENV, ROOT, fprnn, losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
@@ -53,12 +55,20 @@ def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, sta
 
 def advance(checkpoint, micro_batches):
     """Move its place in the data."""
-    path = checkpoint / "loader-rank0000.pt"
-    state = torch.load(path, weights_only=False)
-    state["loader"]["next_global_micro_batch"] += micro_batches
+
+    def further(state):
+        state["loader"]["next_global_micro_batch"] += micro_batches
+
+    rewritten(checkpoint / "loader-rank0000.pt", further)
+
+
+def rewritten(path, change):
+    """Change a file of a checkpoint, and its digest in the manifest."""
+    checkpoint, state = path.parent, torch.load(path, weights_only=False)
+    change(state)
     torch.save(state, path)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][path.name] = [path.stat().st_size, _digest(path)]
+    manifest["files"][path.name] = [path.stat().st_size, sha256(path)]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -73,6 +83,95 @@ def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
     assert not (tmp_path / "tiny/failure.json").exists()
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.rollbacks=0")
     assert "0 of 0 rollbacks (train.rollbacks) made" in done.stderr
+
+
+STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what, named", [("weight", "the weights"), ("moment", "exp_avg_sq")])
+def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
+    """Update 4 leaves it there, and would save it; update 2 is whole."""
+    done = faulty(
+        f"{what}_nan_at=4", *TINY, f"out_dir={tmp_path}", "checkpoint.every=2",
+        f"engine.zero_stage={stage}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in said
+    assert "(rollback 1 of 2)" in said
+    assert sorted(trace(losses(tmp_path / "tiny"))) == list(range(1, 9))
+
+
+def spoilt(checkpoint, value, where="exp_avg"):
+    """Put a value into the first of the optimizer's fp32 weights, or of a moment."""
+
+    def spoil(saved):
+        state = saved["optimizer_state_dict"]
+        if where == "weights":
+            state["single_partition_of_fp32_groups"][0].view(-1)[:] = value
+        else:
+            state["base_optimizer_state"]["state"][0][where].view(-1)[0] = value
+
+    rewritten(checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt", spoil)
+
+
+@pytest.fixture(scope="module")
+def every_second(tmp_path_factory):
+    """A run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("every_second")
+    run(out, "checkpoint.every=2", "checkpoint.keep=4")
+    shutil.rmtree(out / "tiny/checkpoints/step-000008")
+    (out / "tiny/result.json").unlink()
+    return out
+
+
+KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
+
+
+def test_a_checkpoint_that_holds_nan_is_passed_over(every_second, tmp_path):
+    """As versions before this one have saved it."""
+    out = shutil.copytree(every_second, tmp_path / "out")
+    newest = out / "tiny/checkpoints/step-000006"
+    spoilt(newest, float("nan"))
+    done = fprnn(*TINY, f"out_dir={out}", "checkpoint.every=2", f"resume={newest}")
+    assert done.returncode == FAILED and "step-000006: NaN or infinity in exp_avg" in done.stderr
+    _, done = run(out, *KEPT)
+    said = " ".join(done.stdout.split())
+    assert f"passed over: checkpoint {newest}: NaN or infinity in exp_avg" in said
+    assert f"resumed {newest.with_name('step-000004')} at update 4" in said
+
+    out = shutil.copytree(every_second, tmp_path / "all")
+    for checkpoint in (out / "tiny/checkpoints").iterdir():
+        spoilt(checkpoint, float("nan"))
+    done = fprnn(*TINY, f"out_dir={out}", *KEPT)
+    assert done.returncode == FAILED
+    assert f"every whole checkpoint in {out}/tiny/checkpoints holds NaN" in done.stderr
+
+
+def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(every_second, tmp_path):
+    """Weights that are finite, and overflow in every pass."""
+    out = shutil.copytree(every_second, tmp_path / "out")
+    spoilt(out / "tiny/checkpoints/step-000006", 1e30, "weights")
+    _, done = run(out, *KEPT)
+    said = " ".join(done.stdout.split())
+    assert "back to the checkpoint of update 6" in said
+    assert (
+        "back to the checkpoint of update 4, on with the data that comes next (rollback 2" in said
+    )
+    assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
+    assert not verify_all(out / "tiny/checkpoints")
+
+
+def verify_all(folder):
+    """The checkpoints that are not whole."""
+    damaged = []
+    for path in listed(folder):
+        try:
+            verify(path)
+        except CheckpointError:
+            damaged.append(path)
+    return damaged
 
 
 def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):

@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from lm import checkpoint as checkpoints
-from lm.checkpoint import CheckpointError, Checkpoints, drop_after, listed, newest, snapshot, verify
+from lm.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    drop_after,
+    listed,
+    newest,
+    not_finite,
+    snapshot,
+    verify,
+)
 from lm.config import Checkpoint
 from lm.ranks import Ranks
 
@@ -64,6 +73,18 @@ def test_a_snapshot_copies_each_tensor_once():
     assert taken["a"] is taken["b"][0] and taken["a"].data_ptr() != w.data_ptr()
     assert taken["b"][1][0].untyped_storage().nbytes() == 8  # not all that it was a view of
     assert taken["b"][1][1] == 7 and taken["c"] is None
+
+
+def test_numbers_that_are_not_finite_are_found_and_named():
+    large = torch.full((4,), 3e38)  # whose sum is infinite
+    held = {"the weights": [torch.ones(3), torch.ones(0), large], "step": [torch.tensor(7)]}
+    assert not_finite(held) == ""
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            spoilt = {"exp_avg": [torch.ones(5), torch.tensor([1.0, value], dtype=dtype)]}
+            assert not_finite(held | spoilt) == "NaN or infinity in exp_avg"
+    opposite = [torch.tensor([float("inf")]), torch.tensor([-float("inf")])]
+    assert not_finite({"a": opposite, "b": opposite}) == "NaN or infinity in a and b"
 
 
 class Killed:

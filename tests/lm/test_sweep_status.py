@@ -89,8 +89,8 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys):
     bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
     sweep.write(0, result_json=RESULT | bits)
     assert "perplexity 12.18, 1.2500 bits per byte, trained" in sweep.points()[0].text
-    assert (done.step, done.steps, done.num_iters) == (8, 8, [3.25, 7.5])
-    assert (running.step, running.steps, running.num_iters) == (5, 8, [3.25, 7.5])
+    assert (done.step, done.steps, done.num_iters["mean"]) == (8, 8, [3.25, 7.5])
+    assert (running.step, running.steps, running.num_iters["mean"]) == (5, 8, [3.25, 7.5])
     assert running.seen_s < 30 and "job 12_3 on n7, process 4711" in running.text
     assert failed.text == "stopped at update 3: the loss is nan"
     assert (absent.step, absent.steps, absent.seen_s, absent.text) == (None, None, None, "")
@@ -204,4 +204,4 @@ def test_a_real_run_is_done(tiny_run, sweep):
     shutil.copytree(tiny_run, sweep.folders[1])
     point = sweep.point(1)
     assert (point.state, point.step, point.steps) == ("done", 8, 8)
-    assert len(point.num_iters) == 2 and "perplexity" in point.text
+    assert len(point.num_iters["mean"]) == 2 and "perplexity" in point.text

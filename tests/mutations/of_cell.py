@@ -9,6 +9,7 @@ BLOCKS = "lm/model/blocks.py"
 BLOCK = "lm/model/fixed_point.py"
 SOLVER = "lm/model/solver.py"
 GRADIENT = "lm/model/gradient.py"
+FULL = "lm/model/full_rank.py"
 PROJECTIONS = "lm/model/projections.py"
 STATE_NOISE = "lm/model/noise.py"
 TESTS = "tests/lm/model/"
@@ -17,6 +18,10 @@ CAUSAL = f"{TESTS}test_causal.py"
 
 def of_cell(*tests):
     return tuple(f"{TESTS}test_cell.py::test_{test}" for test in tests)
+
+
+def of_full(*tests):
+    return tuple(f"{TESTS}test_full_rank.py::test_{test}" for test in tests)
 
 
 def of_noise(test):
@@ -125,12 +130,12 @@ MUTATIONS = [
     ),
     Mutation(
         "token: x̃ without what the solution adds",
-        CELL, "reflected + low_rank.combine(s), solved", "reflected, solved",
+        CELL, "reflected + low_rank.combine(s), outcome", "reflected, outcome",
         EQUATION,
     ),
     Mutation(
         "token: the wrong sign where φ is linear",
-        CELL, "dtype=c.dtype, device=c.device) - U @ m", "dtype=c.dtype, device=c.device) + U @ m",
+        CELL, "rest = _rest_of(beta.detach())", "rest = _rest_of(-beta.detach())",
         EQUATION,
     ),
     # Its root.
@@ -235,26 +240,58 @@ MUTATIONS = [
     # The inner iteration.
     Mutation(
         "token: the inner adjoint with the wrong sign",
-        CELL, "return v + torch.autograd.grad(f0, y0, g",
-        "return v - torch.autograd.grad(f0, y0, g",
-        OF_SOLUTION,
+        FULL, "lambda g: v_some + torch.autograd.grad(f0, y0, g",
+        "lambda g: v_some - torch.autograd.grad(f0, y0, g",
+        of_full("each_of_the_three_ways_finds_a_solution_and_its_gradient"),
     ),
     Mutation(
         "token: the inner adjoint of any size",
-        CELL, "limited = g * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)",
+        FULL, "limited = g * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)",
         "limited = g",
-        of_cell("the_inner_adjoint_is_limited"),
+        of_full("the_adjoint_is_limited"),
     ),
     Mutation(
         "token: the inner iteration goes on where it has converged",
-        CELL, "torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))",
+        FULL, "torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))",
         "torch.lerp(y, g, damping.step.unsqueeze(-1))",
-        of_cell("a_token_that_iterates_depends_on_no_other"),
+        of_full("a_token_that_iterates_depends_on_no_other"),
     ),
     Mutation(
-        "token: the inner iteration undamped however long it gets no nearer",
-        CELL, "        damping.update(residual)\n        y = torch", "        y = torch",
-        of_cell("the_inner_iteration_is_damped_where_it_gets_no_nearer"),
+        "token: bisection of a full-rank equation goes the other way",
+        FULL, "low, high = torch.where(above, low, middle), torch.where(above, middle, high)",
+        "low, high = torch.where(above, middle, low), torch.where(above, high, middle)",
+        of_full("each_of_the_three_ways_finds_a_solution_and_its_gradient"),
+    ),
+    Mutation(
+        "token: the slope of a full-rank equation keeps what is along v",
+        FULL, "unsqueeze(-1) * (moved - along)", "unsqueeze(-1) * moved",
+        of_full("each_of_the_three_ways_finds_a_solution_and_its_gradient"),
+    ),
+    Mutation(
+        "token: the dense adjoint not transposed",
+        FULL, "_eye(slope) - slope.mT, right", "_eye(slope) - slope, right",
+        of_full("each_of_the_three_ways_finds_a_solution_and_its_gradient"),
+    ),
+    Mutation(
+        "token: Anderson adds the combination of changes",
+        FULL, "moved = g - (torch.stack", "moved = g + (torch.stack",
+        of_full("anderson_solves_a_linear_map"),
+    ),
+    Mutation(
+        "token: the gradient's limit is by the largest entry",
+        CELL, "size, own = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t",
+        "size, own = (t.abs().amax(-1, keepdim=True) for t",
+        of_cell("the_limit_is_one_of_the_cotangents_euclidean_length"),
+    ),
+    Mutation(
+        "token: what may be limited is not counted",
+        CELL, "torch.where(limited, outcome | LIMITED, outcome)", "outcome",
+        of_cell("near_a_fold_the_gradient_is_limited_and_this_is_counted"),
+    ),
+    Mutation(
+        "token: what bisection found is not counted",
+        CELL, "outcome[searched[found]] = BISECTED", "outcome[searched[found]] = 0",
+        of_cell("what_picard_does_not_find_bisection_does"),
     ),
     # The recurrence around it.
     Mutation(
@@ -319,18 +356,40 @@ MUTATIONS = [
     ),
     Mutation(
         "token: padding that is not solved is counted as failed",
-        BLOCK, "solved if s.seqs.mask is None else solved | ~s.seqs.mask", "solved",
+        BLOCK, "outcome if s.seqs.mask is None else outcome * s.seqs.mask", "outcome",
         COUNTED,
     ),
     Mutation(
         "token: windows of the exact token are damped",
-        BLOCK, "rule = rule._replace(stepsize=1.0)", "rule = rule._replace(stepsize=0.9)",
+        BLOCK, "rule._replace(stepsize=1.0, max", "rule._replace(stepsize=0.9, max",
         of_models("k_iterations_solve_the_first_k_tokens"),
     ),
     Mutation(
         "token: within the tolerance a token is solved, whatever is said of its equation",
-        SOLVER, "~(frozen & solved)", "~frozen",
+        SOLVER, "torch.where(frozen, outcome, outcome | FAILED)",
+        "torch.where(frozen, 0 * outcome, outcome | FAILED)",
         COUNTED,
+    ),
+    Mutation(
+        "token: a window ends after the paper's ℓmax",
+        BLOCK, "max_iters=width + 1)", "max_iters=min(rule.max_iters, width + 1))",
+        (f"{TESTS}test_tracker.py::test_few_iterations_are_the_papers_limit_and_not_a_windows",),
+    ),
+    Mutation(
+        "token: exact tokens are trained to the paper's tolerance",
+        BLOCK, "tol = min(tol, COARSE)\n        if not", "pass\n        if not",
+        (f"{TESTS}test_blocks.py::test_training_rule_and_evaluation_rule_differ",),
+    ),
+    Mutation(
+        "token: a window carries f(y) for y",
+        SOLVER, "state = BlockState(y[:, -1], None, h, ())",
+        "state = BlockState(g[:, -1], None, h, ())",
+        (f"{TESTS}test_tracker.py::test_a_window_hands_on_the_iterate_that_its_state_is_of",),
+    ),
+    Mutation(
+        "ℓ* of another solution is not noticed",
+        SOLVER, "apart = ~(distance <= FAR * size)", "apart = ~(distance <= 1e9 * size)",
+        (f"{TESTS}test_tracker.py::test_iterations_that_lead_elsewhere_are_marked",),
     ),
     Mutation(
         "token: the state handed on is that before the token",

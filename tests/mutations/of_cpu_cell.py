@@ -129,9 +129,20 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: the gradient of the root of any length",
-        GRADIENT, "if (finite && after <= MOST_STRETCH * MOST_STRETCH * before) return;",
+        GRADIENT, "if (finite && after <= MOST_GAIN * MOST_GAIN * before) return;",
         "if (finite) return;",
         FOLD,
+    ),
+    Mutation(
+        "compiled cell: the gradient's limit is by the sum of the entries",
+        GRADIENT, "after += s.eta[i] * s.eta[i]",
+        "after += std::abs(s.eta[i]) * std::abs(s.eta[0])",
+        ("tests/lm/model/test_tracker.py::test_limited_gradients_are_those_of_plain_pytorch",),
+    ),
+    Mutation(
+        "compiled cell: what may be limited is not counted",
+        "lm/kernels/cpu_cell.cpp", "p.outcome[at] |= LIMITED;", "p.outcome[at] |= 0;",
+        ("tests/lm/model/test_tracker.py::test_limited_gradients_are_those_of_plain_pytorch",),
     ),
     Mutation(
         "compiled cell: the norm's gradient keeps what is along v",

@@ -244,4 +244,9 @@ MUTATIONS = [
         ROOTS, "found = found | (ended & _attracts(", "found = found | (ended | _attracts(",
         triton("roots", "test_it_is_the_search_of_the_cpu_step_for_step"),
     ),
+    Mutation(
+        "roots in Triton: Newton goes ten times as far",
+        ROOTS, "most = (2.0 * residual", "most = (20.0 * residual",
+        triton("roots", "test_newton_goes_no_further_than_twice_the_way_that_is_left"),
+    ),
 ]  # fmt: skip

@@ -235,6 +235,11 @@ MUTATIONS = [
     ),
     # Blocks.
     Mutation(
+        "fp_mamba1: FLOPs of a scan without the two that its parallel form adds",
+        BLOCKS, "scan = 9 * d", "scan = 7 * d",
+        ("tests/lm/model/test_h_dep.py::test_flops_of_the_scan_are_those_of_a_mamba_layer",),
+    ),
+    Mutation(
         "the decay rate by softplus, not exp",
         BLOCKS, "A = -torch.exp(self.A_log.to(dtype))", "A = -F.softplus(self.A_log.to(dtype))",
         iteration("fp_mamba1-householder1"),

@@ -3,11 +3,14 @@
 from tests.mutations import Mutation
 
 CHECKPOINT = "lm/checkpoint.py"
+CHECKSUMS = "lm/model/checksums.py"
 LEASE = "lm/lease.py"
 ENGINE = "lm/engine.py"
 RESHARD = "lm/reshard.py"
 TRAIN = "lm/train.py"
 SAVING = "tests/lm/test_saving.py::"
+RECOVERY = "tests/lm/test_recovery.py::"
+VOUCHING = "tests/lm/test_vouching.py::"
 HOLDING = "tests/lm/test_lease.py::"
 ELASTIC = ("tests/lm/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
 BACK = (
@@ -89,15 +92,15 @@ MUTATIONS = [
     ),
     Mutation(
         "running: the digest is not compared",
-        CHECKPOINT,
-        "if _digest(file) != digest:",
+        CHECKSUMS,
+        "if sha256(path, once) != digest:",
         "if False:",
         saving("test_damage_is_passed_over_with_a_sentence"),
     ),
     Mutation(
         "running: nothing whole is a new beginning",
         CHECKPOINT,
-        "    if found:\n        raise CheckpointError(",
+        "    if found and before == math.inf:\n        raise CheckpointError(",
         "    if False:\n        raise CheckpointError(",
         saving("test_damage_is_passed_over_with_a_sentence"),
     ),
@@ -188,8 +191,8 @@ MUTATIONS = [
     Mutation(
         "running: a rollback keeps the spoilt gradients",
         TRAIN,
-        "        self._build_model()\n        self._restore(*found)\n",
-        "        self.engine.load(found[0])\n        self._restore(*found)\n",
+        "            self._build_with_finite_weights(named=False)\n",
+        "            self.engine.load(found[0])\n",
         BACK,
     ),
     Mutation(
@@ -198,5 +201,61 @@ MUTATIONS = [
         "        self.batches.load_state_dict(after)\n",
         "",
         BACK,
+    ),
+    Mutation(
+        "running: NaN is saved",
+        TRAIN,
+        "            self._check_finite()\n            self.checkpoints.save(",
+        "            self.checkpoints.save(",
+        (f"{RECOVERY}test_nan_in_a_weight_or_a_moment_is_not_saved",),
+    ),
+    Mutation(
+        "running: moments are not looked at",
+        ENGINE,
+        "held.setdefault(name, []).append(moment)",
+        "pass",
+        (f"{RECOVERY}test_nan_in_a_weight_or_a_moment_is_not_saved",),
+    ),
+    Mutation(
+        "running: a rollback that failed goes back to the same checkpoint",
+        TRAIN,
+        "        self.went_back_to = self.step\n",
+        "",
+        (f"{RECOVERY}test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before",),
+    ),
+    Mutation(
+        "running: a sum that overflows is taken for NaN",
+        CHECKPOINT,
+        " and not all(torch.isfinite(t).all() for t in tensors)",
+        "",
+        saving("test_numbers_that_are_not_finite_are_found_and_named"),
+    ),
+    Mutation(
+        "running: a file that has changed is not read again",
+        CHECKSUMS,
+        "stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns",
+        "stat.st_size",
+        (f"{VOUCHING}test_a_file_is_read_once_until_it_changes",),
+    ),
+    Mutation(
+        "running: what is saved over an export is still vouched for",
+        "lm/model/configuration_fprnn.py",
+        "        forget(save_directory)\n",
+        "",
+        (f"{VOUCHING}test_what_a_user_saves_anew_is_not_refused",),
+    ),
+    Mutation(
+        "running: a run's tokenizer is not compared with its checkpoint's",
+        "lm/continuing.py",
+        "    check_tokenizer(path, manifest, run)\n    check_corpora",
+        "    check_corpora",
+        (f"{VOUCHING}test_a_changed_tokenizer_of_a_run_is_refused",),
+    ),
+    Mutation(
+        "running: a run without its checkpoints begins anew",
+        "lm/run_dir.py",
+        "                self._refuse_lost_checkpoints()\n",
+        "                pass\n",
+        (f"{VOUCHING}test_checkpoints_that_are_gone_are_not_a_new_beginning",),
     ),
 ]

@@ -71,7 +71,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a window makes one iteration too many",
-        SOLVER, "iterations >= most or done", "iterations > most or done",
+        SOLVER, "iterations >= rule.max_iters or done",
+        "iterations > rule.max_iters or done",
         (f"{CAUSAL}::test_k_iterations_solve_the_first_k_tokens",),
     ),
     Mutation(
@@ -121,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluation stops at training's share of the batch",
-        BLOCK, "c.eval_tol, c.eval_max_iters, 1.0", "c.eval_tol, c.eval_max_iters, c.quantile",
+        BLOCK, "max_iters, quantile = c.eval_max_iters, 1.0", "max_iters = c.eval_max_iters",
         (f"{TESTS}test_blocks.py::test_training_rule_and_evaluation_rule_differ",),
     ),
     Mutation(

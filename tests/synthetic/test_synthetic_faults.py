@@ -1,5 +1,6 @@
 """The synthetic trainer under faults: signals, NaN, a second process, damage, a full disk."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,10 +8,14 @@ import sys
 import time
 
 import pytest
+import torch
 
-from lm.checkpoint import listed, newest
+from lm.checkpoint import MANIFEST, listed, newest
 from lm.errors import DIVERGED, FAILED, PREEMPTED
 from lm.metrics import read_metrics
+from lm.model.checksums import sha256
+from lm.run_dir import RunDirError
+from synthetic.build import load_run
 from tests.running import ENV, ROOT
 
 SMALL = (
@@ -108,6 +113,63 @@ def test_nan_too_often_is_the_end(tmp_path):
     status, _, error = finished(tmp_path, "train.rollbacks=0", fault="synthetic_nan_at=16")
     assert status == DIVERGED
     assert "stopped at update 16: the loss is nan" in error and "0 of 0 rollbacks made" in error
+
+
+def test_nan_in_a_moment_is_not_saved(tmp_path):
+    status, output, error = finished(tmp_path, fault="synthetic_moment_nan_at=20")
+    assert status == 0, error
+    assert (
+        "note: update 20: NaN or infinity in exp_avg_sq: back to the checkpoint of update 10"
+        in (" ".join(output.split()))
+    )
+    assert sorted(trace(tmp_path / "x")) == list(range(1, 41))
+
+
+def spoilt(checkpoint, change):
+    """Change a state that was saved, and its digest in the manifest."""
+    path = checkpoint / "state.pt"
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"][path.name] = [path.stat().st_size, sha256(path)]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_checkpoints_that_hold_nan_or_fail_twice_are_left(tmp_path):
+    """Of three, the newest holds NaN, as versions before this one have saved it, and the one before
+    weights that overflow."""
+    assert finished(tmp_path, "train.steps=30", "checkpoint.keep=3")[0] == 0
+
+    def nan(state):
+        state["optimizer"]["state"][0]["exp_avg"].view(-1)[0] = float("nan")
+
+    def overflow(state):
+        for weight in state["model"].values():
+            weight.mul_(1e30)
+
+    folder = tmp_path / "x/checkpoints"
+    spoilt(folder / "step-000030", nan)
+    spoilt(folder / "step-000020", overflow)
+    status, output, error = finished(tmp_path, "train.steps=30", "checkpoint.keep=3")
+    assert status == 0, error
+    said = " ".join(output.split())
+    assert "step-000030: NaN or infinity in exp_avg" in said and "resumed at update 20" in said
+    assert "back to the checkpoint of update 20" in said
+    assert "back to the checkpoint of update 10" in said
+    assert sorted(trace(tmp_path / "x")) == list(range(1, 31))
+
+
+def test_a_config_that_was_changed_is_refused(tmp_path):
+    """One that fits the weights, and makes another model of them."""
+    assert finished(tmp_path, "train.steps=10")[0] == 0
+    config = tmp_path / "x/config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("state_noise: 0.0", "state_noise: 0.1"))  # a resumed run may
+    assert config.read_text() != whole and load_run(tmp_path / "x")
+    config.write_text(whole.replace("mixer_act: silu", "mixer_act: relu"))
+    with pytest.raises(RunDirError, match=r"config\.yaml is not what .*\(model\.mixer_act was"):
+        load_run(tmp_path / "x")
 
 
 def test_a_second_process_is_refused(tmp_path):

@@ -424,7 +424,9 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     assert again["eval"][1]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
     exact = evaluate_run(c.run_dir, overrides=["solver={token: exact, schedule: sequential}"])
     assert exact["eval"][0]["solver"]["tol"] is exact["eval"][0]["solver"]["max_iters"] is None
-    assert exact["eval"][0]["num_iters"] == again["eval"][0]["num_iters"]
+    # ℓ* is the same whatever solves the model; whether it belongs to the answers is not.
+    counts, others = exact["eval"][0]["num_iters"], again["eval"][0]["num_iters"]
+    assert counts | {"elsewhere": others["elsewhere"]} == others
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
     # Of a checkpoint that has not kept it, and of another task, nothing is said.

@@ -3,13 +3,21 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from lm.kernels import Unsupported, cpu_roots, triton_roots
 from lm.kernels.triton_build import INTERPRETED
 from lm.model import cell
+from lm.model.solver import FAILED
 from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
-from tests.lm.model.test_cell import coefficients_of, normal, random_coefficients
+from tests.lm.model.test_cell import (
+    coefficients_of,
+    normal,
+    random_coefficients,
+    roots_by_bisection,
+    scalar,
+)
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of the interpreter, where a search goes through a pole.
@@ -29,8 +37,8 @@ def on_device(coefficients, dtype=torch.float32):
 
 
 def roots_of(coefficients):
-    s, solved = triton_roots.find_roots(*on_device(coefficients))
-    return s.cpu(), solved.cpu()
+    s, outcome = triton_roots.find_roots(*on_device(coefficients))
+    return s.cpu(), outcome.cpu()
 
 
 def in_fp32(coefficients):
@@ -40,9 +48,9 @@ def in_fp32(coefficients):
 @pytest.mark.parametrize("r, tokens", [(1, 40), (2, 40), (3, 11), (4, 11), (6, 3), (8, 3)])
 def test_it_is_the_plain_search(r, tokens):
     coefficients = random_coefficients(tokens, r, 1.0, seed=r)
-    s, solved = roots_of(coefficients)
+    s, outcome = roots_of(coefficients)
     expected, there = cell._find_root_plain(in_fp32(coefficients))
-    assert solved.all() and there.all()
+    assert torch.equal(outcome, there) and not (outcome == FAILED).any()
     torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -53,9 +61,9 @@ def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
-    s, solved = roots_of(coefficients)
+    s, outcome = roots_of(coefficients)
     expected, there = cpu_roots.find_roots(*in_fp32(coefficients))
-    assert torch.equal(solved, there)
+    assert torch.equal(outcome, there)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -66,9 +74,33 @@ def test_a_rotation_that_picard_circles_is_bisected():
     coefficients = coefficients_of(
         normal(3, 12), turn @ U, U, torch.ones(12).double(), torch.zeros(12).double(), kind="rms"
     )
-    s, solved = roots_of(coefficients)
+    s, outcome = roots_of(coefficients)
     left = in_fp32(coefficients).phi(s)[0] - s
-    assert solved.all() and left.abs().max() < 1e-3
+    assert not (outcome == FAILED).any() and left.abs().max() < 1e-3
+
+
+@triton.jit
+def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
+    """`_shortcut` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
+    none = tl.zeros([TOKENS, R], tl.float64)
+    one = tl.zeros([TOKENS], tl.float64)
+    square = tl.zeros([TOKENS, R, R], tl.float64)
+    equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
+    s, found = triton_roots._shortcut(
+        none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
+    )
+    tl.store(out + tl.arange(0, TOKENS), tl.where(found, tl.sum(s, 1), float("nan")))
+
+
+def test_newton_goes_no_further_than_twice_the_way_that_is_left():
+    """The root is 2.828…; at a residual of ρ the way left is 2 ρ, and twice that may be gone."""
+    root = roots_by_bisection(scalar(1e-3, 3.0))[2].item()
+    for residual, there in [(0.026, True), (0.024, False), (0.003, False)]:
+        found = torch.empty(2, dtype=torch.float64, device=DEVICE)
+        _newton_kernel[(1,)](found, root + 0.1, residual, TOKENS=2, R=1)
+        assert found.isfinite().all() == there
+        if there:
+            torch.testing.assert_close(found, torch.full_like(found, root))
 
 
 def test_rows_are_exchanged():
@@ -79,10 +111,10 @@ def test_rows_are_exchanged():
     coefficients = cell.Coefficients(
         alpha, beta, zeros, torch.ones(2).double(), zeros, torch.zeros(2, 2, 2).double(), 1e-5
     )
-    s, solved = roots_of(coefficients)
+    s, outcome = roots_of(coefficients)
     eye = torch.eye(2).double()
     expected = torch.linalg.solve(eye - beta, alpha)  # φ is linear here
-    assert solved.all()
+    assert not (outcome == FAILED).any()
     torch.testing.assert_close(s.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -94,10 +126,10 @@ def test_nan_stays_in_its_token(name, value):
     coefficients = random_coefficients(6, 2)
     expected, _ = roots_of(coefficients)
     getattr(coefficients, name)[3] = value
-    s, solved = roots_of(coefficients)
+    s, outcome = roots_of(coefficients)
     others = torch.arange(6) != 3
-    assert torch.equal(s[others], expected[others]) and solved[others].all()
-    assert not solved[3] and s[3].isnan().all()
+    assert torch.equal(s[others], expected[others]) and not outcome[others].any()
+    assert outcome[3] == FAILED and s[3].isnan().all()
 
 
 def test_what_it_cannot_compute_is_refused():

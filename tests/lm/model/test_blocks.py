@@ -7,7 +7,7 @@ import torch
 
 from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fixed_point import EVAL_TOL, FixedPointBlock
+from lm.model.fixed_point import COARSE, FINE, FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import token_residual
 from tests import oracle_blocks
@@ -208,9 +208,15 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_the_iterate_wide(conv, glu):
 
 def test_training_rule_and_evaluation_rule_differ():
     model = block(max_iters=7, eval_max_iters=9)
-    assert model.train().rule()[:3] == (0.1, 7, 0.75)
-    assert model.eval().rule()[:3] == (EVAL_TOL, 9, 1.0) and EVAL_TOL < 0.1
+    assert model.train().rule()[:3] == (COARSE, 7, 0.75)
+    assert model.eval().rule()[:3] == (FINE[torch.float64], 9, 1.0)
+    assert block(torch.float32).eval().rule().tol == FINE[torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):  # its rounding is as large
+        assert model.eval().rule().tol == COARSE
     assert block(eval_tol=0.03).eval().rule().tol == 0.03
+    assert block(tol=1e-3).train().rule().tol == 1e-3
+    iterated = block(token="iterate", stopping="causal")
+    assert iterated.train().rule().tol == 0.1 and iterated.eval().rule().tol == COARSE
     paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
     assert paper.eval().rule()[:3] == (0.1, 1000, 1.0)
 

@@ -395,6 +395,13 @@ def test_flops_count_the_maps_where_they_run(name):
 
 
 @pytest.mark.parametrize("name", MAMBAS)
+def test_flops_of_the_scan_are_those_of_a_mamba_layer(name):
+    """9 a number of the state, as Mamba's authors count a selective scan."""
+    small, large = (block_of(block=name, d_state=n, b_h_dep=False, c_h_dep=False) for n in (4, 12))
+    assert large.flops_per_token()[1] - small.flops_per_token()[1] == 9 * 16 * (12 - 4)
+
+
+@pytest.mark.parametrize("name", MAMBAS)
 def test_the_gate_outside_reads_x_alone(name):
     """Its map of sh(y) is gone, with its FLOPs; nothing else is another."""
     with_map, without = block_of(block=name), block_of(block=name, gate_h_dep=False)

@@ -1,0 +1,165 @@
+"""A token's own equation where I − Q has full rank: its solution, gradient, what is counted."""
+
+import pytest
+import torch
+
+from lm.model import full_rank
+from lm.model.cell import LowRank, Norm, Token, solve_low_rank
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.full_rank import Anderson, FullRank, solve_by_iterating
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.solver import BISECTED, FAILED
+from tests.lm.model.test_cell import D, low_rank_of, make, matrix_of, normal, token_of
+
+
+class GivenMatrix:
+    """A mixer whose I − Q is what it reads: raw (…,d²)."""
+
+    def mix(self, raw, x, y, weights):
+        M = raw.unflatten(-1, (x.shape[-1], -1))
+        return x + (M @ (y - x).unsqueeze(-1)).squeeze(-1)
+
+    def dense(self, raw, weights):
+        M = raw.unflatten(-1, (D, D))
+        return torch.eye(D, dtype=M.dtype) - M
+
+
+def solve(token, M):
+    """M: (b,l,d,d)."""
+    return solve_by_iterating(FullRank(token, M.flatten(-2), GivenMatrix(), None))
+
+
+KINDS = pytest.mark.parametrize("kind", ["layer", "rms", "none"])
+
+
+@KINDS
+def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
+    token, _ = token_of(kind)
+    low_rank = low_rank_of(2, size=0.15)
+    pairs = zip(solve(token, matrix_of(low_rank)), solve_low_rank(token, low_rank))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["picard", "anderson", "bisection"])
+@KINDS
+def test_each_of_the_three_ways_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
+    monkeypatch.setattr(full_rank, "MOST_PICARD", 300 if way == "picard" else 0)
+    monkeypatch.setattr(full_rank, "MOST_DENSE", D if way == "bisection" else 0)
+    _, tensors = token_of(kind, b=1, length=2)
+    names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
+    names += ["bias"] if kind == "layer" else []
+    low_rank = low_rank_of(2, 1, 2, size=0.15)
+
+    def by_matrix(U, T, *values):
+        token = make(kind, **{**tensors, **dict(zip(names, values))})
+        y, mixed, outcome = solve(token, matrix_of(LowRank(U, T)))
+        assert (outcome == (BISECTED if way == "bisection" else 0)).all()
+        return y, mixed
+
+    inputs = [*low_rank, *(tensors[name] for name in names)]
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(by_matrix, inputs, eps=1e-6, atol=1e-6, rtol=1e-5,
+                                    check_undefined_grad=False)  # fmt: skip
+
+
+def test_anderson_solves_a_linear_map_that_expands_in_as_many_steps_as_it_has_directions():
+    rates = torch.tensor([3.0, -2.0, 0.5, 1.5], dtype=torch.float64)
+    right, y, history = (
+        torch.ones(1, 4, dtype=torch.float64),
+        torch.zeros(1, 4).double(),
+        Anderson(),
+    )
+    for _ in range(6):
+        y = history.next(y, right + rates * y)
+    torch.testing.assert_close(y, right / (1 - rates), rtol=1e-8, atol=0)
+
+
+def linear(rates):
+    """y_t = history_t + rates_t y_t: history (1,l,d), y and the outcome."""
+    M = torch.tensor(rates, dtype=torch.float64)[None, :, None, None] * torch.eye(D).double()
+    history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
+    one = torch.ones(1, len(rates), D, dtype=torch.float64)
+    y, _, outcome = solve(Token(0 * one, history, one, None, Norm("none")), M)
+    expected = history / (1 - torch.tensor(rates, dtype=torch.float64)[:, None])
+    solved = outcome & FAILED == 0
+    torch.testing.assert_close(y[solved], expected[solved], rtol=1e-10, atol=0)
+    return history, y, outcome
+
+
+def test_the_adjoint_is_limited(monkeypatch):
+    monkeypatch.setattr(full_rank, "MOST_GAIN", 2.0)
+    history, y, outcome = linear([0.8, 0.3])
+    assert not (outcome & FAILED).any()
+    (grad,) = torch.autograd.grad(y.sum(), history)
+    expected = torch.tensor([2.0, 1 / 0.7], dtype=torch.float64)[:, None].expand_as(grad)
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=0)
+
+
+def test_a_token_that_iterates_depends_on_no_other():
+    _, alone, _ = linear([0.3])
+    _, beside, outcome = linear([0.3, 0.9, -0.9])
+    assert not (outcome & FAILED).any() and torch.equal(beside[:, :1], alone)
+
+
+@pytest.mark.parametrize("most_dense", [0, D])
+@pytest.mark.parametrize("rate", [1.1, -1.1, -1.6])
+def test_what_expands_is_solved_too(rate, most_dense, monkeypatch):
+    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+    *_, outcome = linear([rate])
+    assert not (outcome & FAILED).any()
+
+
+@pytest.mark.parametrize("most_dense", [0, D])
+def test_what_has_no_solution_is_counted_and_its_gradient_is_one_steps(most_dense, monkeypatch):
+    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+    history, y, outcome = linear([1.0, 0.5])
+    assert outcome.tolist() == [[FAILED, 0]]
+    (grad,) = torch.autograd.grad(y.sum(), history)
+    torch.testing.assert_close(grad[0, :, 0], torch.tensor([1.0, 2.0]).double())
+
+
+def test_too_wide_for_matrices_it_stays_unsolved_and_is_said(monkeypatch):
+    """A norm turned round by a mixer with a rotation: y → norm(R y) never settles."""
+    token, _ = token_of("rms", gate=False)
+    one = torch.arange(token.x.shape[1]) == 2
+    turn = torch.linalg.qr(normal(D, D, seed=9))[0]
+    M = torch.where(one[:, None, None], 4 * turn, torch.zeros_like(turn)).expand(2, -1, D, D)
+    first = (1e-3 * token.history).requires_grad_()
+    token = token._replace(history=first, gain=torch.ones_like(token.x), x=0 * token.x)
+    y, _, outcome = solve(token, M)
+    assert (outcome[:, one] == BISECTED).all() and not outcome[:, ~one].any()
+    torch.testing.assert_close(token.value((M @ y.unsqueeze(-1)).squeeze(-1)), y)
+    monkeypatch.setattr(full_rank, "MOST_DENSE", D - 1)
+    monkeypatch.setattr(full_rank, "MOST_ACCELERATED", 0)
+    y, _, outcome = solve(token, M)
+    assert (outcome[:, one] == FAILED).all() and not outcome[:, ~one].any()
+    (grad,) = torch.autograd.grad(y.sum(), first)
+    assert torch.isfinite(grad).all()
+
+
+MIXERS = [("kronecker", 1), ("monarch", 8), ("nonselective", 1), ("mixture", 2)]
+MIXERS += [("selective_dense", 1)]
+
+
+@pytest.mark.parametrize("glu_in_loop", [True, False], ids=["gate inside", "gate outside"])
+@pytest.mark.parametrize("mixer,rank", MIXERS)
+def test_untrained_layers_are_solved_whole_and_in_cached_steps_alike(mixer, rank, glu_in_loop):
+    """In fp64: the default of a whole pass is a window, a cached step is a token."""
+    torch.manual_seed(0)
+    config = FPRNNConfig(
+        vocab_size=64, d_model=8, n_layer=2, d_state=4, mixer=mixer, mixer_rank=rank,
+        glu_in_loop=glu_in_loop,
+    )  # fmt: skip
+    model = FPRNNForCausalLM(config).double().eval()
+    ids = torch.randint(64, (2, 16))
+    with torch.no_grad():
+        whole = model(ids)
+        steps, cache = [], None
+        for t in range(ids.shape[1]):
+            step = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            steps.append(step.logits)
+    assert whole.fixed_point.failed.max() == 0
+    difference = (torch.cat(steps, 1) - whole.logits).abs().max() / whole.logits.abs().max()
+    assert difference < 1e-6

@@ -1,0 +1,139 @@
+"""Every schedule is the exact solution, on a trained state tracker, in training and evaluation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lm.kernels import cpu_cell
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fixed_point import FixedPointBlock
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.kernels import skip_where_missing
+from tests.tracker import loss_and_gradient, tracker, words
+
+LONGER = 272  # more than two windows of 128
+
+
+def relative(ours, theirs):
+    """‖ours − theirs‖ / ‖theirs‖ of two {name: gradient}."""
+    pairs = [(ours[name] - t, t) for name, t in theirs.items()]
+    off, size = (torch.cat([p[i].flatten() for p in pairs]).norm() for i in (0, 1))
+    return (off / size).item()
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """`auto` chooses as it does on a GPU."""
+    real = FixedPointBlock.width
+
+    def width(self, length, like):
+        return real(self, length, SimpleNamespace(device=torch.device("cuda")))
+
+    monkeypatch.setattr(FixedPointBlock, "width", width)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
+def test_in_training_loss_and_gradient_are_the_sequential_ones(schedule, as_on_cuda):
+    model = tracker()
+    given = words(2, LONGER)
+    with model.solving(schedule="sequential"):
+        loss, gradient = loss_and_gradient(model, *given)
+    assert loss < 0.05
+    with model.solving(schedule=schedule):
+        assert model.solver(LONGER)["schedule"] != "sequential"
+        ours, its_gradient = loss_and_gradient(model, *given)
+    assert ours == pytest.approx(loss, rel=1e-3)
+    assert relative(its_gradient, gradient) < 0.01  # tol 0.01
+
+
+@pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
+def test_in_evaluation_whole_chunks_and_windows_agree(schedule, as_on_cuda):
+    """A chunk's end is a window's end."""
+    model = tracker().eval()
+    ids, _ = words(2, LONGER)
+    with torch.no_grad():
+        with model.solving(schedule="sequential"):
+            expected = model(ids).logits
+        with model.solving(schedule=schedule):
+            output = model(ids)
+            chunks, cache = [], None
+            for chunk in ids.split(50, 1):
+                found = model(chunk, past_key_values=cache, use_cache=True)
+                cache = found.past_key_values
+                chunks.append(found.logits)
+    assert output.fixed_point.failed.max() == 0
+    assert (output.logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (torch.cat(chunks, 1) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
+    """Where the tolerance is loose, y and F(y) differ, and h is that of y."""
+    model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
+    (block,) = model.fixed_point_blocks()
+    handed_on, explicit = [], block.explicit
+
+    def watched(s, y):
+        if s.seqs.state is not None:
+            handed_on.append(s.seqs.state.y)
+        return explicit(s, y)
+
+    monkeypatch.setattr(block, "explicit", watched)
+    with torch.no_grad():
+        s = block.prepare(model.backbone.embeddings(words(2, 16)[0]))
+        solution = block._solve(s)
+    assert torch.equal(handed_on[0], solution.y[:, 7])
+    assert not torch.equal(solution.y[:, 7], solution.f_y[:, 7])
+
+
+def test_iterations_that_lead_elsewhere_are_marked():
+    """On a state tracker the paper's procedure ends in other answers, converged or not."""
+    model = tracker().eval()
+    ids, answers = words(10, 64)
+    with torch.no_grad():
+        own = model(ids, count_iterations=True)
+        with model.solving(token="iterate"):
+            papers = model(ids, count_iterations=True)
+    right = [(output.logits.argmax(-1) == answers).float().mean() for output in (own, papers)]
+    assert right[0] > 0.95 and right[1] < 0.5
+    assert own.fixed_point.elsewhere.mean() > 0.5
+    assert papers.fixed_point.elsewhere.max() == 0
+    torch.testing.assert_close(own.fixed_point.num_iters, papers.fixed_point.num_iters)
+
+
+def test_padding_leads_nowhere():
+    model = tracker().eval()
+    ids, _ = words(1, 8)
+    with torch.no_grad():
+        alone = model(ids, count_iterations=True).fixed_point.elsewhere
+        padded, mask = (torch.nn.functional.pad(t, (0, 5)) for t in (ids, torch.ones_like(ids)))
+        beside = model(padded, attention_mask=mask, count_iterations=True).fixed_point.elsewhere
+    torch.testing.assert_close(alone, beside)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
+    """Eight reflections at random have tokens whose equation is nearly singular."""
+    skip_where_missing(cpu_cell)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1, "d_state": 4}
+    model = FPRNNForCausalLM(FPRNNConfig(**sizes, mixer_rank=rank)).double()
+    ids, answers = words(6, 12)
+    found = {}
+    for kernels in ("plain", "auto"):
+        monkeypatch.setenv("FPRNN_KERNELS", kernels)
+        stats = model(ids).fixed_point
+        found[kernels] = loss_and_gradient(model, ids, answers)[1], stats
+    (plain, its_stats), (compiled, stats) = found["plain"], found["auto"]
+    assert (stats.limited.mean() > 0.005) == (rank > 1)
+    for name in ("failed", "bisected", "limited"):
+        torch.testing.assert_close(getattr(stats, name), getattr(its_stats, name))
+    assert relative(compiled, plain) < 1e-6
+
+
+def test_few_iterations_are_the_papers_limit_and_not_a_windows():
+    model = tracker(max_iters=5, eval_max_iters=5, schedule="window:64")
+    ids, _ = words(1, 130)
+    assert model(ids).fixed_point.failed.max() == 0
+    assert model.eval()(ids).fixed_point.failed.max() == 0
+    assert model.solver(130)["max_iters"] is None
