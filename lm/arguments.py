@@ -83,5 +83,6 @@ def run(args: argparse.Namespace) -> int:
         text = sentence(e)
         if text is None:
             raise
-        print(f"error: {text}", file=sys.stderr)
+        if not getattr(e, "said_by_main", False):  # every rank has rank 0's error
+            print(f"error: {text}", file=sys.stderr)
         return exit_status(e)

@@ -28,6 +28,7 @@ BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transforme
 # that was missed. Numbers of sysexits.h where it has one that says the same.
 FAILED = 1  # anything else that stopped it, a bug among them
 BAD_DATA = 65
+UNREACHABLE = 69  # the hub, or the network: the same command may do later
 PREEMPTED = 75  # by a signal, and saved: the same command continues
 DIVERGED = 76
 HANG = 77

@@ -364,15 +364,15 @@ def test_an_array_task_trains_its_sweep_point(fake_python):
     )
 
 
-@pytest.mark.parametrize("status", [0, 1, 65, 75, 76, 77, 78, 137])
+@pytest.mark.parametrize("status", [0, 1, 65, 69, 75, 76, 77, 78, 137])
 @pytest.mark.parametrize("script, env, job", [
     ("slurm.sbatch", JOB, "71234"), ("slurm_array.sbatch", SLURM, "71231_3"),
 ])  # fmt: skip
 def test_what_is_queued_again(fake_python, script, env, job, status):
-    """A run that a signal has stopped, and one that hung; nothing that would fail again."""
+    """Stopped by a signal, hung, or without a network; nothing that would fail again."""
     found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
     assert found == status
-    expected = [f"scontrol requeue {job}"] if status in (75, 77) else []
+    expected = [f"scontrol requeue {job}"] if status in (69, 75, 77) else []
     assert fake_python.lines("scontrol") == expected
 
 
@@ -503,12 +503,14 @@ def again(tmp_path, times, *statuses):
     "times, ends, status, runs",
     [
         (5, ("exit 77", "kill -9 $$", "exit 0"), 0, 3),
+        (5, ("exit 69", "exit 0"), 0, 2),
         (1, ("exit 77", "exit 77", "exit 0"), 77, 2),
         (0, ("exit 77",), 77, 1),
         *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),
     ],
 )
-def test_again_after_what_may_heal_and_so_often(tmp_path, times, ends, status, runs):
+def test_again_after_what_may_heal_and_so_often(tmp_path, monkeypatch, times, ends, status, runs):
+    monkeypatch.setenv("PAUSE", "0.1")
     ended, made, said = again(tmp_path, times, *ends)
     assert (ended, made) == (status, runs)
     assert said.count(": again, at most") == runs - 1
