@@ -37,9 +37,9 @@ while kill -0 -- "-$run" 2>/dev/null; do
         kill -s USR1 -- "-$run" 2>/dev/null || true
         [ -z "$first" ] || ssh -n "$first" "$far" || true
     fi
-    sleep 0.5
+    sleep 0.5 || true  # a signal to all of the group ends it as well
 done
-if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5; fi  # it ends what is far away
+if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5 || true; fi  # it ends what is far away
 kill -KILL -- "-$run" 2>/dev/null || true
 wait "$run" || status=$?
 exit "$status"

@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
         text = sentence(e)
         if text is None:
             raise
-        print(f"error: {printable(text)}", file=sys.stderr)
+        if not getattr(e, "said_by_main", False):  # every rank has rank 0's error
+            print(f"error: {printable(text)}", file=sys.stderr)
         _drop_output()
         return exit_status(e)
 

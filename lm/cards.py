@@ -39,6 +39,14 @@ CPU = "cpu"
 GPUS_A_HOST = 8
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may run on; all of the machine where the system does not say
+    (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def card(name: str) -> Card:
     """The card of a name; `cpu` is this machine, its memory shared by all its ranks.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import lm
 from lm import cli_compare, cli_import, cli_inspect, cli_tokenizer, cli_watch
 from lm.arguments import (
     SEED,
@@ -46,10 +47,10 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from lm.console import say
 
-        planned = _planned(cfg, args)
+        planned, status = _planned(cfg, args)
         say(cfg.to_yaml())
         say(planned)
-        return 0
+        return status
     if args.gpus:
         raise config.ConfigError(
             f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
@@ -72,13 +73,19 @@ def _plan(args: argparse.Namespace) -> int:
 
     cfg = config.load(args.config, args.override, args.job_index)
     config.refuse_sweep(cfg, args.config)
-    say(_planned(cfg, args))
-    return 0
+    planned, status = _planned(cfg, args)
+    say(planned)
+    return status
 
 
 def _planned(cfg, args):
-    """What `plan` and `train --dry-run` print: a table."""
+    """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
+    the run does not fit the card."""
     from lm.build import with_built_in_mixers
+    from lm.console import say
+    from lm.data.mixture import parts
+    from lm.doctor import hub
+    from lm.errors import BAD_CONFIG
     from lm.named_class import nothing_imported
     from lm.outputs import check_folder
     from lm.plan import describe, plan, where
@@ -90,7 +97,12 @@ def _planned(cfg, args):
     with nothing_imported("a plan"):
         check_config(with_built_in_mixers(cfg)[0], gpus)
         check_folder(cfg.run_dir)
-        return describe(plan(cfg, at), cfg)
+        if any(part.data.source == "fineweb" for part in parts(cfg).values()):
+            found = hub()
+            if found.state != "ok":
+                say(f"note: {found.text}")
+        planned = plan(cfg, at)
+        return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -348,6 +360,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         help="what a run will cost: parameters, FLOPs, hours, memory against the card",
         description="Print what the run a YAML describes will cost, and train nothing; `train"
         " --dry-run` prints the configuration as well. Nothing is downloaded, no GPU is needed."
+        " Where the run does not fit the card the exit status is 78."
         " docs/scale.md says how the numbers are made.",
     )
     c.add_argument("config", metavar="CONFIG")
@@ -564,6 +577,7 @@ def parser() -> argparse.ArgumentParser:
     )
     # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--version", action="version", version=f"fprnn {lm.__version__}")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_train(commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.live import Live
 
+PIPE_WIDTH = 1000  # columns where there is no terminal: no table is cut there
 PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
 REDRAWN_S = 0.5  # seconds between two estimates of the time left on a terminal
 ENOUGH_S = 2.0  # of work that was timed, before the time left is said
@@ -26,6 +28,8 @@ class _Say:
             from rich.console import Console
 
             self._console = Console(highlight=False, soft_wrap=True)
+            if not self._console.is_terminal and "COLUMNS" not in os.environ:
+                self._console.width = PIPE_WIDTH
         return self._console
 
     def __call__(self, text) -> None:
@@ -148,7 +152,11 @@ class Progress:
         from rich.console import Group
         from rich.text import Text
 
-        return Group(self.bar, Text(self.text)) if self.text else self.bar
+        return (
+            Group(self.bar, Text(self.text, no_wrap=False, overflow="fold"))
+            if self.text
+            else self.bar
+        )
 
     def __exit__(self, *exc):
         if self.live:

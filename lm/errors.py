@@ -32,6 +32,7 @@ OF_A_PLACE = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.EN
 # that was missed. Numbers of sysexits.h where it has one that says the same.
 FAILED = 1  # anything else that stopped it, a bug among them
 BAD_DATA = 65
+UNREACHABLE = 69  # the hub, or the network: the same command may do later
 MACHINE = 71  # a process of the run is gone: killed, or its host; the same command continues
 PREEMPTED = 75  # by a signal, and saved: the same command continues
 DIVERGED = 76

@@ -14,10 +14,11 @@ import torch
 
 from lm import activations
 from lm.activations import Activations
-from lm.build import build_model
-from lm.cards import GIB, Card
+from lm.build import build_model, vocabulary
+from lm.cards import GIB, Card, card, here
 from lm.config import Config, Optim
 from lm.deepspeed_json import deepspeed_config, highest_stage
+from lm.errors import ConfigError
 from lm.optim import matrices
 from lm.warmups import Growth
 
@@ -194,16 +195,28 @@ class Planner:
                 return change, needed
         return None
 
+    def smaller_batches(self) -> list[Change]:
+        """Smaller micro-batches with the same global batch, the largest first."""
+        t = self.cfg.train
+        found: list[Change] = []
+        for part in range(2, t.micro_batch_size + 1):
+            if t.micro_batch_size % part == 0:
+                fewer: Change = {"train__micro_batch_size": t.micro_batch_size // part}
+                if t.global_batch_size is None:  # else accumulation follows
+                    fewer["train__grad_accum_steps"] = t.accumulation(self.world_size) * part
+                found.append(fewer)
+        return found
+
     def _changes(self) -> list[Change]:
         """Sets of changes, from the smallest. A kind's choices are from the cheapest on."""
-        t, m = self.cfg.train, self.cfg.model
+        m = self.cfg.model
         zero = deepspeed_config(self.cfg, self.world_size)["zero_optimization"]
         stage = zero["stage"]
         own_json = isinstance(self.cfg.engine.deepspeed, str)
         bucket: list[Change] = [{}]
         stages: list[Change] = [{}]
         checkpointed: list[Change] = [{}]
-        batches: list[Change] = [{}]
+        batches: list[Change] = [{}, *self.smaller_batches()]
         if stage and not own_json and zero.get("reduce_bucket_size", BUCKET) > SMALL_BUCKET:
             key = "engine__deepspeed__zero_optimization__reduce_bucket_size"
             bucket.append({key: SMALL_BUCKET})
@@ -213,12 +226,6 @@ class Planner:
             stages += [{"engine__zero_stage": s} for s in range(stage + 1, most + 1)]
         if not m.gradient_checkpointing:
             checkpointed.append({"model__gradient_checkpointing": True})
-        for part in range(2, t.micro_batch_size + 1):
-            if t.micro_batch_size % part == 0:
-                fewer = {"train__micro_batch_size": t.micro_batch_size // part}
-                if t.global_batch_size is None:  # else accumulation follows
-                    fewer["train__grad_accum_steps"] = t.accumulation(self.world_size) * part
-                batches.append(fewer)
         # (how many kinds change, how far): the order that they are tried in.
         found = []
         choices = bucket, stages, batches, checkpointed  # from the cheapest kind on
@@ -248,3 +255,28 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
     """The whole model without its weights."""
     with torch.device("meta"):
         return build_model(cfg, vocab_size)
+
+
+def out_of_memory(cfg: Config, world_size: int) -> ConfigError:
+    """The sentence of a training whose GPU had too little memory: the micro-batch that would fit,
+    by the estimate of `fprnn plan`, with the same global batch."""
+    own = card(here())
+    if torch.cuda.is_available():
+        own = own._replace(memory=float(torch.cuda.get_device_properties(0).total_memory))
+    vocab_size = vocabulary(cfg)
+    model = on_the_meta_device(activations.for_gpu(cfg), vocab_size)
+    counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
+    planner = Planner(cfg, world_size, own, counted)
+    smaller = planner.smaller_batches()
+    fitting = [change for change in smaller if planner.fits(planner.memory(**change))]
+    size = cfg.train.micro_batch_size
+    said = f"train.micro_batch_size={size} does not fit in this GPU's {own.memory / GIB:.1f} GiB"
+    if not fitting:
+        return ConfigError(
+            f"{said}, and no smaller one does by `fprnn plan`: set"
+            " model.gradient_checkpointing=true, take more GPUs, or a smaller model"
+        )
+    texts = [f"{key.replace('__', '.')}={value}" for key, value in fitting[0].items()]
+    return ConfigError(
+        f"{said}: {' '.join(texts)} would, by the estimate of `fprnn plan`; the global batch stays"
+    )

@@ -52,6 +52,7 @@ class Ranks:
         if self.world_size > 1:
             torch_dist.broadcast_object_list(box, src=0, group=self.objects)
         if box[1] is not None:
+            box[1].said_by_main = not self.is_main
             raise box[1]
         return box[0]
 

@@ -36,6 +36,7 @@ from lm.continuing import (
 from lm.ema import Average
 from lm.errors import Diverged, DivergedAlone, Stopped, UserError
 from lm.log import Writer, describe, iterations, probed
+from lm.memory import out_of_memory
 from lm.metrics import (
     FailureWatch,
     Outliers,
@@ -89,12 +90,17 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.introduce()
             training.fit()
             training.conclude()
+        except torch.OutOfMemoryError as e:
+            refused = out_of_memory(cfg, ranks.world_size)
+            run.leave_word(refused, ranks.is_main)
+            raise refused from e
         except Exception as e:
             error = of_lost_peer(e) or e
             run.leave_word(error, ranks.is_main)
             if error is e:
                 raise
             raise error from None
+    say(f"next     fprnn report {run}, or fprnn export {run} {run}/hf")
     return run.path
 
 

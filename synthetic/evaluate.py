@@ -503,11 +503,13 @@ def evaluate_all(
         lengths, seeds = [cfg.train.lengths[1]], [0]
     ways = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
-    with Progress("evaluating", total=len(lengths) * len(seeds) * len(ways), unit="lengths") as bar:
+    done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
+    with Progress("evaluating", total=total, unit="tokens a sequence") as bar:
         for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
             row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, seen)
             results.append({"length": length, "seed": seed, **row})
-            bar.update(len(results))
+            done += length
+            bar.update(done)
     return results
 
 

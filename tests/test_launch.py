@@ -115,6 +115,7 @@ class Fake:
             text=True,
             # A test run in the background has SIGINT ignored, and a shell cannot undo that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
         )
         self.started.append(process)
         return process
@@ -247,6 +248,20 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name):
     assert not any(alive(pid) for pid in workers)
 
 
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+@pytest.mark.parametrize("again", [(), ("again.sh", "3")])
+def test_a_signal_to_the_whole_group_saves_and_leaves_nothing(fake, name, again):
+    """Ctrl-C of a terminal, or a supervisor's TERM: it ends the script's `sleep` as well."""
+    scripts = (*again, *([str(LAUNCH / "deepspeed.sh")] if again else ["deepspeed.sh"]), "c.yaml")
+    process = fake.start(*scripts)
+    workers = fake.workers()
+    time.sleep(0.7)  # it sleeps
+    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert fake.lines("saved") == ["saved"] * 2 and not any(map(alive, workers))
+
+
 def test_a_signal_before_the_workers_listen_is_not_lost(fake):
     process = fake.start("deepspeed.sh", "c.yaml", STARTS_UP="2")
     fake.wait_for("deepspeed", 1)
@@ -349,16 +364,16 @@ def test_an_array_task_trains_its_sweep_point(fake_python):
     )
 
 
-@pytest.mark.parametrize("status", [0, 1, 65, 71, 75, 76, 77, 78, 137])
+@pytest.mark.parametrize("status", [0, 1, 65, 69, 71, 75, 76, 77, 78, 137])
 @pytest.mark.parametrize("script, env, job", [
     ("slurm.sbatch", JOB, "71234"), ("slurm_array.sbatch", SLURM, "71231_3"),
 ])  # fmt: skip
 def test_what_is_queued_again(fake_python, script, env, job, status):
-    """A run that a signal has stopped, that hung, or whose process is gone; nothing that would fail
-    again."""
+    """A run that a signal has stopped, that hung, that has no network or lost a process; nothing
+    that would fail again."""
     found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
     assert found == status
-    expected = [f"scontrol requeue {job}"] if status in (71, 75, 77) else []
+    expected = [f"scontrol requeue {job}"] if status in (69, 71, 75, 77) else []
     assert fake_python.lines("scontrol") == expected
 
 
@@ -386,6 +401,31 @@ def test_a_terminated_job_waits_for_its_run_and_is_not_queued_again(fake_python)
     process.communicate(timeout=20)
     assert fake_python.lines("saved") == ["saved after TERM"]
     assert process.returncode == 75 and fake_python.lines("scontrol") == []
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
+    (fake_python.bin / "srun").write_text(
+        "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
+        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n'
+    )
+    text = FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1")
+    (fake_python.bin / "python").write_text(text)
+    process = fake_python.start("slurm.sbatch", "c.yaml", **JOB)
+    fake_python.wait_for("ready", 1)
+    os.killpg(process.pid, getattr(signal, f"SIG{name}"))
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == [f"saved after {name}"]
+    assert process.returncode == 75 and fake_python.lines("scontrol") == []
+
+
+def test_a_synthetic_array_task_whose_whole_group_is_interrupted(fake_python):
+    process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
+    (ready,) = fake_python.wait_for("ready", 1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert fake_python.lines("saved") == ["saved after TERM"]
+    assert process.returncode == 75 and not alive(int(ready.split()[1]))
 
 
 def test_scripts_outside_slurm(fake):
@@ -464,12 +504,14 @@ def again(tmp_path, times, *statuses):
     "times, ends, status, runs",
     [
         (5, ("exit 77", "kill -9 $$", "exit 71", "exit 0"), 0, 4),
+        (5, ("exit 69", "exit 0"), 0, 2),
         (1, ("exit 77", "exit 77", "exit 0"), 77, 2),
         (0, ("exit 77",), 77, 1),
         *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),
     ],
 )
-def test_again_after_what_may_heal_and_so_often(tmp_path, times, ends, status, runs):
+def test_again_after_what_may_heal_and_so_often(tmp_path, monkeypatch, times, ends, status, runs):
+    monkeypatch.setenv("PAUSE", "0.1")
     ended, made, said = again(tmp_path, times, *ends)
     assert (ended, made) == (status, runs)
     assert said.count(": again, at most") == runs - 1

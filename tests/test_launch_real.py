@@ -25,7 +25,7 @@ def start(tmp_path, *where, **environment):
          f"out_dir={tmp_path / 'runs'}", *LONG],
         cwd=ROOT, env=clean | environment, text=True,
         stdout=(tmp_path / "out").open("w"), stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), start_new_session=True,
     )  # fmt: skip
 
 
@@ -51,11 +51,13 @@ def stopped_well(tmp_path, process):
     assert left == ""
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT", "USR1"])
-def test_a_signal_saves_and_leaves_75(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, send", [("TERM", os.kill), ("USR1", os.kill), ("INT", os.killpg), ("TERM", os.killpg)]
+)
+def test_a_signal_saves_and_leaves_75(tmp_path, name, send):
     process = start(tmp_path, "2")
     wait_for_updates(tmp_path, process)
-    process.send_signal(getattr(signal, f"SIG{name}"))
+    send(process.pid, getattr(signal, f"SIG{name}"))
     stopped_well(tmp_path, process)
 
 

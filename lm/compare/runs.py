@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from lm.cards import usable_cores
 from lm.compare.settings import Training
 from lm.config import Config, load
 from lm.console import say
@@ -180,7 +181,7 @@ def _start(training: Training, jobs: int, gpus: int | None) -> subprocess.Popen:
     command = [sys.executable, "-m", "lm", "train", "--config", str(config)]
     if gpus is not None:
         command = ["bash", str(LAUNCH), str(config), str(gpus)]
-    threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    threads = str(max(1, usable_cores() // jobs))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     with (folder.parent / f"{folder.name}.log").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from lm.errors import BAD_DATA, UserError
+from lm.errors import BAD_DATA, UNREACHABLE, UserError
 
 
 class DataError(UserError, ValueError):
     """Text that cannot be read or used; the message says what, where, and what would do."""
 
     exit_status = BAD_DATA
+
+
+class HubUnreachable(DataError):
+    """No network, or a hub in trouble: nothing is wrong with the data, and later it may be had."""
+
+    exit_status = UNREACHABLE
 
 
 def first_line(error: BaseException) -> str:

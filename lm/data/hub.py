@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lm.config import Data
 from lm.console import say
-from lm.data.errors import DataError, first_line
+from lm.data.errors import DataError, HubUnreachable, first_line
 
 PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for
 LONGEST_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
@@ -47,7 +47,7 @@ def check_hub(what: str) -> None:
             return
         except httpx.HTTPError as error:
             if last:
-                raise DataError(
+                raise HubUnreachable(
                     f"{what} is on the Hugging Face hub, but {constants.ENDPOINT} cannot be "
                     f"reached ({first_line(error)}; 2 attempts)"
                 ) from None
@@ -72,7 +72,7 @@ def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
     try:
         check_hub(name)
     except DataError as e:
-        raise DataError(f"{e}; {OFFLINE_HINT}") from None
+        raise type(e)(f"{e}; {OFFLINE_HINT}") from None
 
     def attempt():
         return datasets.load_dataset_builder(dataset, name=config, revision=revision)
@@ -114,7 +114,7 @@ def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
                 raise DataError(f"{what} failed: {_advice(error) or reason}") from None
             pause = min(LONGEST_PAUSE_S, 2.0 ** (failures - 1)) * _jitter.uniform(0.5, 1)
             if waited + pause > PATIENCE_S:
-                raise DataError(
+                raise HubUnreachable(
                     f"{what} failed {failures} times in a row, waiting {waited:.0f} s in all: "
                     f"{reason}; start again later with resume=auto"
                 ) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from lm.cards import usable_cores
 from lm.config import Data
 from lm.console import say
 from lm.data import integrity, readers
@@ -123,7 +124,7 @@ def worker_count(data: Data) -> int:
     """Processes that tokenise a large corpus."""
     if data.prepare_workers != "auto":
         return data.prepare_workers
-    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MOST_WORKERS, usable_cores())
 
 
 class _Files:

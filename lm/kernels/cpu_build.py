@@ -1,4 +1,4 @@
-"""The CPU kernels' library: built by g++ at first use, kept in the user's cache, called by ctypes.
+"""The CPU kernels' library: built at first use, kept in the user's cache, called by ctypes.
 
 A function of the library takes one `struct` of sizes, addresses and numbers, all of eight bytes.
 It is passed as packed bytes: ctypes takes microseconds to convert as many arguments one by one.
@@ -92,14 +92,17 @@ def build() -> Path:
     Raises:
         RuntimeError: there is no compiler, or it failed. OSError: there is no place for the result.
     """
-    compiler = shutil.which("g++")
+    compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise RuntimeError("there is no g++ on PATH")
+        raise RuntimeError("there is neither g++ nor clang++ on PATH")
     asked = [compiler, "--version"]
     version = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    flags: Sequence[str] = FLAGS
+    if "clang" in version:  # macOS calls it g++, too; its OpenMP is a package apart: one thread
+        flags = tuple(flag for flag in FLAGS if flag != "-fopenmp")
     texts = [(HERE / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     key = hashlib.sha256()
-    for part in (*texts, *FLAGS, version, _cpu()):
+    for part in (*texts, *flags, version, _cpu()):
         key.update(part.encode() + b"\0")
     folder = cache_folder()
     library = folder / f"cpu-{key.hexdigest()[:24]}.so"
@@ -111,10 +114,10 @@ def build() -> Path:
         made = Path(own) / library.name
         objects = [str(Path(own) / f"{name}.o") for name in SOURCES]
         _run_all(
-            [compiler, *FLAGS, "-c", str(HERE / name), "-o", to]
+            [compiler, *flags, "-c", str(HERE / name), "-o", to]
             for name, to in zip(SOURCES, objects)
         )
-        _run_all([[compiler, *FLAGS, *objects, "-o", str(made)]])
+        _run_all([[compiler, *flags, *objects, "-o", str(made)]])
         made.replace(library)
     return library
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lm import __version__
 from lm.cli import main, parser
 from lm.errors import BAD_CONFIG
 from tests.running import REFUSED
@@ -305,3 +306,32 @@ def test_importing_lm_alone_does_not_import_transformers(tmp_path):
     code = "import json, sys, lm; print(json.dumps([m in sys.modules for m in sys.argv[1:]]))"
     result = python("-c", code, "lm", "transformers", "torch", cwd=tmp_path)
     assert json.loads(result.stdout) == [True, False, False]
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fprnn {__version__}\n"
+
+
+@pytest.mark.parametrize("micro, status", [(8, 0), (64, BAD_CONFIG)])
+def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys):
+    """With a dry run alike, on the card that is named."""
+    path = config(tmp_path, "model: {d_model: 256, n_layer: 2}")
+    options = ["--gpu", "a100-40g", f"train.micro_batch_size={micro}", "data.seq_len=32768"]
+    if status == 0:
+        options[-1] = "data.seq_len=128"
+    assert main(["plan", path, *options]) == status
+    assert ("to make it fit" in capsys.readouterr().out) == bool(status)
+    assert main(["train", "--config", path, "--dry-run", *options]) == status
+
+
+@pytest.mark.parametrize("name", ["fpmamba_160m", "mamba_160m", "mamba_169m"])
+def test_the_160m_configurations_fit_the_card_they_are_launched_on(name):
+    from lm import config as configs
+    from lm.plan import plan, where
+
+    cfg = configs.load(LM / f"{name}_fineweb2b.yaml")
+    planned = plan(cfg, where(cfg, 4, "a100-40g"))
+    assert planned["fits"] and planned["sequences_per_step"] == 256

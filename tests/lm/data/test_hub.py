@@ -7,6 +7,8 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
+from lm.data.errors import HubUnreachable
+from lm.data.hub import check_hub
 from tests.lm.data.loopback import REPO, Hub, digest, run, serving
 
 SENTENCE = """
@@ -175,3 +177,12 @@ if __name__ == "__main__":
         **hub,
     )
     assert said.split() == ["False", "5000", "True"] * 2
+
+
+def test_no_network_has_a_status_of_its_own(monkeypatch):
+    """69: the launchers try again; damaged data (65) they leave."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(HubUnreachable) as refused:
+        check_hub("a dataset")
+    assert refused.value.exit_status == 69

@@ -232,6 +232,25 @@ def test_what_does_not_fit_is_refused():
         cpu.selective_scan(**t, keep=torch.ones(2, 3))
 
 
+def test_clang_builds_without_openmp(monkeypatch, tmp_path):
+    """A compiler that calls itself clang, and refuses -fopenmp as Apple's does."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    clang = folder / "clang++"
+    clang.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo "Apple clang version 15.0.0"; exit 0; }\n'
+        'for word; do [ "$word" != -fopenmp ] || { echo "unsupported option" >&2; exit 1; }; done\n'
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    clang.chmod(0o755)
+    monkeypatch.setattr(cpu_build.shutil, "which", {"clang++": str(clang)}.get)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    functions = cpu_build.functions.__wrapped__
+    for module in (cpu, cpu_build, cpu_step):
+        monkeypatch.setattr(module, "functions", functions)
+    assert cpu_build._what_is_wrong.__wrapped__(cpu._self_check) == ""
+
+
 def test_why_not(monkeypatch, tmp_path):
     """What a fresh process would say."""
     library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
@@ -241,7 +260,9 @@ def test_why_not(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as m:
         m.setenv("PATH", "")
-        assert probe() == "the CPU kernels cannot be built: there is no g++ on PATH"
+        assert (
+            probe() == "the CPU kernels cannot be built: there is neither g++ nor clang++ on PATH"
+        )
     with monkeypatch.context() as m:
         m.setattr(cpu_build, "FLAGS", ("--no-such-flag",))
         assert "no-such-flag" in probe()
