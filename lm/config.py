@@ -186,6 +186,7 @@ class Train(Growing):
         None, gt=0, le=1_000_000
     )  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
+    device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.

@@ -29,6 +29,7 @@ from lm.optim import groups
 from lm.ranks import Ranks
 from lm.warmups import check_batch_warmup
 
+MOST_ON_CPU = 20e6  # parameters, beside the embedding
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
@@ -70,9 +71,10 @@ def commit() -> str | None:
         return None
 
 
-def check_config(cfg: Config, world_size: int) -> None:
+def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
     """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
 
+    Returns: the model on the meta device, for a vocabulary of 8.
     Raises:
         ConfigError: another number of processes than the config is meant for, a warm-up that cannot
             be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
@@ -104,17 +106,40 @@ def check_config(cfg: Config, world_size: int) -> None:
         if part.data.path is not None and part.data.source in SUFFIXES:
             with naming(name):
                 source_files(part.data)
+    return model
+
+
+def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
+    """Raises ConfigError where there is no GPU and the model is not one for a CPU, or the reverse.
+
+    Args:
+        model: as of `check_config`; its embedding, which costs no time, is hardly there.
+    """
+    if torch.cuda.is_available():
+        if cfg.train.device == "cpu":
+            raise ConfigError(
+                "train.device is cpu, and there is a GPU: leave it out to train on the GPU, or hide"
+                " that (CUDA_VISIBLE_DEVICES='')"
+            )
+        return
+    size = sum(p.numel() for p in model.parameters())
+    if cfg.train.device == "auto" and size > MOST_ON_CPU:
+        raise ConfigError(
+            f"PyTorch finds no GPU here, and the model has {size / 1e6:.0f} M parameters beside its"
+            f" embedding (more than {MOST_ON_CPU / 1e6:.0f} M): start it where there is one"
+            " (`fprnn doctor` says what was found), or say train.device=cpu if that is meant"
+        )
 
 
 def check(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
-        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; a WANDB_MODE that
-            wandb does not know.
+        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; no GPU for a
+            large model; a WANDB_MODE that wandb does not know.
         MissingPackageError: something that the config asks for is not installed.
     """
-    check_config(cfg, world_size)
+    check_gpu(cfg, check_config(cfg, world_size))
     check_device(deepspeed_config(cfg, world_size))
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [

@@ -167,6 +167,25 @@ def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
     assert words in refused(capsys, *dry_run(*overrides))
 
 
+def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monkeypatch):
+    from lm.preflight import check
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    large = ["model.d_model=1024", "model.n_layer=12"]
+    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*device=cpu"):
+        check(tiny(*large), 1)
+    check(tiny(*large, "train.device=cpu"), 1)
+    check(tiny(), 1)
+
+
+def test_a_cpu_is_not_asked_for_where_there_is_a_gpu(tiny, monkeypatch):
+    from lm.preflight import check
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="train.device is cpu, and there is a GPU"):
+        check(tiny("train.device=cpu"), 1)
+
+
 @pytest.mark.parametrize(
     "environment, words",
     [
