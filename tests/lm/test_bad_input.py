@@ -182,7 +182,7 @@ def test_a_cpu_is_not_asked_for_where_there_is_a_gpu(tiny, monkeypatch):
     from lm.preflight import check
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="train.device is cpu, and there is a GPU"):
+    with pytest.raises(UserError, match=r"train\.device is cpu, and there is a GPU"):
         check(tiny("train.device=cpu"), 1)
 
 
