@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ class Progress:
             self.live.stop()
 
     def update(self, done: int, total: int | None = None, text: str | None = None) -> None:
-        """Show progress. On a pipe a line is printed for every `text`, else now and then."""
+        """Show progress. On a pipe a line, with the time, is printed for every `text`,
+        else now and then."""
         total = total or self.total
         now = time.monotonic()
         self.pace.at(now, done)
@@ -175,7 +177,7 @@ class Progress:
         self.last_line = now
         of = f"/{total}" if total else ""
         parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, self._left(done, total)]
-        say("  ".join(part for part in parts if part))
+        say("  ".join([f"{datetime.now():%H:%M:%S}", *(part for part in parts if part)]))
 
     def _redraw(self, now: float, done: int, total: int | None, text: str | None) -> None:
         fields: dict[str, Any] = {}

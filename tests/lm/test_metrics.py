@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -499,6 +500,8 @@ def screen(monkeypatch):
 def now(monkeypatch):
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    at = datetime(2026, 1, 2, 7, 5, 9)
+    monkeypatch.setattr(console, "datetime", SimpleNamespace(now=lambda: at))
     return now
 
 
@@ -515,13 +518,13 @@ def test_on_a_pipe_every_text_is_a_plain_line(screen, now):
         bar.update(4000, text="done")
     lines = file.getvalue().splitlines()
     assert lines == [
-        "training 3/4000 updates  [loss] 3.1",  # no markup: brackets stay
-        "training 6/4000 updates  [loss] 3.1",
-        "training 7/4000 updates  [loss] 3.1  5 h 33 min left",
-        "training 10/4000 updates  5 h 32 min left",
-        "training 12/4000 updates  [loss] 3.1  10 h 17 min left",
-        "training 41/4000 updates  [loss] 3.1  9 h 10 min left",
-        "training 4000/4000 updates  done",
+        "07:05:09  training 3/4000 updates  [loss] 3.1",  # no markup: brackets stay
+        "07:05:09  training 6/4000 updates  [loss] 3.1",
+        "07:05:09  training 7/4000 updates  [loss] 3.1  5 h 33 min left",
+        "07:05:09  training 10/4000 updates  5 h 32 min left",
+        "07:05:09  training 12/4000 updates  [loss] 3.1  10 h 17 min left",
+        "07:05:09  training 41/4000 updates  [loss] 3.1  9 h 10 min left",
+        "07:05:09  training 4000/4000 updates  done",
     ]
     assert "\x1b" not in file.getvalue()
 
@@ -573,7 +576,7 @@ def test_on_a_pipe_updates_without_a_text_are_rare(screen, now):
             now.seconds += console.PLAIN_EVERY_S / 20
             bar.update(i)
     assert len(file.getvalue().splitlines()) == 5
-    assert file.getvalue().splitlines()[0] == "tokenised 19 documents"
+    assert file.getvalue().splitlines()[0] == "07:05:09  tokenised 19 documents"
 
 
 def test_on_a_terminal_it_is_a_bar(screen):
