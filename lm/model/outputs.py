@@ -43,13 +43,15 @@ class FixedPointReport:
 @dataclass
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, what
-    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for."""
+    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for;
+    attentions, always None, which `generate` reads where output_attentions is asked for."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
     past_key_values: FPRNNCache | None = None
+    attentions: None = None
 
 
 @dataclass
@@ -64,3 +66,4 @@ class FPRNNCausalLMOutput(ModelOutput):
     state: FPRNNState | None = None
     past_key_values: FPRNNCache | None = None
     log_z: torch.FloatTensor | None = None
+    attentions: None = None
