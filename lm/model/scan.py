@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
+from .opaque import compiling
+
 logger = logging.get_logger(__name__)
 
 INTERFACE = ("fprnn-kernels", 2)  # of lm.kernels, as this file uses it
@@ -88,14 +90,18 @@ def _find_kernels():
 
 def backend(operation: str, like: torch.Tensor) -> Any:
     """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
-    device and in its dtype, None where the plain version does."""
+    device and in its dtype, None where the plain version does, and under a compiler."""
+    if compiling():
+        return None
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
 def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the `backend` returns, None where the plain version is to be computed:
-    there is no backend, or none for such arguments."""
+    there is no backend, or none for such arguments; and under a compiler, which fuses that."""
+    if compiling():
+        return None
     kernels = _kernels()
     return None if kernels is None else kernels.compute(operation, function, like, *args)
 

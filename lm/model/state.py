@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .opaque import compiling
+
 
 class BlockState(NamedTuple):
     """What one block leaves behind after a row's last token that is no padding; no gradient."""
@@ -164,7 +166,7 @@ class Kept:
 
         parameters: of which things are made; None: of something else as well.
         """
-        if parameters is None or torch.is_grad_enabled():
+        if parameters is None or torch.is_grad_enabled() or compiling():
             return None
         if any(t.is_inference() for t in parameters):  # these do not count their changes
             return None
