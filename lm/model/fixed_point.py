@@ -359,7 +359,7 @@ class FixedPointBlock(nn.Module):
         if mask is not None and not compiling() and (mask[:, 1:] & ~mask[:, :-1]).any():
             return None  # the kernel passes y on unmasked: no token may follow padding
         measured = torch.is_grad_enabled() and not compiling()
-        adjoint = s.x.new_zeros(len(s.x)) if measured else None
+        adjoint = s.x.new_zeros(s.x.shape[0]) if measured else None
         with without_autocast(s.x):
             found = self.compiled(s, reflections, adjoint)
         if found is None:
@@ -367,7 +367,7 @@ class FixedPointBlock(nn.Module):
         y, h, failed = found
         if adjoint is not None:
             self.adjoint_norm = adjoint
-        y, zero = s.seqs.masked(y), y.new_zeros(len(y))
+        y, zero = s.seqs.masked(y), y.new_zeros(y.shape[0])
         failed = failed if s.seqs.mask is None else failed & s.seqs.mask
         stats = FixedPointStats(zero + 1, failed.to(y.dtype).mean(1), zero, zero)
         return Solution(y, stats, y, h)

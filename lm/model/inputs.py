@@ -128,7 +128,7 @@ def document_starts(
         else:
             here = F.pad(after != before, (1, 0))
         starts = here if starts is None else starts | here
-    return None if starts is None else starts.repeat(batch // len(starts), 1)
+    return None if starts is None else starts.repeat(batch // starts.shape[0], 1)
 
 
 def after_end(

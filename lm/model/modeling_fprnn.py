@@ -47,7 +47,7 @@ from .mixer_base import NORMED
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
-from .non_finite import NonFiniteError, all_finite, explained
+from .non_finite import NonFiniteError, all_finite, asserted, explained
 from .opaque import compiling
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .own_mixers import build_mixer
@@ -58,7 +58,7 @@ from .residual import FPRNNLayer
 from .scan import selective_scan
 from .sizes import heads_of
 from .solver import Rule
-from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
+from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right, taken
 from .step import finish
 from .whole_solve import whole_solve
 
@@ -106,15 +106,14 @@ class Tokens(NamedTuple):
             return self
         order, back = padding_to_the_right(self.mask)
         input_ids, mask, starts = (
-            None if of_tokens is None else of_tokens.take_along_dim(order, 1)
+            None if of_tokens is None else taken(of_tokens, order)
             for of_tokens in (self.input_ids, self.mask, self.starts)
         )
-        hidden = self.hidden.take_along_dim(order.unsqueeze(-1), 1)
-        return Tokens(hidden, input_ids, mask, starts, back)
+        return Tokens(taken(self.hidden, order), input_ids, mask, starts, back)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
-        return x if self.back is None else x.take_along_dim(self.back.unsqueeze(-1), 1)
+        return x if self.back is None else taken(x, self.back)
 
 
 class Passed(NamedTuple):
@@ -398,15 +397,17 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Raises:
             NonFiniteError: one is False; names the first.
         """
+        places = [("the embedded input", self.embeddings)]
+        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
+        places += [("the final norm", self.norm_f)]
         if compiling():
+            for flag, (where, _) in zip(finite, places):
+                asserted(flag, where)
             return
         finite = torch.stack([flag.cpu() for flag in finite]).tolist()
         if all(finite):
             return
         first = finite.index(False)
-        places = [("the embedded input", self.embeddings)]
-        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
-        places += [("the final norm", self.norm_f)]
         where, module = places[first]
         raise explained(where, module, self.config, what) from None
 
@@ -415,7 +416,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if input_ids is None:
             return FPRNNState(tuple(ends), None)
         known = state is not None and state.last_token is not None
-        before = state.last_token if known else input_ids.new_full((len(input_ids),), -1)
+        before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
         tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
@@ -575,9 +576,11 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
 
     def _check_head(self, logits, loss):
         """Raise a NonFiniteError unless all that there is of the two is finite."""
+        finite = [all_finite(t) for t in (logits, loss) if t is not None]
         if compiling():
-            return
-        if not all(all_finite(t) for t in (logits, loss) if t is not None):
+            for flag in finite:
+                asserted(flag, "the head")
+        elif not all(finite):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from .solver import FixedPointStats
@@ -38,6 +39,15 @@ class FixedPointReport:
 
     def _asdict(self):
         return {name: getattr(self, name) for name in FixedPointStats._fields}
+
+
+# torch.export returns what it knows how to take apart. `layers` belongs to the form.
+pytree.register_pytree_node(
+    FixedPointReport,
+    lambda report: (list(report), report.layers),
+    FixedPointReport,
+    serialized_type_name=f"{FixedPointReport.__module__}.FixedPointReport",
+)
 
 
 @dataclass
