@@ -28,8 +28,8 @@ def usable(
 
     Args:
         self_check: called once, with the device, `apart` from whatever mode the first caller is
-        in; makes a small problem, which compiles the kernels (seconds; then they come from Triton's cache), and
-        says how far they are from plain PyTorch: the `deviation`.
+        in; makes a small problem, which compiles the kernels (seconds; then they come from Triton's
+        cache), and says how far they are from plain PyTorch: the `deviation`.
         kernels: what to call them.
     """
     wrong = _what_is_wrong(self_check, kernels)

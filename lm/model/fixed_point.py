@@ -33,6 +33,11 @@ from .solver import (
 from .state import BlockState, Sequences, last, once, shift, state_shapes
 
 EVAL_TOL = 0.01  # tighter changes few tokens, looser more (docs/fixed-point.md)
+NOT_EXPORTED = (
+    "torch.export takes a solve that is one operator: `token: exact`, one token after the other"
+    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, the"
+    " exact gradient if there is one, no count of iterations"
+)
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 
 
@@ -462,8 +467,14 @@ class FixedPointBlock(nn.Module):
         checkpoint: Callable[..., Any] | None = None,
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
-        """See the class. Under torch.compile a solve that is not one operator runs outside of it."""
+        """See the class. Under torch.compile a solve that is not one operator runs outside of it.
+
+        Raises:
+            NotImplementedError: under torch.export, such a solve.
+        """
         if compiling() and not self.is_one_operator(u.shape[1], u, count_iterations):
+            if torch.compiler.is_exporting():
+                raise NotImplementedError(NOT_EXPORTED)
             return self._outside(u, seqs, checkpoint, count_iterations)
         return self._forward(u, seqs, checkpoint, count_iterations)
 

@@ -49,9 +49,7 @@ def opaque(
         return [torch.empty_like(args[i], memory_format=torch.contiguous_format) for i in wanted]
 
     schema = f"(Tensor[] grads, SymInt[] wanted, {arguments}) -> Tensor[]"
-    gradient = torch.library.custom_op(
-        f"{name}_backward", backward, mutates_args=(), schema=schema
-    )
+    gradient = torch.library.custom_op(f"{name}_backward", backward, mutates_args=(), schema=schema)
     gradient.register_fake(backward_shapes)
 
     def keep(ctx, inputs, output):

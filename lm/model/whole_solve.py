@@ -23,16 +23,16 @@ from .scan import faster
 def whole_solve(
     layout: tuple[int, ...],
     options: tuple[Any, ...],
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     adjoint: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y (b,l,d), the state after the last token, and failed (b,l); None: there is no kernel.
 
     Args:
-        layout, options: as lm.kernels.cpu_cell has them, `adjoint_clip` None for none. tensors: raw,
-        weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0 as `cell` there has them;
-        of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d). adjoint: as there; left as it is
-        under a compiler.
+        layout, options: as lm.kernels.cpu_cell has them, `adjoint_clip` None for none.
+        tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
+        there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
+        adjoint: as there; left as it is under a compiler.
     """
     if compiling():
         y, h, failed = _operator(*tensors, list(layout), *options)
@@ -105,7 +105,7 @@ _operator = opaque(_whole_solve, _shapes, 1)
 
 
 def whole_solve_plain(
-    layout: tuple[int, ...], options: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
+    layout: tuple[int, ...], options: tuple[Any, ...], tensors: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`whole_solve` as a loop over time, differentiable; its arguments."""
     raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0 = tensors

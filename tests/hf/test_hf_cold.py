@@ -1,5 +1,6 @@
 """What a HuggingFace user's first call may be, each in a process that has computed nothing yet."""
 
+import json
 import subprocess
 import sys
 
@@ -45,3 +46,41 @@ print("the same")
         FPRNN_KERNELS=backend,
     )
     assert said == "the same"
+
+
+def trained(tokenizer, **asked):
+    """Losses and generated tokens of a user's process; see tests/hf/cold_run.py."""
+    command = [sys.executable, "-m", "tests.hf.cold_run"]
+    command += [json.dumps({"tokenizer": str(tokenizer), **asked})]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def check(tokenizer, loop, lora, ways):
+    """Each way gives the losses and tokens of plain training."""
+    plain = trained(tokenizer, loop=loop, lora=lora)
+    assert len(plain["losses"]) == 2 and plain["losses"][0] != plain["losses"][1]
+    for way in ways:
+        found = trained(tokenizer, loop=loop, lora=lora, **way)
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5), way
+        assert found["tokens"] == plain["tokens"], way
+
+
+def test_the_trainer_with_lora_checkpoints_and_a_compiler(byte_tokenizer):
+    check(byte_tokenizer, "trainer", True, [{"checkpoint": True, "compile": "aot_eager"}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("loop", ["steps", "trainer", "sft"])
+def test_every_way_to_train(loop, lora, byte_tokenizer):
+    if loop == "sft":
+        pytest.importorskip("trl", exc_type=ImportError)
+    ways = [
+        {"checkpoint": True},
+        {"compile": "aot_eager"},
+        {"checkpoint": True, "compile": "aot_eager"},
+        {"checkpoint": True, "compile": "inductor"},
+    ]
+    check(byte_tokenizer, loop, lora, ways)

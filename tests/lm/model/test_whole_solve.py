@@ -1,4 +1,4 @@
-"""A layer's whole solve from tensors alone: the plain loop is the kernel, and what modules solve."""
+"""A layer's whole solve from tensors alone: the plain loop gives what the kernel gives."""
 
 import itertools
 
@@ -38,8 +38,10 @@ def test_the_plain_loop_is_the_kernel_with_its_gradients(name, fields, documents
     x = ids(2, 7)
     model(x, seq_idx=torch.arange(7)[None] // 3 if documents else None, labels=x)
     layout, options, tensors, _ = solves[-1]
-    kept = [t if t is None else t.detach().clone().requires_grad_(t.is_floating_point())
-            for t in tensors]
+    kept = [
+        t if t is None else t.detach().clone().requires_grad_(t.is_floating_point())
+        for t in tensors
+    ]
     before = (torch.full_like(kept[2][:, 0], 0.1), None)
     kept[-2:] = before
     found = []
