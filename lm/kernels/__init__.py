@@ -8,9 +8,11 @@ comes first on the device that it is for, and it is an error where it cannot run
 import functools
 import importlib
 import os
+import threading
 import warnings
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +35,7 @@ MODULES = {
     },
     "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
 }
+Result = TypeVar("Result")
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
@@ -44,6 +47,29 @@ class BackendError(UserError, ValueError):
 
 class Unsupported(ValueError):
     """Arguments that are right, but more than a kernel can compute; raised before it runs."""
+
+
+def apart(compute: Callable[[], Result]) -> Result:
+    """What `compute()` gives in a thread of its own, waited for. No mode of the caller holds there:
+    neither gradients, inference or autocast, nor what takes part in every operation, such as the
+    saved-tensor hooks of a checkpoint, which is what first uses a kernel may be in."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+    def run():
+        try:
+            with torch.cuda.device(device):  # −1: leave it
+                results.append(compute())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="fprnn-kernels")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def asked() -> str:
@@ -122,7 +148,7 @@ def _find(operation, device_type, dtype, grad, name):
     if len(found) > 1 and found[0][0] != name:
         from lm.kernels import fastest
 
-        found = fastest.first(operation, found)
+        found = apart(functools.partial(fastest.first, operation, found))
     return tuple(module for _, module in found)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lm.kernels import Unsupported
+from lm.kernels import Unsupported, apart
 from lm.kernels.cache import cache_folder
 
 HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
 
     Args:
         self_check: makes a small problem, and says how far the kernels are from plain PyTorch on
-        it. Called once, whatever mode the first caller is in.
+        it. Called once, `apart` from whatever mode the first caller is in.
     """
     wrong = _what_is_wrong(self_check)
     return not wrong, wrong
@@ -60,8 +60,7 @@ def _what_is_wrong(self_check) -> str:
         functions()
     except RuntimeError as wrong:
         return str(wrong)
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        error = self_check()
+    error = apart(self_check)
     if not error < 1e-4:
         return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
     return ""

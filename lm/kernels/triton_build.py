@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from lm.kernels import Unsupported
+from lm.kernels import Unsupported, apart
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
@@ -27,9 +27,9 @@ def usable(
     """Whether kernels run here, and if not, why not, in a sentence.
 
     Args:
-        self_check: called once, with the device, whatever mode the first caller is in; makes a
-        small problem, which compiles the kernels (seconds; then they come from Triton's cache), and
-        says how far they are from plain PyTorch: the `deviation`.
+        self_check: called once, with the device, `apart` from whatever mode the first caller is
+        in; makes a small problem, which compiles the kernels (seconds; then they come from Triton's
+        cache), and says how far they are from plain PyTorch: the `deviation`.
         kernels: what to call them.
     """
     wrong = _what_is_wrong(self_check, kernels)
@@ -47,13 +47,17 @@ def _what_is_wrong(self_check, kernels) -> str:
             return f"the GPU has compute capability {found}, {kernels} need 8.0"
     device = "cpu" if INTERPRETED else "cuda"
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.device(device):
-            error = self_check(device)
+        error = apart(functools.partial(_checked, self_check, device))
     except Exception as wrong:  # whatever Triton, its compiler or the driver raise
         return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
     if not error < 1:
         return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
     return ""
+
+
+def _checked(self_check, device):
+    with torch.device(device):
+        return self_check(device)
 
 
 def deviation(

@@ -14,12 +14,12 @@ from .cell import Norm, Token
 from .fixed_point import FixedPointBlock, Prepared
 from .layers import RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
 from .mixer_base import unknown
+from .opaque import compiling
 from .projections import Projection
 from .scan import (
     SSD_CHUNK,
     backend,
     chunk_decays,
-    faster,
     linear_scan,
     selective_scan,
     ssd_decays,
@@ -28,6 +28,7 @@ from .scan import (
 from .solver import token_residual
 from .state import Sequences, once, shift
 from .step import EndLayerNorm, EndRMSNorm, normalise
+from .whole_solve import whole_solve
 
 
 class MambaTime(NamedTuple):
@@ -137,18 +138,13 @@ class FPMamba(FixedPointBlock):
             self.groups,
             norm.kind,
             norm.eps,
-            float("inf") if clip is None else clip,
+            clip,
             cfg.d_state,
         )
         weights = s.projections.weight_y, s.time.A, self._D(), norm.weight, norm.bias
         weight_y, A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
-        return faster(
-            "cell",
-            "cell",
-            x,
-            layout,
-            options,
+        tensors = (
             s.projections.raw,
             weight_y,
             x,
@@ -161,8 +157,8 @@ class FPMamba(FixedPointBlock):
             bias,
             None if y is None else y.to(x.dtype),
             h,
-            adjoint,
         )
+        return whole_solve(layout, options, tensors, adjoint)
 
 
 class FPMamba1(FPMamba):
@@ -192,7 +188,7 @@ class FPMamba1(FPMamba):
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
     def _decays(self, dt, A, keep):
-        if backend("selective_scan", dt) is not None:  # it is faster without
+        if compiling() or backend("selective_scan", dt) is not None:  # it is faster without
             return None
         with torch.no_grad():  # the scan's backward makes its own
             return chunk_decays(dt, A, keep)
@@ -263,7 +259,7 @@ class FPMamba2(FPMamba):
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
     def _decays(self, dt, A, keep):
-        if backend("ssd_scan", dt) is not None:
+        if compiling() or backend("ssd_scan", dt) is not None:
             return None
         return ssd_decays(dt, A, keep, min(SSD_CHUNK, dt.shape[1]))
 
@@ -399,25 +395,14 @@ class FPRNN(FixedPointBlock):
         x, at = s.x, s.projections.columns["mixer"].start
         clip = self.settings.adjoint_clip
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
-        options = (*reflections, True, 1, "none", 0.0, float("inf") if clip is None else clip)
+        options = (*reflections, True, 1, "none", 0.0, clip, 0)
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
-        return faster(
-            "cell",
-            "cell_rnn",
-            x,
-            (at, at + rank * x.shape[-1], 0, 0),
-            options,
-            s.projections.raw,
-            s.projections.weight_y.to(x.dtype),
-            x,
-            s.time.decay,
-            s.time.fresh,
-            s.time.keep,
-            y,
-            h,
-            adjoint,
-        )
+        layout = at, at + rank * x.shape[-1], 0, 0
+        weight_y = s.projections.weight_y.to(x.dtype)
+        time = s.time.fresh, s.time.decay, s.time.keep
+        tensors = s.projections.raw, weight_y, x, *time, None, None, None, None, y, h
+        return whole_solve(layout, options, tensors, adjoint)
 
     def _tails(self, s, y):
         if s.tail is None:

@@ -19,6 +19,7 @@ from .gradient import adjoint_gradient, clipped, implicit_gradient, with_setting
 from .layers import affine_map, parameters_of, product_dtype, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
 from .noise import gaussian
+from .opaque import compiling
 from .projections import Projection, Projections, side_by_side
 from .solver import (
     SHARES,
@@ -37,6 +38,11 @@ from .state import BlockState, Sequences, last, once, shift, state_shapes
 # trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
 # that size. Exact tokens are evaluated to FINE (docs/fixed-point.md says what each leaves).
 COARSE, FINE = 0.01, {torch.float32: 1e-5, torch.float64: 1e-9}
+NOT_EXPORTED = (
+    "torch.export takes a solve that is one operator: `token: exact`, one token after the other"
+    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, the"
+    " exact gradient if there is one, no count of iterations"
+)
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 
 
@@ -367,9 +373,10 @@ class FixedPointBlock(nn.Module):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
         if reflections is None or s.mixer.extra:
             return None
-        if mask is not None and (mask[:, 1:] & ~mask[:, :-1]).any():
+        if mask is not None and not compiling() and (mask[:, 1:] & ~mask[:, :-1]).any():
             return None  # the kernel passes y on unmasked: no token may follow padding
-        adjoint = s.x.new_zeros(len(s.x)) if torch.is_grad_enabled() else None
+        measured = torch.is_grad_enabled() and not compiling()
+        adjoint = s.x.new_zeros(s.x.shape[0]) if measured else None
         with without_autocast(s.x):
             found = self.compiled(s, reflections, adjoint)
         if found is None:
@@ -471,7 +478,33 @@ class FixedPointBlock(nn.Module):
         checkpoint: Callable[..., Any] | None = None,
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
-        if checkpoint is not None:
+        """See the class. Under torch.compile a solve that is not one operator runs outside of it.
+
+        Raises:
+            NotImplementedError: under torch.export, such a solve.
+        """
+        if compiling() and not self.is_one_operator(u.shape[1], u, count_iterations):
+            if torch.compiler.is_exporting():
+                raise NotImplementedError(NOT_EXPORTED)
+            return self._outside(u, seqs, checkpoint, count_iterations)
+        return self._forward(u, seqs, checkpoint, count_iterations)
+
+    def is_one_operator(self, length: int, like: torch.Tensor, count_iterations: bool) -> bool:
+        """Whether torch.compile and torch.export have an operator for the solve and its gradient:
+        the exact token, one after the other, by reflections. like: as in `width`."""
+        c, own = self.settings, self.config
+        if count_iterations or c.token != "exact" or self.width(length, like) != 1:
+            return False
+        with_gradient = torch.is_grad_enabled() and (c.gradient != "exact" or c.jacobian_reg)
+        reads_y = own.block != "fp_rnn" and own.dt_h_dep
+        return self.mixer.reflections() is not None and not (with_gradient or reads_y)
+
+    @torch.compiler.disable
+    def _outside(self, *args):
+        return self._forward(*args)
+
+    def _forward(self, u, seqs, checkpoint, count_iterations):
+        if checkpoint is not None and not compiling():
             checkpoint = with_settings_of_now(self, checkpoint)
         if self.training:
             seqs = seqs._replace(noise=self.draw_noise(self, u))

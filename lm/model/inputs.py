@@ -13,8 +13,13 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 # What transformers itself may pass to any model, and what has no meaning for one without attention
-# and experts.
-WITHOUT_EFFECT = ("num_items_in_batch", "output_router_logits")
+# and experts. `generate` hands on the tokenizers that it reads stop strings by.
+WITHOUT_EFFECT = (
+    "num_items_in_batch",
+    "output_router_logits",
+    "tokenizer",
+    "assistant_tokenizer",
+)
 OF_PACKED_ATTENTION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -38,7 +43,7 @@ def refuse_unknown(name: str, arguments: dict[str, Any], documents_known: bool) 
     if given.get("is_causal") is False:
         raise ValueError(f"{name} is causal: is_causal cannot be False")
     if given.get("output_attentions"):
-        logger.warning_once(f"{name} has no attention: output_attentions has no effect")
+        logger.warning_once(f"{name} returns no attention weights: output_attentions has no effect")
     known = {*WITHOUT_EFFECT, *OF_PACKED_ATTENTION, "is_causal", "output_attentions"}
     unknown = sorted(given.keys() - known)
     if unknown:
@@ -96,7 +101,7 @@ def checked_mask(
             " all that is before it in its document"
         )
     mask = attention_mask[:, -length:] != 0
-    return None if mask.all() else mask
+    return None if not torch.compiler.is_compiling() and mask.all() else mask
 
 
 def document_starts(
@@ -123,7 +128,7 @@ def document_starts(
         else:
             here = F.pad(after != before, (1, 0))
         starts = here if starts is None else starts | here
-    return None if starts is None else starts.repeat(batch // len(starts), 1)
+    return None if starts is None else starts.repeat(batch // starts.shape[0], 1)
 
 
 def after_end(

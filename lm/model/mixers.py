@@ -21,6 +21,7 @@ from torch import nn
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
 from .mixer_base import Mixer, MixerWeights, bound_of, mixer, named_mixer
+from .opaque import compiling
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
@@ -30,6 +31,19 @@ POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
 def nrm(v: torch.Tensor, eps: float) -> torch.Tensor:
     """v / max(‖v‖₂, eps) over the last dimension."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(eps)
+
+
+def reflections_of(a: torch.Tensor, u: torch.Tensor, sequential: bool) -> LowRank:
+    """I − Q of r reflections: one after the other (householder), or their sum (dplr). a: (…,r) k
+    times the gates. u: (…,r,d) unit vectors."""
+    T = torch.diag_embed(a)
+    if sequential and a.shape[-1] > 1:
+        # What a reflection takes off has passed those before it: the compact WY form.
+        below = torch.tril(u @ u.transpose(-1, -2), -1)
+        T = torch.linalg.solve_triangular(
+            a.unsqueeze(-1) * below, T, upper=False, unitriangular=True
+        )
+    return LowRank(u, T)
 
 
 def largest_divisor(d: int) -> int:
@@ -132,7 +146,7 @@ class Reflections(Mixer):
             return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
         first, bias = _with_gates(self.u_down, self.alpha_proj, like)
         second = affine_map(self.u_proj, like)
-        if backend("cell", like) is None:
+        if backend("cell", like) is None and not compiling():
             return MixerWeights(first, bias, second)
         return self._as_one_layer(first, bias, *second)
 
@@ -165,15 +179,7 @@ class Reflections(Mixer):
         return torch.sigmoid(raw[..., -self.rank :])
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank:
-        a, u = self.vectors(raw, weights)
-        T = torch.diag_embed(a)
-        if self.sequential and self.rank > 1:
-            # What a reflection takes off has passed those before it: the compact WY form.
-            below = torch.tril(u @ u.transpose(-1, -2), -1)
-            T = torch.linalg.solve_triangular(
-                a.unsqueeze(-1) * below, T, upper=False, unitriangular=True
-            )
-        return LowRank(u, T)
+        return reflections_of(*self.vectors(raw, weights), self.sequential)
 
     def reflections(self) -> tuple[Any, ...]:
         return self.rank, self.scale, self.act_name, self.sequential, self.eps, None

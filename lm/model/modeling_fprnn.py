@@ -50,7 +50,8 @@ from .mixer_base import NORMED
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
-from .non_finite import NonFiniteError, all_finite, explained
+from .non_finite import NonFiniteError, all_finite, asserted, explained
+from .opaque import compiling
 from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .own_mixers import build_mixer
 from .patterns import FIXED_POINT, IN_FP32
@@ -60,8 +61,9 @@ from .residual import FPRNNLayer
 from .scan import selective_scan
 from .sizes import heads_of
 from .solver import Rule
-from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right
+from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right, taken
 from .step import finish
+from .whole_solve import whole_solve
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
@@ -83,6 +85,7 @@ _TRAVELS = (
     gated_delta_rule,
     delta_rule,
     build_mixer,
+    whole_solve,
 )
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
@@ -107,15 +110,14 @@ class Tokens(NamedTuple):
             return self
         order, back = padding_to_the_right(self.mask)
         input_ids, mask, starts = (
-            None if of_tokens is None else of_tokens.take_along_dim(order, 1)
+            None if of_tokens is None else taken(of_tokens, order)
             for of_tokens in (self.input_ids, self.mask, self.starts)
         )
-        hidden = self.hidden.take_along_dim(order.unsqueeze(-1), 1)
-        return Tokens(hidden, input_ids, mask, starts, back)
+        return Tokens(taken(self.hidden, order), input_ids, mask, starts, back)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
-        return x if self.back is None else x.take_along_dim(self.back.unsqueeze(-1), 1)
+        return x if self.back is None else taken(x, self.back)
 
 
 class Passed(NamedTuple):
@@ -242,7 +244,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             starts = after if starts is None else starts | after
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
-        if starts is not None and not starts.any():
+        if starts is not None and not compiling() and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state)
 
@@ -392,10 +394,10 @@ class FPRNNModel(FPRNNPreTrainedModel):
         fixed-point layer. device: of the report; layers may lie on several."""
         if not stats:
             return None
-        fields = (
+        fields = [
             None if field[0] is None else torch.stack([t.to(device) for t in field])
             for field in zip(*stats)
-        )
+        ]
         report = FixedPointReport(fields, self.solved_layers)
         if back is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
@@ -407,13 +409,17 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Raises:
             NonFiniteError: one is False; names the first.
         """
+        places = [("the embedded input", self.embeddings)]
+        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
+        places += [("the final norm", self.norm_f)]
+        if compiling():
+            for flag, (where, _) in zip(finite, places):
+                asserted(flag, where)
+            return
         finite = torch.stack([flag.cpu() for flag in finite]).tolist()
         if all(finite):
             return
         first = finite.index(False)
-        places = [("the embedded input", self.embeddings)]
-        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
-        places += [("the final norm", self.norm_f)]
         where, module = places[first]
         raise explained(where, module, self.config, what) from None
 
@@ -422,7 +428,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if input_ids is None:
             return FPRNNState(tuple(ends), None)
         known = state is not None and state.last_token is not None
-        before = state.last_token if known else input_ids.new_full((len(input_ids),), -1)
+        before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
         tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
@@ -582,20 +588,24 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
 
     def _check_head(self, logits, loss):
         """Raise a NonFiniteError unless all that there is of the two is finite."""
-        if not all(all_finite(t) for t in (logits, loss) if t is not None):
+        finite = [all_finite(t) for t in (logits, loss) if t is not None]
+        if compiling():
+            for flag in finite:
+                asserted(flag, "the head")
+        elif not all(finite):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
 
     def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
-        blocks = self.fixed_point_blocks()
-        regularised = blocks and blocks[0].settings.jacobian_reg
         if targets is None and (loss_only or log_z):
             which = "loss_only" if loss_only else "log_z"
             raise ValueError(f"{which} needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
-        if targets is None and num_items is not None and self.training and regularised:
+        if targets is not None or num_items is None or not self.training:
+            return
+        if any(block.settings.jacobian_reg for block in self.fixed_point_blocks()):
             raise ValueError(
                 "jacobian_reg is part of the loss that the model computes from labels; here it gets"
                 " none (the Trainer computes the loss itself with label_smoothing_factor or"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from .solver import FixedPointStats
@@ -40,16 +41,27 @@ class FixedPointReport:
         return {name: getattr(self, name) for name in FixedPointStats._fields}
 
 
+# torch.export returns what it knows how to take apart. `layers` belongs to the form.
+pytree.register_pytree_node(
+    FixedPointReport,
+    lambda report: (list(report), report.layers),
+    FixedPointReport,
+    serialized_type_name=f"{FixedPointReport.__module__}.FixedPointReport",
+)
+
+
 @dataclass
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, what
-    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for."""
+    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for;
+    attentions, always None, which `generate` reads where output_attentions is asked for."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
     past_key_values: FPRNNCache | None = None
+    attentions: None = None
 
 
 @dataclass
@@ -64,3 +76,4 @@ class FPRNNCausalLMOutput(ModelOutput):
     state: FPRNNState | None = None
     past_key_values: FPRNNCache | None = None
     log_z: torch.FloatTensor | None = None
+    attentions: None = None

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
+from .opaque import compiling, opaque
+
 logger = logging.get_logger(__name__)
 
 INTERFACE = ("fprnn-kernels", 2)  # of lm.kernels, as this file uses it
@@ -88,14 +90,18 @@ def _find_kernels():
 
 def backend(operation: str, like: torch.Tensor) -> Any:
     """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
-    device and in its dtype, None where the plain version does."""
+    device and in its dtype, None where the plain version does, and under a compiler."""
+    if compiling():
+        return None
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
 def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the `backend` returns, None where the plain version is to be computed:
-    there is no backend, or none for such arguments."""
+    there is no backend, or none for such arguments; and under a compiler, which fuses that."""
+    if compiling():
+        return None
     kernels = _kernels()
     return None if kernels is None else kernels.compute(operation, function, like, *args)
 
@@ -289,9 +295,31 @@ def selective_scan(
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
     inputs, found = _same_dtype(x, dt, A, B, C, h0, keep), None
+    if compiling():
+        return _scan_operator(*inputs)
     if decays is None:
         found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
     return selective_scan_plain(*inputs, decays) if found is None else found  # type: ignore[call-arg]
+
+
+def _selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, h = selective_scan(x, dt, A, B, C, h0, keep)
+    return y.contiguous(), h.contiguous()
+
+
+def _scan_shapes(x, dt, A, B, C, h0, keep):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], *A.shape)
+
+
+_scan_operator = opaque(_selective_scan, _scan_shapes, 2)
 
 
 def _same_dtype(*tensors):
@@ -418,6 +446,8 @@ def ssd_scan(
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
     x, dt, A, B, C, h0 = _same_dtype(x, dt, A, B, C, h0)
+    if compiling():
+        return _ssd_operator(x, dt, A, B, C, h0, keep)
     if decays is None:
         found = faster("ssd_scan", "ssd_scan", x, x, dt, A, B, C, h0, keep)
         if found is not None:
@@ -446,6 +476,27 @@ def ssd_scan(
         C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
         y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
         return y.flatten(1, 2)[:, :length], state
+
+
+def _ssd_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, h = ssd_scan(x, dt, A, B, C, h0, keep)
+    return y.contiguous(), h.contiguous()
+
+
+def _ssd_shapes(x, dt, A, B, C, h0, keep):
+    b, _, heads, p = x.shape
+    return x.new_empty(x.shape), x.new_empty(b, heads, p, B.shape[-1])
+
+
+_ssd_operator = opaque(_ssd_scan, _ssd_shapes, 2)
 
 
 def _few_conv(x, weight, bias):

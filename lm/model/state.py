@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .opaque import compiling
+
 
 class BlockState(NamedTuple):
     """What one block leaves behind after a row's last token that is no padding; no gradient."""
@@ -164,7 +166,7 @@ class Kept:
 
         parameters: of which things are made; None: of something else as well.
         """
-        if parameters is None or torch.is_grad_enabled():
+        if parameters is None or torch.is_grad_enabled() or compiling():
             return None
         if any(t.is_inference() for t in parameters):  # these do not count their changes
             return None
@@ -223,6 +225,13 @@ def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
 
+def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """x (b,l,…) at the positions `at` (b,k) of each row: (b,k,…)."""
+    # `take_along_dim` would have a compiler read the length as a constant.
+    index = at.reshape(*at.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, index.expand(*at.shape, *x.shape[2:]))
+
+
 def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) -> torch.Tensor:
     """The last n positions of each row that are not padding, zero where another document's.
 
@@ -243,18 +252,19 @@ def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) 
         at = torch.arange(x.shape[1], x.shape[1] + n, device=x.device).expand(x.shape[0], n)
     else:
         at = seqs.mask.sum(1, keepdim=True) + torch.arange(n, device=x.device)
-    tail = joined.take_along_dim(at.unsqueeze(-1), 1)
+    tail = taken(joined, at)
     if seqs.starts is None or n == 0:
         return tail
     # `before` is of the document that the first token goes on with, unless that one starts another.
-    document = F.pad(seqs.starts.long().cumsum(1), (n, 0)).take_along_dim(at, 1)
+    document = F.pad(seqs.starts.long().cumsum(1), (n, 0))
+    document = taken(document, at)
     return tail * (document == document[:, -1:]).unsqueeze(-1)
 
 
 def padding_to_the_right(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of positions that puts padding behind the tokens, and the order that undoes it.
 
-    mask: (b,l) bool → two (b,l), to be used with `take_along_dim(…, 1)`.
+    mask: (b,l) bool → two (b,l), to be used with `taken`.
     """
     order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
     return order, order.argsort(1)

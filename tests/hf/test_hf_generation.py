@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from lm.model.state import FPRNNCache
@@ -168,3 +168,19 @@ def test_generate_knows_the_arguments():
     parameters = inspect.signature(exact("fp_rnn").forward).parameters
     assert {"position_ids", "attention_mask", "inputs_embeds", "use_cache"} <= set(parameters)
     assert "shift_labels" not in parameters  # the Trainer would call it a label that is missing
+
+
+@every_model
+def test_stop_strings_and_attention_weights_can_be_asked_for(name, byte_tokenizer):
+    tokenizer, model = AutoTokenizer.from_pretrained(byte_tokenizer), made(name)
+    prompt, how = ids(1, 5), {**GREEDY, "min_new_tokens": 0, "eos_token_id": None}
+    plain = model.generate(prompt, **how)
+    words = [tokenizer.decode(token) for token in plain[0, 5:]]
+    stop = next(word for word in words[1:] if word)
+    stopped = model.generate(prompt, stop_strings=[stop], tokenizer=tokenizer, **how)
+    assert stopped.tolist() == plain[:, : 6 + words.index(stop)].tolist()
+    asked = {"output_attentions": True, "return_dict_in_generate": True}
+    output = model.generate(prompt, **asked, **how)
+    assert torch.equal(output.sequences, plain) and len(output.attentions) == 5
+    if name not in ("nope", "alibi"):  # transformers', which has such weights
+        assert model(prompt, output_attentions=True, return_dict=True).attentions is None

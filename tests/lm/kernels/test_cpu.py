@@ -254,6 +254,7 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
 def test_why_not(monkeypatch, tmp_path):
     """What a fresh process would say."""
     library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
+    saved = []
     probe = functools.partial(cpu_build._what_is_wrong.__wrapped__, cpu._self_check)
     for module in (cpu, cpu_build, cpu_step):
         monkeypatch.setattr(module, "functions", functions)
@@ -272,6 +273,9 @@ def test_why_not(monkeypatch, tmp_path):
         assert "cannot be built" in probe() and str(tmp_path) in probe()
     with monkeypatch.context() as m:
         m.setattr(cpu_build, "build", lambda: library)
+        watched = torch.autograd.graph.saved_tensors_hooks(saved.append, saved.append)
+        with watched, torch.device("meta"):  # the hooks of a checkpoint
+            assert probe() == "" and not saved
         with torch.inference_mode(), torch.device("meta"):
             assert probe() == ""
             assert cpu_build._what_is_wrong.__wrapped__(cpu_step._self_check) == ""

@@ -22,6 +22,10 @@ def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
     probe = triton_build._what_is_wrong.__wrapped__
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
+    saved = []
+    watched = torch.autograd.graph.saved_tensors_hooks(saved.append, saved.append)
+    with watched, torch.device("meta"):  # the hooks of a checkpoint
+        assert probe(module._self_check, "the Triton kernels") == "" and not saved
     with torch.inference_mode(), torch.device("meta"):
         assert probe(module._self_check, "the Triton kernels") == ""
     assert module.usable() == (True, "")
