@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "token: reflections of a product act side by side",
-        MIXERS, "if self.sequential and self.rank > 1:", "if False:",
+        MIXERS, "if sequential and a.shape[-1] > 1:", "if False:",
         by_token("fp_mamba1-householder4"),
     ),
     Mutation(
