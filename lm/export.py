@@ -185,7 +185,11 @@ def write_export(
     with _draft(out) as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
+        for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
+            shutil.copymode(new / "config.json", weights)
         travelling.write(own_files, new)
+        if (new / travelling.KERNELS).is_file():
+            travelling.carry_kernels(new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)

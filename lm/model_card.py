@@ -338,5 +338,9 @@ def _versions(model) -> list[str]:
         f" {torch.__version__}, transformers {transformers.__version__}.",
     ]
     if _carries_code(model):
-        lines.append("- The code is plain PyTorch; where fprnn is installed its kernels are used.")
+        lines.append(
+            "- Speed: where fprnn is installed its kernels are used, elsewhere those that came with"
+            " the code; on a CPU g++ or clang++ compiles them at first use (up to a minute)."
+            " Without a compiler fixed-point layers run in plain PyTorch, some 100 times slower."
+        )
     return lines

@@ -1,4 +1,4 @@
-"""A mixer of one's own beside the files of an export, so that it loads without anybody's package.
+"""What travels in an export beside the files of lm/model: the kernels, and a mixer of one's own.
 
 An export is flat: its files import each other as `from .file import name`. So does, in its copy,
 the file of a mixer: what it imports of lm.model is there too, and of other modules it may import
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REGISTER = "own_mixers.py"  # of lm/model: what is written in its place registers the mixers
+KERNELS = "carried.py"  # of lm/model: brings the text of lm/kernels along
+EMPTY = "FILES: dict[str, str] = {}"  # its line for it
 HOW = "write `from lm.model.FILE import NAME`"
 
 
@@ -85,6 +87,32 @@ def write(files: dict[str, str], folder: Path) -> None:
     config = json.loads(described.read_text(encoding="utf-8"))
     config["model_type"] = own
     described.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def carry_kernels(folder: Path) -> None:
+    """Put the text of lm/kernels into the code of a folder that `save_pretrained` has written, so
+    that it computes as fast where fprnn is not installed."""
+    import lm.errors
+    import lm.kernels
+
+    places = sorted(Path(lm.kernels.__file__).parent.glob("*"))
+    kinds = (".py", ".h", ".cpp")
+    texts = {
+        place.name: place.read_text(encoding="utf-8")
+        for place in (*places, Path(lm.errors.__file__))
+        if place.suffix in kinds
+    }
+    # Line by line, and quoted: transformers looks for imports by the beginnings of lines.
+    lines = ["FILES: dict[str, str] = {"]
+    for name, text in texts.items():
+        lines += [f"    {name!r}: ("]
+        lines += [f"        {line!r}" for line in text.splitlines(keepends=True)]
+        lines += ["    ),"]
+    code = folder / KERNELS
+    text = code.read_text(encoding="utf-8")
+    if text.count(EMPTY) != 1:
+        raise AssertionError(f"{code} no longer has the line `{EMPTY}` once")
+    code.write_text(text.replace(EMPTY, "\n".join([*lines, "}"])), encoding="utf-8")
 
 
 def _source(cls: type) -> Path:

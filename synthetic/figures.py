@@ -7,6 +7,7 @@ from itertools import chain
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lm.metrics import ELSEWHERE, ELSEWHERE_NOTE
 from synthetic.drawing import (
     ERRORS,
     PALETTE,
@@ -19,7 +20,7 @@ from synthetic.drawing import (
     styles_of,
     words,
 )
-from synthetic.results import TOKEN_BY_TOKEN, plus_minus, solved_length
+from synthetic.results import TOKEN_BY_TOKEN, elsewhere_of_layers, plus_minus, solved_length
 from synthetic.trained import (
     Spread,
     Trained,
@@ -61,7 +62,8 @@ def has_learned(seeds: list[Trained]) -> bool:
 def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
     """A metric (default: the task's headline; `num_iters` is ℓ*) against the test length: a panel a
     task, a colour a model, dashed where the model read token by token. ℓ* of a model that has not
-    learned its task is marked: it says nothing about what solving the task takes.
+    learned its task is marked: it says nothing about what solving the task takes; so is one that
+    belongs to another solution.
 
     Raises:
         ReportError: no run has this metric.
@@ -87,8 +89,15 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
     axes[0].set_ylabel(words(metric))
     drawing.add_legend(axes)
     unlearned = metric == "num_iters" and not all(map(has_learned, by_seed(runs).values()))
-    drawing.add_footer(*[_about_unlearned(runs[0])] * unlearned, ERRORS)
+    elsewhere = metric == "num_iters" and any(map(_is_elsewhere, by_seed(runs).values()))
+    notes = [_about_unlearned(runs[0])] * unlearned + [ELSEWHERE_NOTE] * elsewhere
+    drawing.add_footer(*notes, ERRORS)
     return drawing
+
+
+def _is_elsewhere(seeds: list[Trained]) -> bool:
+    """Whether ℓ* of a model belongs to another solution than the model's, at a length and layer."""
+    return any(elsewhere_of_layers([row for run in seeds for row in run.rows]))
 
 
 def _about_unlearned(run: Trained) -> str:
@@ -108,6 +117,7 @@ def _draw_ways_of_reading(
     ways = list(dict.fromkeys(read for run in seeds for read in run.rows_by_reading))
     values: list[float] = []
     is_marked = metric == "num_iters" and not has_learned(seeds)
+    mark = f" {ELSEWHERE}" if metric == "num_iters" and _is_elsewhere(seeds) else ""
     for read in ways:
         name = f"{seeds[0].model}, {read}" if len(ways) > 1 else seeds[0].model
         rows_of_seeds = []
@@ -124,7 +134,7 @@ def _draw_ways_of_reading(
             "ls": DASHES.get(read, style["ls"]),
             **(NOT_LEARNED if is_marked else {}),
         }
-        label = f"{name}, not learned" if is_marked else name
+        label = f"{name}, not learned" if is_marked else f"{name}{mark}"
         draw_curve(ax, spreads, of_curve, with_seed_count(label, spreads.values()))
         values += [value for spread in spreads.values() for value in spread.values]
         line: dict[str, Any] = {"run": seeds[0].label, "n": seed_count(spreads.values())}

@@ -102,7 +102,18 @@ def _load(name, operation):
     except Exception as wrong:  # compiled for another torch, say
         return None, f"it cannot be imported: {type(wrong).__name__}: {wrong}"
     works, why = module.usable()
+    if not works and not __name__.startswith("lm."):  # an export's own: nothing else says it
+        _warn_of_the_missing(why)
     return (module, "") if works else (None, why)
+
+
+@functools.cache
+def _warn_of_the_missing(why):
+    warnings.warn(
+        f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _backends(operation, device_type, name):

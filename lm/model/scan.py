@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
+from .carried import kernels as carried_kernels
 from .opaque import compiling, opaque
 
 logger = logging.get_logger(__name__)
@@ -39,10 +40,15 @@ MAX_TEMPORARY = 512 * 2**20
 
 @cache
 def _kernels():
-    """lm.kernels; None where it is not there or not what this file knows, which is said once: an
-    exported model runs without the package, beside another version of it, or beside a stranger
-    that is called `lm` as well."""
+    """lm.kernels; where it is not there or not what this file knows, the kernels that an export
+    brings along: it runs without the package, beside another version of it, or beside a stranger
+    that is called `lm` as well. None without either, which is said once."""
     kernels, why = _find_kernels()
+    if kernels is None:
+        try:
+            kernels = carried_kernels()
+        except (OSError, RuntimeError) as wrong:
+            why += f", and those that came with the model cannot be written: {wrong}"
     if kernels is None:
         logger.warning_once(
             f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}"

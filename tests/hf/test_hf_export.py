@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 
 import lm
 from lm.export import write_export
-from lm.kernels import INTERFACE
-from lm.model import scan
+from lm.kernels import INTERFACE, cpu, cpu_build
+from lm.model import carried, scan
 from tests.hf.models import BLOCKS, OUR_BASELINES, build, ids
 
 HIDE = """
@@ -54,16 +55,16 @@ for folder in sys.argv[2:]:
     print("##", folder, file=sys.stderr, flush=True)
     with torch.no_grad():
         logits = [model(torch.tensor([[3, 4, 5, 6]])).logits for _ in range(2)][1]
-    found[folder] = scan._kernels() is not None, logits.double().abs().sum().item()
+    found[folder] = getattr(scan._kernels(), "__name__", None), logits.double().abs().sum().item()
     sys.path.remove(folder)
 print(json.dumps(found))
 """
 
 
-def elsewhere(code, tmp_path, *args):
+def elsewhere(code, tmp_path, *args, **env_too):
     """What the code prints last in a process without this checkout's `lm`; stderr."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1")
+    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1", **env_too)
     done = subprocess.run(
         [sys.executable, "-P", "-c", HIDE + code, *args],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
@@ -123,32 +124,50 @@ def lay(folder, files):
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """For every stranger, and for this checkout ("ours"): whether its kernels were used, what two
-    forward passes gave, and what was said; in one process after the other."""
+@pytest.fixture(scope="module", params=["with kernels", "as of 0.1"])
+def found(request, tmp_path_factory):
+    """For every stranger, and for this checkout ("ours"): whose kernels were used, what two forward
+    passes gave, and what was said; in one process after the other. Of an export that brings its
+    kernels along, and of one that does not."""
     tmp_path = tmp_path_factory.mktemp("strangers")
     model = build("fp_mamba1").eval()
     out = write_export(model, tmp_path / "out", None, "x", "")
+    if request.param != "with kernels":
+        shutil.copy(carried.__file__, out)
     folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
     folders["ours"] = Path(lm.__file__).parents[1]
-    results, said = elsewhere(USES, tmp_path, str(out), *map(str, folders.values()))
+    folders_too = map(str, folders.values())
+    results, said = elsewhere(USES, tmp_path, str(out), *folders_too, **warm_cache(tmp_path))
     parts = dict(part.split("\n", 1) for part in said.split("## ")[1:])
     with torch.no_grad():
         total = model(torch.tensor([[3, 4, 5, 6]])).logits.double().abs().sum().item()
     assert [total] * len(folders) == pytest.approx([t for _, t in results.values()], rel=1e-5)
-    return {name: (results[str(f)][0], parts[str(f)]) for name, f in folders.items()}
+    whose = {name: (results[str(f)][0], parts[str(f)]) for name, f in folders.items()}
+    return request.param == "with kernels", whose
+
+
+def warm_cache(tmp_path):
+    """An environment whose cache holds the library that was built for the tests, and no more."""
+    cache = tmp_path / "cache"
+    if cpu.usable()[0]:
+        (cache / "fprnn/kernels").mkdir(parents=True)
+        shutil.copy(cpu_build.build(), cache / "fprnn/kernels")
+    return {"XDG_CACHE_HOME": str(cache)}
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_kernels_of_a_stranger_are_not_used_which_is_said_once(stranger, found):
-    used, said = found[stranger]
-    assert not used and said.count(SAID) == 1 and STRANGERS[stranger][1] in said
+def test_kernels_of_a_stranger_are_not_used(stranger, found):
+    carries, whose = found
+    used, said = whose[stranger]
+    if carries:
+        assert used.startswith("fprnn_kernels_") and SAID not in said
+    else:
+        assert used is None and said.count(SAID) == 1 and STRANGERS[stranger][1] in said
 
 
 def test_our_own_kernels_are_used_and_nothing_is_said(found):
-    used, said = found["ours"]
-    assert used and SAID not in said
+    used, said = found[1]["ours"]
+    assert used == "lm.kernels" and SAID not in said and carried.SAID not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
 
 
@@ -171,3 +190,57 @@ def test_an_export_keeps_its_own_classes_after_its_kernels_were_imported(tmp_pat
         [sys.executable, "-c", TWICE, path], capture_output=True, text=True, env=env
     )
     assert done.stdout.split() == ["transformers_modules"] * 2, done.stderr
+
+
+ALONE = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).train()
+ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+out = model(ids, labels=ids)
+out.loss.backward()
+grads = sum(p.grad.double().abs().sum().item() for p in model.parameters())
+found = [out.loss.item(), grads, sorted(m for m in sys.modules if m.endswith(".cpu_cell"))]
+print(json.dumps(found))
+"""
+
+
+def test_alone_an_export_runs_on_the_kernels_that_it_brings_along(tmp_path):
+    works, why = cpu.usable()
+    if not works:
+        pytest.skip(why)
+    model = build("fp_mamba1").train()
+    out = str(write_export(model, tmp_path / "out", None, "x", ""))
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads = sum(p.grad.double().abs().sum().item() for p in model.parameters())
+    env = warm_cache(tmp_path)
+    (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
+    assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
+    assert said.count(carried.SAID) == 1
+    # What has been changed in the cache is not run, but written anew; the library stays.
+    file = tmp_path / "cache/fprnn/kernels" / module.replace(".", "/") / "../cpu_cell.py"
+    file = file.resolve()
+    text = file.read_text()
+    file.write_text("raise SystemExit(3)")
+    assert elsewhere(ALONE, tmp_path, out, **env)[0][:2] == [ours, theirs]
+    assert file.read_text() == text
+    libraries = list((tmp_path / "cache/fprnn/kernels").glob("*.so"))
+    assert len(libraries) == 1  # that of the installed package: the sources are the same
+
+
+def test_alone_and_without_a_compiler_it_says_that_it_is_slow(tmp_path):
+    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
+    found, said = elsewhere(ALONE, tmp_path, out, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert found[0] > 0 and said.count(SAID + "the CPU kernels cannot be built") == 1
+
+
+def test_what_travels_is_the_kernels_as_they_are(tmp_path):
+    out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
+    found: dict = {}
+    exec(compile((out / "carried.py").read_text(), "carried.py", "exec"), found)
+    folder = Path(lm.__file__).parent
+    places = [p for p in (folder / "kernels").iterdir() if p.suffix in (".py", ".h", ".cpp")]
+    places.append(folder / "errors.py")
+    assert found["FILES"] == {p.name: p.read_text() for p in places}

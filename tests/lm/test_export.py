@@ -60,6 +60,11 @@ def test_only_relative_paths_and_no_leftovers(tiny_run, tiny_export):
     assert not list(tiny_run.glob(".hf-*"))
 
 
+def test_whoever_reads_one_file_reads_all(tiny_export):
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tiny_export.iterdir()}
+    assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
+
+
 def test_export_again_replaces_but_never_deletes_something_else(tiny_run, tmp_path):
     out = tmp_path / "out"
     export(tiny_run, out)

@@ -94,6 +94,24 @@ def test_iterations_of_a_model_that_learned_nothing_are_marked(tmp_path, monkeyp
     assert re.search(r"nonselective .* no │", shown) and shown.count(" yes │") == 2
 
 
+def test_iterations_of_another_solution_are_marked(tmp_path, monkeypatch):
+    configs = report.expand(report.config_path("fig3c", "small"), (f"out_dir={tmp_path}",)).configs
+    for cfg in configs:
+        fabricate(cfg, 60)
+    written = configs[1].run_dir / "result.json"
+    result = json.loads(written.read_text())
+    for row in result["eval"]:
+        row["num_iters"]["elsewhere"] = [0.8 for _ in row["num_iters"]["mean"]]
+    written.write_text(json.dumps(result))
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    report.report("fig3c", overrides=(f"out_dir={tmp_path}",))
+    labels = [line.get_label() for line in drawn[0].axes[0].lines]
+    assert len([label for label in labels if "†" in label]) == 1
+    footer = " ".join(drawn[0]._supxlabel.get_text().split())
+    assert "† the paper's procedure" in footer and "Not learned" not in footer
+
+
 def test_the_spread_of_seeds_and_the_error_of_one(tmp_path):
     seeds_of(tmp_path)
     files = sorted(tmp_path.glob("seeds/00[012]-*/result.json"))

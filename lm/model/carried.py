@@ -1,0 +1,74 @@
+"""The kernels that this model's code brings along, for where fprnn is not installed: none here.
+
+`fprnn export` writes the text of lm/kernels into FILES (lm/travelling.py). At first use they are
+laid into the user's cache, as a package of their own, and the CPU's are compiled there by g++.
+"""
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+SAID = "fprnn is not installed: the kernels that came with the model are used"
+FILES: dict[str, str] = {}  # name → text
+
+
+def kernels() -> ModuleType | None:
+    """The package made of FILES, None where there are none.
+
+    Raises:
+        OSError, RuntimeError: there is no place to write them to.
+    """
+    if not FILES:
+        return None
+    digest = hashlib.sha256("\0".join(f"{k}\0{v}" for k, v in sorted(FILES.items())).encode())
+    name = f"fprnn_kernels_{digest.hexdigest()[:16]}"  # two exports may bring two versions
+    if name in sys.modules:
+        return sys.modules[name]
+    folder = _laid(name)
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _laid(name):
+    """The folder in the user's cache that holds FILES; what was changed there is not run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    parent = Path(base) / "fprnn" / "kernels"
+    # The name holds the digest of the texts: what they import of lm is beside them.
+    texts = {
+        file: text.replace("lm.kernels", name).replace("lm.errors", f"{name}.errors")
+        for file, text in FILES.items()
+    }
+    folder = parent / name
+    if all(_reads(folder / file) == text for file, text in texts.items()):
+        return folder
+    logger.warning(f"{SAID}, from {folder}; on a CPU the first use compiles them (up to a minute)")
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Other processes may do the same: each file is written beside its place, then moved there.
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as own:
+        for file, text in texts.items():
+            (Path(own) / file).write_text(text, encoding="utf-8")
+            os.replace(Path(own) / file, folder / file)
+    return folder
+
+
+def _reads(file):
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
