@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -193,6 +194,7 @@ def write_export(
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
+        _say_length(model, new / "tokenizer_config.json")
         if own_files:
             files = ", ".join(name for name in own_files if name != travelling.REGISTER)
             origin += f" Its mixer is its author's own and travels along: {files}."
@@ -205,6 +207,14 @@ def write_export(
             shutil.rmtree(out)
         os.replace(new, out)
     return out
+
+
+def _say_length(model: PreTrainedModel, settings: Path) -> None:
+    """Have the tokenizer's settings, where there are any, name the model's length."""
+    length = getattr(model.config, "max_position_embeddings", None)
+    if length and settings.is_file():
+        told = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
+        settings.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
