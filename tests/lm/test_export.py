@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from lm.checkpoint import newest
 from lm.export import ExportError, export
@@ -63,6 +64,11 @@ def test_only_relative_paths_and_no_leftovers(tiny_run, tiny_export):
 def test_whoever_reads_one_file_reads_all(tiny_export):
     modes = {file.name: file.stat().st_mode & 0o777 for file in tiny_export.iterdir()}
     assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
+
+
+def test_the_tokenizer_says_the_models_length(tiny_export):
+    length = json.loads((tiny_export / "config.json").read_text())["max_position_embeddings"]
+    assert AutoTokenizer.from_pretrained(tiny_export).model_max_length == length
 
 
 def test_export_again_replaces_but_never_deletes_something_else(tiny_run, tmp_path):
