@@ -190,7 +190,7 @@ def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
         return None
     if at.evaluations is not None:
         return at.evaluations
-    return 1.0 if solver["max_iters"] is None else EVALUATIONS
+    return 1.0 if solver["tol"] is None else EVALUATIONS
 
 
 def plan(cfg: Config, at: Where | int) -> dict:

@@ -54,8 +54,8 @@ def loaded(monkeypatch):
     """The models that `agree` loaded."""
     models = []
 
-    def load(path):
-        models.append(load_exported(path))
+    def load(path, trust):
+        models.append(load_exported(path, trust))
         return models[-1]
 
     monkeypatch.setattr(module, "load_exported", load)

@@ -250,7 +250,7 @@ def test_an_unfinished_run_has_a_report_but_no_summary(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 0
     assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {
-        "config.yaml", "report.html", "report.markdown",
+        "config.yaml", "report.html", "report.markdown", "report.tex",
     }  # fmt: skip
 
 

@@ -544,8 +544,8 @@ def test_the_papers_language_model_has_the_papers_constants():
     assert (m.name, m.block, m.mixer, m.mixer_rank) == ("fprnn", "fp_mamba1", "householder", 1)
     assert (m.n_layer, m.d_model, m.d_state, m.expand, d.seq_len) == (12, 768, 16, 2, 2048)
     assert m.vocab_size == -(-50257 // 8) * 8 == 50264
-    assert (t.global_batch_size, t.micro_batch_size) == (256, 16)
-    assert [t.accumulation(ranks) for ranks in (1, 4, 16)] == [16, 4, 1]
+    assert (t.global_batch_size, t.micro_batch_size) == (256, 8)
+    assert [t.accumulation(ranks) for ranks in (1, 4, 16)] == [32, 8, 2]
     assert cfg.tokens_per_step(4) == cfg.tokens_per_step(16) == 256 * 2048
     assert (t.steps, t.precision) == (4800, "bf16")
     # The paper names a set of 2 B tokens; its own updates train on more.

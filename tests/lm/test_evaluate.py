@@ -123,7 +123,9 @@ def test_what_a_fixed_point_model_needed_is_in_the_results(small_export, tmp_pat
         small_export, ["catbabi_mini"], limit=2, device="cpu", out=tmp_path / "r.json"
     )
     assert results["solver"]["token"] == "exact"
-    assert results["fixed_point"].keys() == {"evaluations", "failed", "residual"}
+    assert results["fixed_point"].keys() == {
+        "evaluations", "failed", "bisected", "limited", "residual",
+    }  # fmt: skip
     assert results["fixed_point"]["evaluations"][0] >= 1 and results["fixed_point"]["failed"] == [0]
     assert table(results).caption is None
 

@@ -273,7 +273,7 @@ def paper(*overrides: str) -> Config:
 
 
 def test_the_smallest_change_that_fits_is_named_as_it_is_typed():
-    cfg = paper()
+    cfg = paper("train.micro_batch_size=16")
     p = plan(cfg, where(cfg, 4, "a100-40g"))
     assert not p["fits"]
     said = shown(p, cfg)["to make it fit"]

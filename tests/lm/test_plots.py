@@ -127,8 +127,9 @@ def test_no_metrics_file_is_an_error(tmp_path):
 def test_figures_are_closed(tmp_path):
     import matplotlib.pyplot as plt
 
+    before = plt.get_fignums()
     plots.draw(write(tmp_path / "run", records(layers=2)))
-    assert plt.get_fignums() == []
+    assert plt.get_fignums() == before
 
 
 def test_drawing_again_replaces_the_figures(tmp_path):

@@ -45,7 +45,7 @@ AGAINST = of_noise("the_second_pass_goes_along_the_gradient_of_the_first[fp_mamb
 EQUATION = of_cell("a_solved_token_satisfies_its_own_equation")
 ROOT = of_cell("every_root_solves_its_equation_and_is_the_one_picard_runs_into")
 OF_SOLUTION = of_cell("the_gradient_is_that_of_the_solution")
-FOLD = of_cell("near_a_fold_the_gradient_is_limited")
+FOLD = of_cell("near_a_fold_the_gradient_is_limited_and_this_is_counted")
 COUNTED = (f"{TESTS}test_token.py::test_what_is_not_solved_is_counted_and_padding_never",)
 REACH = (f"{TESTS}test_token.py::test_k_terms_of_the_adjoint_reach_k_tokens_back",)
 CLIPPED = (f"{TESTS}test_token.py::test_what_comes_back_is_clipped_relative_to_the_cotangent",)
@@ -275,7 +275,9 @@ MUTATIONS = [
     Mutation(
         "token: Anderson adds the combination of changes",
         FULL, "moved = g - (torch.stack", "moved = g + (torch.stack",
-        of_full("anderson_solves_a_linear_map"),
+        of_full(
+            "anderson_solves_a_linear_map_that_expands_in_as_many_steps_as_it_has_directions"
+        ),
     ),
     Mutation(
         "token: the gradient's limit is by the largest entry",
@@ -286,7 +288,7 @@ MUTATIONS = [
     Mutation(
         "token: what may be limited is not counted",
         CELL, "torch.where(limited, outcome | LIMITED, outcome)", "outcome",
-        of_cell("near_a_fold_the_gradient_is_limited_and_this_is_counted"),
+        FOLD,
     ),
     Mutation(
         "token: what bisection found is not counted",
