@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .attention import Attention
 from .blocks import FPRNN
 from .cell import find_root
+from .carried import kernels as carried_kernels
 from .checksums import refuse_changed
 from .configuration_fprnn import (
     SOLVER_FIELDS,
@@ -86,6 +87,7 @@ _TRAVELS = (
     delta_rule,
     build_mixer,
     whole_solve,
+    carried_kernels,
 )
 
 # Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
