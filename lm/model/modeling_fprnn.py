@@ -16,8 +16,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .attention import Attention
 from .blocks import FPRNN
-from .cell import find_root
 from .carried import kernels as carried_kernels
+from .cell import find_root
 from .checksums import refuse_changed
 from .configuration_fprnn import (
     SOLVER_FIELDS,
