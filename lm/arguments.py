@@ -7,10 +7,13 @@ import io
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 from lm.errors import FAILED, exit_status, sentence
 from lm.outputs import printable
+
+SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
 
 
 @dataclass(frozen=True)
@@ -97,24 +100,30 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough
-        _drop_output()
-        return FAILED
     except Exception as e:
+        if isinstance(e, BrokenPipeError) and _drop_output():  # whoever reads has seen enough
+            return FAILED
         text = sentence(e)
         if text is None:
             raise
-        if not getattr(e, "said_by_main", False):  # every rank has rank 0's error
+        if getattr(e, "said_by_main", False):
+            time.sleep(SAID_S)  # a launcher kills all ranks, rank 0 too, when the first has ended
+        else:
             print(f"error: {printable(text)}", file=sys.stderr)
         _drop_output()
         return exit_status(e)
 
 
-def _drop_output() -> None:
-    """Leave nothing that cannot be written for Python to write, and complain of, as it ends."""
+def _drop_output() -> bool:
+    """Leave nothing that cannot be written for Python to write, and complain of, as it ends.
+
+    Returns: whether there was such a thing, or nowhere to write.
+    """
     if sys.stdout is None:
-        return
+        return True
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

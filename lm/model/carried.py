@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 SAID = "fprnn is not installed: the kernels that came with the model are used"
+LOCK = threading.Lock()  # around the first import
 FILES: dict[str, str] = {}  # name → text
 
 
@@ -30,8 +32,11 @@ def kernels() -> ModuleType | None:
         return None
     digest = hashlib.sha256("\0".join(f"{k}\0{v}" for k, v in sorted(FILES.items())).encode())
     name = f"fprnn_kernels_{digest.hexdigest()[:16]}"  # two exports may bring two versions
-    if name in sys.modules:
-        return sys.modules[name]
+    with LOCK:
+        return sys.modules.get(name) or _imported(name)
+
+
+def _imported(name):
     folder = _laid(name)
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -55,16 +60,26 @@ def _laid(name):
     }
     folder = parent / name
     if all(_reads(folder / file) == text for file, text in texts.items()):
+        _refuse_if_open(folder)
         return folder
     logger.warning(f"{SAID}, from {folder}; on a CPU the first use compiles them (up to a minute)")
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Other processes may do the same: each file is written beside its place, then moved there.
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=0o700)
+    _refuse_if_open(folder)
     with tempfile.TemporaryDirectory(dir=parent) as own:
         for file, text in texts.items():
             (Path(own) / file).write_text(text, encoding="utf-8")
             os.replace(Path(own) / file, folder / file)
     return folder
+
+
+def _refuse_if_open(folder):
+    """Raises OSError where others than this user may write into it: their files would run."""
+    for place in (folder, folder.parent):
+        found = place.stat()
+        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+            raise OSError(f"{place} is not this user's alone to write in")
 
 
 def _reads(file):

@@ -230,6 +230,15 @@ def test_alone_an_export_runs_on_the_kernels_that_it_brings_along(tmp_path):
     assert len(libraries) == 1  # that of the installed package: the sources are the same
 
 
+def test_a_cache_that_others_may_write_into_is_not_run(tmp_path):
+    out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
+    env = warm_cache(tmp_path)
+    (tmp_path / "cache/fprnn/kernels").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache/fprnn/kernels").chmod(0o777)
+    (_, _, modules), said = elsewhere(ALONE, tmp_path, out, **env)
+    assert modules == [] and said.count("is not this user's alone to write in") == 1
+
+
 def test_alone_and_without_a_compiler_it_says_that_it_is_slow(tmp_path):
     out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
     found, said = elsewhere(ALONE, tmp_path, out, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))

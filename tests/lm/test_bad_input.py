@@ -506,3 +506,14 @@ def test_a_folder_in_place_of_a_file(capsys, tmp_path):
 
 def test_an_override_without_a_value(capsys):
     assert "override `lr` must read key=value" in refused(capsys, *dry_run("lr"))
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
+    """Of a tracker's service, say: it may not end a training without a word."""
+    from lm.arguments import run
+
+    def broken(args):
+        raise BrokenPipeError("of a service")
+
+    with pytest.raises(BrokenPipeError, match="of a service"):
+        run(argparse.Namespace(run_command=broken))
