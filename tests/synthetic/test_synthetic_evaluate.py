@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from synthetic import tasks
+from synthetic import evaluate, tasks
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
     PROBED,
@@ -110,6 +110,16 @@ def test_seeds_are_other_data_and_the_longest_solved_length_is_found():
     mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
     assert at_length(results, 16, "token_accuracy") == pytest.approx(mean)
     assert at_length(results, 5, "token_accuracy") is None
+
+
+def test_the_time_left_goes_by_tokens(monkeypatch):
+    """A length of 1,024 takes 256 times as long as one of 4, not as long."""
+    told = []
+    monkeypatch.setattr(
+        evaluate.Progress, "update", lambda bar, done: told.append((done, bar.total))
+    )
+    evaluate_all(Oracle(8), S3, config(examples=50), [4, 8, 16], [0, 1], "fp32")
+    assert told == [(done, 56) for done in (4, 8, 16, 24, 40, 56)]
 
 
 def test_bars():
