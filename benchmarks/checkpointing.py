@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from lm import engine as ds
-from lm.build import build_model
-from lm.checkpoint import Checkpoints
-from lm.config import load
+from lm.config.load import load
 from lm.kernels import available
+from lm.runs.checkpoint import Checkpoints
+from lm.training import engine as ds
+from lm.training.build import build_model
 
 
 def main() -> None:

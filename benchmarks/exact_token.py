@@ -26,7 +26,7 @@ from benchmarks.harness import (
     title,
     write_json,
 )
-from lm.kernels import cpu_cell
+from lm.kernels.cpu import cell as cpu_cell
 
 CASES = {
     "D 128, 8 × 256": SHAPES["small"],

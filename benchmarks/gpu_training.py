@@ -23,9 +23,9 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lm.kernels import available
-from lm.metrics import fixed_point_metrics, probe
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.runs.metrics import fixed_point_metrics, probe
 
 ROOT = Path(__file__).parents[1]
 EOS = "<|endoftext|>"
@@ -50,7 +50,7 @@ def settings(quick):
 
 def text():
     """What every Python carries, a document each: the language's reference and the docstrings of
-    the standard library's modules. (lm/data/sources.py, which reads more of it, needs pydantic.)"""
+    the standard library's modules. (data/sources/open.py reads more of it, but needs pydantic.)"""
     from pydoc_data.topics import topics
 
     found = [topics[key] for key in sorted(topics)]
@@ -94,7 +94,7 @@ def build(cfg, bpe):
 
 
 def optimiser(cfg, model, updates):
-    """AdamW, with no decay where lm/engine.py has none, and warm-up and cosine as there."""
+    """AdamW, with no decay where training has none, and its warm-up and cosine."""
     optim = cfg["optim"]
     no_decay = ("A_log", "D", "gain", "dt_bias", "bias", "norm")
     groups = [([], optim["weight_decay"]), ([], 0.0)]

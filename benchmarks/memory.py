@@ -77,13 +77,13 @@ def measure(path, overrides):
     """One row: planned and measured bytes of a run on this machine, one rank."""
     import torch
 
-    from lm import config
-    from lm import engine as ds
-    from lm.activations import count
-    from lm.build import build_model, vocabulary
-    from lm.cards import CPU, card
+    from lm.common.cards import CPU, card
+    from lm.config import load as config
     from lm.kernels import available
-    from lm.memory import memory, sizes
+    from lm.report.activations import count
+    from lm.report.memory import memory, sizes
+    from lm.training import engine as ds
+    from lm.training.build import build_model, vocabulary
 
     cfg = config.load(ROOT / path, [BUCKET, "train.threads=1", *overrides])
     ranks = ds.start(cfg)

@@ -7,6 +7,6 @@ m.inspect("f(g(h(x), y))").to_html("inspect.html")     # docs/inspect.md
 """
 
 from lm import __version__
-from lm.facade import LanguageModel, load
+from lm.evaluation.facade import LanguageModel, load
 
 __all__ = ["LanguageModel", "__version__", "load"]

@@ -2,6 +2,6 @@
 
 import sys
 
-from lm.cli import main
+from lm.cli.main import main
 
 sys.exit(main())

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lm.build import build_section
-from lm.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
+from lm.common.files import read_json
 from lm.model.attention import AttentionState
 from lm.model.diagonal import ScanState
 from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
-from lm.outputs import read_json
-from lm.run_dir import RunDir, check_config
+from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
+from lm.runs.run_dir import RunDir, check_config
+from lm.training.build import build_section
 from synthetic import config, tasks
 from synthetic.config import Config, load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lm.arguments import SEED, Whole, run, words_after_options
+from lm.cli.arguments import SEED, Whole, run, words_after_options
 from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
@@ -18,9 +18,9 @@ EPILOG = """examples:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from lm.config import refuse_sweep
-    from lm.console import say
-    from lm.run_dir import RunDir
+    from lm.common.console import say
+    from lm.config.load import refuse_sweep
+    from lm.runs.run_dir import RunDir
     from synthetic.config import load
     from synthetic.results import summary, verdict
     from synthetic.train import train
@@ -37,7 +37,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from lm.console import say
+    from lm.common.console import say
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
 
@@ -51,7 +51,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lm.inspection.show import check_page, default_page, show
+    from lm.evaluation.inspection.show import check_page, default_page, show
     from synthetic.inspection import inspect_run
 
     out = Path(args.out) if args.out else default_page(args.run)
@@ -61,7 +61,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from lm.console import say
+    from lm.common.console import say
     from synthetic.validate import table, validate
 
     overrides = [text for text in args.config if "=" in text]
@@ -72,7 +72,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lm.console import say
+    from lm.common.console import say
     from synthetic.report import overview, report
 
     name, overrides = args.name, list(args.override)
@@ -257,7 +257,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; see `lm.arguments.run`."""
+    """Run one command; see `lm.cli.arguments.run`."""
     return run(parse(argv))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from lm.errors import UserError
+from lm.common.errors import UserError
 from synthetic.trained import Spread, Trained, notes
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lm.console import Progress, say
-from lm.metrics import fixed_point_metrics, probe
-from lm.outputs import check_file, write_json, writing
-from lm.run_dir import RunDir
+from lm.common.console import Progress, say
+from lm.common.files import check_file, write_json, writing
+from lm.runs.metrics import fixed_point_metrics, probe
+from lm.runs.run_dir import RunDir
 from synthetic.build import load_run, trained_on
 from synthetic.config import Config
 from synthetic.lengths import parse_ranges
@@ -202,7 +202,7 @@ def solving(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManage
 
 
 def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-    """ℓ* of the first sequences of a batch (see `lm.metrics.probe`): of one at least, else within
+    """ℓ* of the first sequences of a batch (see `metrics.probe`): of one at least, else within
     PROBED and PROBED_TOKENS. input_ids, mask: (b,l)."""
     count = min(PROBED, max(1, PROBED_TOKENS // input_ids.shape[1]), len(input_ids))
     return probe(model, input_ids[:count], None if mask is None else mask[:count])

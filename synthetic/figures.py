@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.metrics import ELSEWHERE, ELSEWHERE_NOTE
+from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
 from synthetic.drawing import (
     ERRORS,
     PALETTE,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from lm import upcycle
-from lm.checkpoint import listed
-from lm.errors import ConfigError
-from lm.foreign import Source, SourceError, settled
-from lm.outputs import write_json
-from lm.run_dir import RunDir
+from lm.common.errors import ConfigError
+from lm.common.files import write_json
+from lm.runs.checkpoint import listed
+from lm.runs.run_dir import RunDir
+from lm.training import upcycle
+from lm.training.foreign import Source, SourceError, settled
 from synthetic.build import load_run, trained_on
 from synthetic.config import Config, Task
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm.inspection.measure import in_words, named_guesses, predictions, read
-from lm.inspection.result import Answer, Inspection
-from lm.inspection.tokens import named
+from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
+from lm.evaluation.inspection.result import Answer, Inspection
+from lm.evaluation.inspection.tokens import named
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors, sequences_that_fit, solver_of, solving
 from synthetic.tasks import IGNORE, Batch, Task, TaskError

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm import config as base
-from lm.config import ConfigError
-from lm.console import say
-from lm.errors import TrainingError
-from lm.latex import tabular
-from lm.metrics import read_metrics
-from lm.outputs import DamagedError, check_folder, read_json, writing
-from lm.page import save_pdf
-from lm.run_dir import RunDir
+from lm.common.console import say
+from lm.common.errors import TrainingError
+from lm.common.files import DamagedError, check_folder, read_json, writing
+from lm.common.page import save_pdf
+from lm.config import load as base
+from lm.config.load import ConfigError
+from lm.report.latex import tabular
+from lm.runs.metrics import read_metrics
+from lm.runs.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.drawing import Drawing, ReportError
 from synthetic.figures import bars, curves, heatmap, scatter, times

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lm.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
+from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
 from synthetic.config import Bar
 
 if TYPE_CHECKING:

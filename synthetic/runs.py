@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm import baselines
-from lm import config as base
-from lm.build import check_section
-from lm.console import say
-from lm.errors import Stopped, TrainingError
-from lm.old_keys import moved_tree
-from lm.outputs import DamagedError, check_folder, check_kinds
-from lm.run_dir import RunDir, settled
-from lm.signals import STOP
+from lm.common.console import say
+from lm.common.errors import Stopped, TrainingError
+from lm.common.files import DamagedError, check_folder, check_kinds
+from lm.common.signals import STOP
+from lm.config import load as base
+from lm.config.old_keys import moved_tree
+from lm.runs.run_dir import RunDir, settled
+from lm.training.build import check_section
 from synthetic.build import device_of
 from synthetic.config import Config
 

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from lm.build import missing_kernels
-from lm.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.console import Progress, say
-from lm.errors import Diverged, Stopped, exit_status, require, sentence
+from lm.common.console import Progress, say
+from lm.common.errors import Diverged, Stopped, exit_status, require, sentence
+from lm.common.files import write_json
+from lm.common.ranks import Ranks
+from lm.common.signals import StopSignals
 from lm.kernels import available
-from lm.lease import LeaseError
-from lm.log import Writer, describe, iterations_of_layers, probed
-from lm.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
 from lm.model.noise import Adversary
-from lm.optim import described, lr_factor, optimizer
-from lm.outputs import write_json
-from lm.profiling import Profile
-from lm.ranks import Ranks
-from lm.run_dir import RunDir
-from lm.signals import StopSignals
+from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
+from lm.runs.lease import LeaseError
+from lm.runs.log import Writer, describe, iterations_of_layers, probed
+from lm.runs.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
+from lm.runs.profile import Profile
+from lm.runs.run_dir import RunDir
+from lm.training.build import missing_kernels
+from lm.training.optim import described, lr_factor, optimizer
 from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from lm.metrics import FAILED_SHARE
+from lm.runs.metrics import FAILED_SHARE
 from synthetic.config import Config
 from synthetic.results import (
     TOKEN_BY_TOKEN,

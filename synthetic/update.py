@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lm.common.signals import STOP
 from lm.model.noise import Adversary
-from lm.signals import STOP
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import Tensors, answer

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm import config as base
-from lm.config import ConfigError
-from lm.console import say
-from lm.old_keys import moved_tree
-from lm.outputs import check_file, write_json
-from lm.run_dir import RunDirError
+from lm.common.console import say
+from lm.common.files import check_file, write_json
+from lm.config import load as base
+from lm.config.load import ConfigError
+from lm.config.old_keys import moved_tree
+from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.results import UNKNOWN, error_of_mean, in_training, passes, plus_minus, way_of
 from synthetic.runs import differences, is_finished, result_of, run_all

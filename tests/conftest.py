@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def tiny(tmp_path):
     """A function (override, …) → Config of configs/tiny/lm.yaml with its run under tmp_path."""
-    from lm import config  # pydantic; the tests of kernels and models run without
+    from lm.config import load as config  # pydantic; the tests of kernels and models run without
 
     def build(*overrides):
         path = ROOT / "tests/data/tiny.jsonl"
@@ -79,7 +79,7 @@ def byte_tokenizer(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small_export(tmp_path_factory, byte_tokenizer):
     """The export of a small random model; not to be changed."""
-    from lm.export import write_export
+    from lm.export.export import write_export
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 def nan_at(count: int) -> None:
     """The loss of the count-th forward pass in training is NaN."""
-    from lm.engine import Engine
+    from lm.training.engine import Engine
 
     real, passes = Engine.forward, [0]
 
@@ -28,7 +28,7 @@ def nan_at(count: int) -> None:
 
 def nonfinite_at(count: int) -> None:
     """The count-th forward pass in training finds a number that is not finite, inside a block."""
-    from lm.engine import Engine
+    from lm.training.engine import Engine
 
     real, passes = Engine.forward, [0]
 
@@ -44,8 +44,8 @@ def nonfinite_at(count: int) -> None:
 
 def no_data_at(count: int) -> None:
     """The count-th micro-batch cannot be read."""
-    from lm.data.errors import DataError
-    from lm.data.loader import MapLoader
+    from lm.data.batches.loader import MapLoader
+    from lm.data.sources.errors import DataError
 
     real, read = MapLoader.__next__, [0]
 
@@ -59,7 +59,7 @@ def no_data_at(count: int) -> None:
 
 
 def _before_update(count: int, what: Callable[[], None]) -> None:
-    from lm.engine import Engine
+    from lm.training.engine import Engine
 
     real, updates = Engine.step, [0]
 
@@ -84,7 +84,7 @@ def sleep_at(count: int) -> None:
 
 def _after_update(count: int, spoil: Callable) -> None:
     """Call spoil(base optimizer, model) after the count-th update."""
-    from lm.engine import Engine
+    from lm.training.engine import Engine
 
     real, updates = Engine.step, [0]
 
@@ -184,7 +184,7 @@ def main() -> int:
     if name.startswith("synthetic"):
         from synthetic.cli import main as command
     else:
-        from lm.cli import main as command
+        from lm.cli.main import main as command
     return command(sys.argv[2:])
 
 

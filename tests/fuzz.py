@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.config import Config
-from lm.config_messages import all_keys
-from lm.outputs import CONTROL
+from lm.common.files import CONTROL
+from lm.config.load import Config
+from lm.config.messages import all_keys
 from synthetic.config import Config as SyntheticConfig
 from tests.running import ENV, ROOT
 

@@ -164,7 +164,7 @@ def begin(t, keep, y, y0, raw, weight_y, options, limit):
 
 def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0,
          limit=None, tol=1e-14):  # fmt: skip
-    """As lm.kernels.cpu_cell.cell; limit: max_t ‖∂y_t‖ (b,), where adjoint_clip is finite."""
+    """As lm.kernels.cpu.cell.cell; limit: max_t ‖∂y_t‖ (b,), where adjoint_clip is finite."""
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
     wide = d // options.groups
@@ -202,7 +202,7 @@ def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, n
 
 
 def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, limit=None):
-    """As lm.kernels.cpu_cell.cell_rnn."""
+    """As lm.kernels.cpu.cell.cell_rnn."""
     options = options._replace(norm="none")
     b, length, d = x.shape
     y = x.new_zeros(b, d) if y0 is None else y0

@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from lm import engine as ds
-from lm import optim
-from lm.build import build_model
-from lm.config import load
+from lm.config.load import load
+from lm.training import engine as ds
+from lm.training import optim
+from lm.training.build import build_model
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 LR, MOMENTUM, DECAY = 0.02, 0.9, 0.3

@@ -9,10 +9,10 @@ import json
 
 import torch
 
-from lm import engine as ds
-from lm.build import build_model
-from lm.checkpoint import snapshot
-from lm.config import load
+from lm.config.load import load
+from lm.runs.checkpoint import snapshot
+from lm.training import engine as ds
+from lm.training.build import build_model
 
 WEIGHT = 0.05
 SETTINGS = ["train.global_batch_size=4", "train.micro_batch_size=1", "train.grad_accum_steps=null",

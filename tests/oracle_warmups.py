@@ -9,10 +9,10 @@ import json
 
 import torch
 
-from lm import engine as ds
-from lm.build import build_model
-from lm.config import load
-from lm.optim import lr_factor, optimizer
+from lm.config.load import load
+from lm.training import engine as ds
+from lm.training.build import build_model
+from lm.training.optim import lr_factor, optimizer
 
 SETTINGS = ["train.global_batch_size=8", "train.micro_batch_size=1", "train.grad_accum_steps=null",
             "optim.grad_clip=0.3", "model.layers=mamba"]  # fmt: skip

@@ -1,6 +1,6 @@
 """What a command line says when it refuses."""
 
-from lm.cli import main
+from lm.cli.main import main
 from tests.running import REFUSED
 
 

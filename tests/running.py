@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lm.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
+from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
 
 ROOT = Path(__file__).parent.parent
 REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # how a command ends that says one sentence
@@ -20,7 +20,7 @@ ENV = {
 
 def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
     """The command line of a training, under the `deepspeed` launcher if `processes` is set."""
-    from lm.engine import _free_port
+    from lm.training.engine import _free_port
 
     start = [sys.executable, "-m", "lm"]
     if processes:
@@ -63,7 +63,7 @@ def run(out_dir, *overrides, processes=0, name="tiny"):
 
 def printed_by_ranks(module, processes):
     """What a module prints last on rank 0, of so many processes, as JSON."""
-    from lm.engine import _free_port
+    from lm.training.engine import _free_port
 
     address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
     address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lm import cli as lm_cli
-from lm import config
+from lm.cli import main as lm_cli
+from lm.config import load as config
 from lm.model.configuration_fprnn import GRADIENTS, SCHEDULES
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config

@@ -10,16 +10,16 @@ import pytest
 import torch
 import yaml
 
-from lm import config_model
-from lm.build import build_model
-from lm.check_mixer import check_mixer
-from lm.config import Config, ConfigError
-from lm.config import build as build_config
-from lm.export import ExportError, export, write_export
+from lm.config import model as config_model
+from lm.config.load import Config, ConfigError
+from lm.config.load import build as build_config
+from lm.evaluation.check_mixer import check_mixer
+from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.training.build import build_model
 from synthetic import config as synthetic_config
 from synthetic import tasks
 from synthetic.train import train as train_synthetic
@@ -158,7 +158,7 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
     torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-4, atol=1e-5)
     assert theirs == grown.tolist() and name == "PlaneRotation"
     # In this process, with our package and its registered classes: by its own code where trusted.
-    from lm.exported import LoadError, load_model
+    from lm.runs.exported import LoadError, load_model
 
     with pytest.raises(LoadError, match=r"runs code of its own \(.*--trust"):
         load_model(out)
@@ -238,7 +238,7 @@ def test_names_are_refused_with_the_nearest_and_only_once_given(page):
         ("my_mixer_2", "import my_tasks", "imports my_tasks from"),
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
-        ("my_mixer_2", "from lm.errors import UserError", "write `from lm.model.FILE"),
+        ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
         ("layers", "import math", "so does the layers.py that every export has: rename its file"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkey
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
     out = export(tmp_path / "runs/tiny", tmp_path / "hf")
-    from lm.generate import generate
+    from lm.evaluation.generate import generate
 
     assert generate(out, "The", trust=True, max_new_tokens=3, temperature=0)
 

@@ -140,7 +140,8 @@ def test_the_parts_fit_into_ten_minutes(tmp_path, module):
 
 def test_the_loop_trains_the_demo_as_lm_train_does(module):
     """The same model, parameter groups and schedule, which it cannot import: they need pydantic."""
-    from lm import build, config, optim
+    from lm.config import load as config
+    from lm.training import build, optim
 
     loop = module("gpu_training")
     cfg, tree = config.load(ROOT / "configs/lm/demo.yaml"), loop.settings(quick=False)

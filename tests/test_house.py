@@ -77,7 +77,7 @@ FOR_SYNTHETIC = {
 
 
 def module_name(path: Path) -> str:
-    """lm/data/hub.py → lm.data.hub; lm/data/__init__.py → lm.data."""
+    """lm/data/sources/hub.py → lm.data.sources.hub; lm/data/__init__.py → lm.data."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -98,7 +98,7 @@ def imports(source: str, name: str, is_package: bool = False) -> set[str]:
                 parts = name.split(".")
                 here = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*here, base] if base else here)
-            # `from lm import checkpoint` imports a module, `from lm.config import load` does not.
+            # `from lm import checkpoint` imports a module, `from lm.config.load import load` does not.
             below = {f"{base}.{alias.name}" for alias in node.names}
             modules = below & MODULES
             found |= modules
@@ -117,7 +117,7 @@ def of(path: Path) -> set[str]:
 
 
 def part(module: str) -> str:
-    """lm.data.hub → data; lm → ''."""
+    """lm.data.sources.hub → data; lm → ''."""
     return ".".join(module.split(".")[1:2])
 
 
@@ -143,19 +143,20 @@ def relative(path: Path) -> str:
 
 def test_the_reader_of_imports_finds_them_all():
     source = """
-import lm.train
-from lm import checkpoint, nothing
-from lm.config import load
+import lm.training.train
+from lm.runs import checkpoint
+from lm import nothing
+from lm.config.load import load
 from . import stream
 from .hub import x
 from ..engine import y
 def f():
     import deepspeed.ops as d
-    importlib.import_module("lm.cli")
+    importlib.import_module("lm.cli.main")
 """
-    assert imports(source, "lm.data.loader") == {
-        "lm.train", "lm.checkpoint", "lm", "lm.config", "lm.data.stream", "lm.data.hub",
-        "lm.engine", "deepspeed.ops", "lm.cli",
+    assert imports(source, "lm.data.batches.loader") == {
+        "lm.training.train", "lm.runs.checkpoint", "lm", "lm.config.load", "lm.data.batches.stream", "lm.data.sources.hub",
+        "lm.training.engine", "deepspeed.ops", "lm.cli.main",
     }  # fmt: skip
     assert imports("from .a import b\nfrom ..c import d", "lm.data", True) == {"lm.data.a", "lm.c"}
 
@@ -182,9 +183,15 @@ def test_nothing_imports_upward(path):
 CIRCLES = {
     # A Config holds what warmups and config_data define; they name the types alone of Config and of
     # its Data, for the checker.
-    frozenset({"lm.config", "lm.config_data", "lm.warmups"}),
+    frozenset({"lm.config.load", "lm.config.data", "lm.config.warmups"}),
     # An Inspection shows itself, by functions that read one; they are imported when it does.
-    frozenset({"lm.inspection.result", "lm.inspection.page", "lm.inspection.words"}),
+    frozenset(
+        {
+            "lm.evaluation.inspection.result",
+            "lm.evaluation.inspection.page",
+            "lm.evaluation.inspection.words",
+        }
+    ),
 }
 
 
@@ -234,7 +241,7 @@ def test_no_two_modules_import_each_other():
 
 def test_deepspeed_is_imported_only_by_the_engine():
     users = [relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in of(p))]
-    assert users == ["lm/engine.py"]
+    assert users == ["lm/training/engine.py"]
 
 
 def test_lm_never_imports_synthetic():

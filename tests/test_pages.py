@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm import measured
-from lm.model_card import PAPER
+from lm.export import measured
+from lm.export.model_card import PAPER
 from tests import config_page
 from tests.test_house import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import paper
-from lm.reference import reference_name
+from lm.export.reference import reference_name
 from tests.golden import HERE, SETTINGS, Case, relative_error
 from tests.golden.test_golden import SHARED
 

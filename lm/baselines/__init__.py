@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lm.config import ConfigError
+from lm.config.load import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lm.config_model import Model
+    from lm.config.model import Model
 
-# Fields of `lm.config.Model` that concern baselines alone; `lm.build` keeps them from FPRNNConfig.
+# Fields of `Model` that concern baselines alone; lm/training/build.py keeps them from FPRNNConfig.
 FIELDS = ("backend",)
 # Those that layers of a pattern (`model.layers`) read as well.
 SHARED = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval")
@@ -20,7 +20,7 @@ SHARED = ("n_heads", "d_ff", "position", "n_householder", "allow_neg_eigval")
 def build_baseline(
     model: Model, vocab_size: int, precision: str = "fp32", **common: Any
 ) -> PreTrainedModel:
-    """`lm.config.Model` → the baseline that `model.name` names, freshly initialised.
+    """`lm.config.load.Model` → the baseline that `model.name` names, freshly initialised.
 
     Args:
         precision: that of training; flash-linear-attention's kernels have no fp32.

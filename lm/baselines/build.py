@@ -1,9 +1,9 @@
-"""`lm.config.Model` → the baselines whose classes live here, and transformers' Llama."""
+"""`lm.config.load.Model` → the baselines whose classes live here, and transformers' Llama."""
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lm.config import ConfigError
-from lm.config_model import Model
+from lm.config.load import ConfigError
+from lm.config.model import Model
 
 from .delta_rule import fla_missing
 from .deltanet import DeltaNetConfig, DeltaNetForCausalLM

@@ -2,8 +2,8 @@
 
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from lm.config import ConfigError
-from lm.config_model import Model
+from lm.config.load import ConfigError
+from lm.config.model import Model
 
 from .sizes import heads
 
@@ -15,7 +15,7 @@ def build_mamba(
     pad_token_id: int | None = None,
     seq_len: int = 2048,
 ) -> MambaForCausalLM:
-    """`lm.config.Model` → MambaForCausalLM. The short convolution is part of Mamba, always on."""
+    """`Model` → MambaForCausalLM. The short convolution is part of Mamba, always on."""
     config = MambaConfig(
         time_step_rank=model.dt_rank,
         **_common(model, vocab_size, eos_token_id, pad_token_id, seq_len),
@@ -30,7 +30,7 @@ def build_mamba2(
     pad_token_id: int | None = None,
     seq_len: int = 2048,
 ) -> Mamba2ForCausalLM:
-    """`lm.config.Model` → Mamba2ForCausalLM with n_heads · head size = expand · d_model.
+    """`lm.config.load.Model` → Mamba2ForCausalLM with n_heads · head size = expand · d_model.
 
     Raises:
         ConfigError: heads that do not divide that width, or groups that do not divide the heads.

@@ -1,7 +1,7 @@
 """Numbers of heads and widths that the model section leaves open, and what is wrong with others."""
 
-from lm.config import ConfigError
-from lm.config_model import Model
+from lm.config.load import ConfigError
+from lm.config.model import Model
 
 
 def heads(model: Model, width: int, what: str) -> int:

@@ -1,1 +1,1 @@
-"""From text to micro-batches: sources, tokenizer, packing, preparation, loaders, n-grams."""
+"""From text to micro-batches."""

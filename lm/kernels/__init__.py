@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lm.errors import UserError
+from lm.common.errors import UserError
 
 # What lm/model/scan.py asks for before it uses this package: a name, since another package may be
 # called `lm`, and the version of `find`, `compute` and of what they call the kernels with. An
@@ -25,15 +25,20 @@ INTERFACE = ("fprnn-kernels", 2)
 
 # backend → operation → its module. An operation that a backend lacks is computed by another.
 MODULES = {
-    "cpu": {"selective_scan": "cpu", "step": "cpu_step", "cell": "cpu_cell", "roots": "cpu_roots"},
-    "triton": {
-        "selective_scan": "triton_scan",
-        "ssd_scan": "triton_ssd",
-        "step": "triton_step",
-        "short_conv": "triton_conv",
-        "roots": "triton_roots",
+    "cpu": {
+        "selective_scan": "cpu.scan",
+        "step": "cpu.step",
+        "cell": "cpu.cell",
+        "roots": "cpu.roots",
     },
-    "mamba_ssm": {"selective_scan": "mamba_scan", "ssd_scan": "mamba_ssd"},
+    "triton": {
+        "selective_scan": "triton.scan",
+        "ssd_scan": "triton.ssd",
+        "step": "triton.step",
+        "short_conv": "triton.conv",
+        "roots": "triton.roots",
+    },
+    "mamba_ssm": {"selective_scan": "mamba_ssm.scan", "ssd_scan": "mamba_ssm.ssd"},
 }
 Result = TypeVar("Result")
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots")

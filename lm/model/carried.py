@@ -1,7 +1,7 @@
 """The kernels that this model's code brings along, for where fprnn is not installed: none here.
 
-`fprnn export` writes the text of lm/kernels into FILES (lm/travelling.py). At first use they are
-laid into the user's cache, as a package of their own, and the CPU's are compiled there by g++.
+`fprnn export` writes the text of lm/kernels into FILES (lm/export/travelling.py). At first use they
+are laid into the user's cache, as a package of their own, and the CPU's are compiled there by g++.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 SAID = "fprnn is not installed: the kernels that came with the model are used"
 LOCK = threading.Lock()  # around the first import
-FILES: dict[str, str] = {}  # name → text
+FILES: dict[str, str] = {}  # path in the package → text
 
 
 def kernels() -> ModuleType | None:
@@ -55,7 +55,7 @@ def _laid(name):
     parent = Path(base) / "fprnn" / "kernels"
     # The name holds the digest of the texts: what they import of lm is beside them.
     texts = {
-        file: text.replace("lm.kernels", name).replace("lm.errors", f"{name}.errors")
+        file: text.replace("lm.kernels", name).replace("lm.common.errors", f"{name}.errors")
         for file, text in FILES.items()
     }
     folder = parent / name
@@ -69,8 +69,10 @@ def _laid(name):
     _refuse_if_open(folder)
     with tempfile.TemporaryDirectory(dir=parent) as own:
         for file, text in texts.items():
-            (Path(own) / file).write_text(text, encoding="utf-8")
-            os.replace(Path(own) / file, folder / file)
+            written = Path(own) / Path(file).name
+            written.write_text(text, encoding="utf-8")
+            (folder / file).parent.mkdir(exist_ok=True, mode=0o700)
+            os.replace(written, folder / file)
     return folder
 
 

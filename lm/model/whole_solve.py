@@ -2,7 +2,7 @@
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw.
 
-`lm.kernels.cpu_cell` has the equations and what the arguments are. Under torch.compile and
+`lm.kernels.cpu.cell` has the equations and what the arguments are. Under torch.compile and
 torch.export the solve is one operator, which takes the kernel where it runs.
 """
 
@@ -30,7 +30,7 @@ def whole_solve(
     None: there is no kernel.
 
     Args:
-        layout, options: as lm.kernels.cpu_cell has them, `adjoint_clip` None for none.
+        layout, options: as lm.kernels.cpu.cell has them, `adjoint_clip` None for none.
         tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
         there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
         adjoint: as there; left as it is under a compiler.

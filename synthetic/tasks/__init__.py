@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from lm.errors import UserError
-from lm.named_class import is_place, load_class
+from lm.common.errors import UserError
+from lm.config.plugin import is_place, load_class
 
 IGNORE = -100  # a label that is not scored
 SPLITS = ("train", "valid", "test")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lm.tasks import babi
+from lm.evaluation.tasks import babi
 from synthetic.tasks import IGNORE, SPLITS, Batch, Task, TaskError, task
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _questions(story: babi.Story) -> list[tuple[int, str]]:
 
 @task("catbabi")
 class CatBabi(Task):
-    """bAbI (task.data: see `python -m lm.tasks.babi --help`) in segments that continue each other.
+    """bAbI (task.data: `python -m lm.evaluation.tasks.babi --help`) in segments in a row.
 
     `batch` cuts an epoch's stream in batch_size parallel streams; segment i is their columns
     [i·S, (i + 1)·S) with S = lengths[1], the last one what is left of them (so it may be shorter).
@@ -67,7 +67,7 @@ class CatBabi(Task):
         if task.data is None:
             raise TaskError(
                 "catbabi reads bAbI from a folder: set task.data to it, for example to "
-                "data/babi/en-valid after `python -m lm.tasks.babi download data/babi`"
+                "data/babi/en-valid after `python -m lm.evaluation.tasks.babi download data/babi`"
             )
         self.mode = task.mode
         self.stories = sorted(set(task.stories))

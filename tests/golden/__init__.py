@@ -12,10 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lm.model import fixed_point, solver
-from lm.model.blocks import build_block
-from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.reference import (
+from lm.export.reference import (
     EMBEDDING,
     LANGUAGE_MODEL,
     NO_EFFECT,
@@ -26,6 +23,9 @@ from lm.reference import (
     reference_name,
     settle_head,
 )
+from lm.model import fixed_point, solver
+from lm.model.blocks import build_block
+from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lm.export.reference import ReferenceCheckpointError
 from lm.model import fixed_point
-from lm.reference import ReferenceCheckpointError
 from tests import golden
 from tests.golden import HERE, TAGS, CaseError, Result, configuration, relative_error, run_case
 from tests.golden.__main__ import main

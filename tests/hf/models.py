@@ -2,10 +2,10 @@
 
 import torch
 
-from lm.build import build_model
-from lm.config import Config
+from lm.config.load import Config
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.training.build import build_model
 
 VOCAB, EOS, PAD = 40, 2, 0
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import lm
-from lm.export import write_export
-from lm.kernels import INTERFACE, cpu, cpu_build
+from lm.export.export import write_export
+from lm.kernels import INTERFACE
+from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu import scan as cpu
 from lm.model import carried, scan
 from tests.hf.models import BLOCKS, OUR_BASELINES, build, ids
 
@@ -249,7 +251,10 @@ def test_what_travels_is_the_kernels_as_they_are(tmp_path):
     out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
     found: dict = {}
     exec(compile((out / "carried.py").read_text(), "carried.py", "exec"), found)
-    folder = Path(lm.__file__).parent
-    places = [p for p in (folder / "kernels").iterdir() if p.suffix in (".py", ".h", ".cpp")]
-    places.append(folder / "errors.py")
-    assert found["FILES"] == {p.name: p.read_text() for p in places}
+    folder = Path(lm.__file__).parent / "kernels"
+    kinds = (".py", ".h", ".cpp")
+    texts = {
+        str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.suffix in kinds
+    }
+    texts["errors.py"] = (folder.parent / "common" / "errors.py").read_text()
+    assert found["FILES"] == texts

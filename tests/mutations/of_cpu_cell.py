@@ -2,11 +2,11 @@
 
 from tests.mutations import Mutation
 
-CELL = "lm/kernels/cpu_cell.h"
-FORWARD = "lm/kernels/cpu_cell.cpp"
-ROOT = "lm/kernels/cpu_cell_root.h"
-GRADIENT = "lm/kernels/cpu_cell_gradient.h"
-BACKWARD = "lm/kernels/cpu_cell_backward.cpp"
+CELL = "lm/kernels/cpu/cell.h"
+FORWARD = "lm/kernels/cpu/cell.cpp"
+ROOT = "lm/kernels/cpu/cell_root.h"
+GRADIENT = "lm/kernels/cpu/cell_gradient.h"
+BACKWARD = "lm/kernels/cpu/cell_backward.cpp"
 TESTS = "tests/lm/kernels/test_cpu_cell.py::test_"
 
 LOOP = (f"{TESTS}equals_the_loop_in_value_state_and_every_gradient[9-19-16]",)
@@ -141,7 +141,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: what may be limited is not counted",
-        "lm/kernels/cpu_cell.cpp", "p.outcome[at] |= LIMITED;", "p.outcome[at] |= 0;",
+        "lm/kernels/cpu/cell.cpp", "p.outcome[at] |= LIMITED;", "p.outcome[at] |= 0;",
         ("tests/lm/model/test_tracker.py::test_limited_gradients_are_those_of_plain_pytorch",),
     ),
     Mutation(

@@ -3,15 +3,15 @@
 from tests.mutations import Mutation
 from tests.mutations.of_model import iteration
 
-CPU_SCAN = "lm/kernels/cpu_scan.cpp"
-CPU_STEP = "lm/kernels/cpu_step.cpp"
-CPU_VECTOR = "lm/kernels/cpu_vector.h"
-SCAN = "lm/kernels/triton_scan.py"
-STEP = "lm/kernels/triton_step.py"
-SSD = "lm/kernels/triton_ssd.py"
-CONV = "lm/kernels/triton_conv.py"
-CPU_ROOTS = "lm/kernels/cpu_roots.cpp"
-ROOTS = "lm/kernels/triton_roots.py"
+CPU_SCAN = "lm/kernels/cpu/scan.cpp"
+CPU_STEP = "lm/kernels/cpu/step.cpp"
+CPU_VECTOR = "lm/kernels/cpu/vector.h"
+SCAN = "lm/kernels/triton/scan.py"
+STEP = "lm/kernels/triton/step.py"
+SSD = "lm/kernels/triton/ssd.py"
+CONV = "lm/kernels/triton/conv.py"
+CPU_ROOTS = "lm/kernels/cpu/roots.cpp"
+ROOTS = "lm/kernels/triton/roots.py"
 TESTS = "tests/lm/kernels/"
 
 
@@ -214,7 +214,7 @@ MUTATIONS = [
     ),
     Mutation(
         "mamba-ssm: a reset is one token late",
-        "lm/kernels/mamba_ssd.py", "(keep == 0).cumsum(1", "(keep.roll(1, 1) == 0).cumsum(1",
+        "lm/kernels/mamba_ssm/ssd.py", "(keep == 0).cumsum(1", "(keep.roll(1, 1) == 0).cumsum(1",
         (f"{TESTS}test_mamba_ssm.py::test_the_chunked_scan",),
     ),
     # The search for roots.

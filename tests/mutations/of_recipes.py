@@ -2,16 +2,16 @@
 
 from tests.mutations import Mutation
 
-MUON = "lm/muon.py"
-OPTIM = "lm/optim.py"
+MUON = "lm/training/muon.py"
+OPTIM = "lm/training/optim.py"
 LOSS = "lm/model/loss.py"
-METRICS = "lm/metrics.py"
-EMA = "lm/ema.py"
-ENGINE = "lm/engine.py"
-TRAIN = "lm/train.py"
-WARMUPS = "lm/warmups.py"
-RECIPES = "tests/lm/test_recipes.py::"
-STABILITY = "tests/lm/test_stability.py::"
+METRICS = "lm/runs/metrics.py"
+EMA = "lm/training/ema.py"
+ENGINE = "lm/training/engine.py"
+TRAIN = "lm/training/train.py"
+WARMUPS = "lm/config/warmups.py"
+RECIPES = "tests/lm/training/test_recipes.py::"
+STABILITY = "tests/lm/training/test_stability.py::"
 ACTIVE = (RECIPES + "test_muon_is_active_in_every_stage_that_may_have_it",)
 WSD = (RECIPES + "test_wsd_is_flat_and_then_linear",)
 RATES = (RECIPES + "test_each_parameter_has_the_rate_of_its_pattern",)
@@ -21,7 +21,7 @@ OUTLIERS = (
     STABILITY + "test_an_outlier_is_above_the_mean_by_so_many_deviations",
     STABILITY + "test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken",
 )
-OF_WARMUPS = "tests/lm/test_warmups.py::"
+OF_WARMUPS = "tests/lm/training/test_warmups.py::"
 FORMULAS = (OF_WARMUPS + "test_every_update_is_the_formulas",)
 CUT = (OF_WARMUPS + "test_an_update_sees_the_next_sequences_cut_to_its_length",)
 AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)

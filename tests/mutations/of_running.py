@@ -2,19 +2,19 @@
 
 from tests.mutations import Mutation
 
-CHECKPOINT = "lm/checkpoint.py"
+CHECKPOINT = "lm/runs/checkpoint.py"
 CHECKSUMS = "lm/model/checksums.py"
-LEASE = "lm/lease.py"
-ENGINE = "lm/engine.py"
-RESHARD = "lm/reshard.py"
-TRAIN = "lm/train.py"
-SAVING = "tests/lm/test_saving.py::"
-RECOVERY = "tests/lm/test_recovery.py::"
-VOUCHING = "tests/lm/test_vouching.py::"
-HOLDING = "tests/lm/test_lease.py::"
-ELASTIC = ("tests/lm/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
+LEASE = "lm/runs/lease.py"
+ENGINE = "lm/training/engine.py"
+RESHARD = "lm/training/reshard.py"
+TRAIN = "lm/training/train.py"
+SAVING = "tests/lm/runs/test_saving.py::"
+RECOVERY = "tests/lm/training/test_recovery.py::"
+VOUCHING = "tests/lm/runs/test_vouching.py::"
+HOLDING = "tests/lm/runs/test_lease.py::"
+ELASTIC = ("tests/lm/training/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
 BACK = (
-    "tests/lm/test_recovery.py::test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data",
+    "tests/lm/training/test_recovery.py::test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data",
 )
 
 
@@ -179,14 +179,14 @@ MUTATIONS = [
         ENGINE,
         "first = self.ranks.rank * count",
         "first = 0",
-        ("tests/lm/test_elastic.py::test_two_ranks_from_any_stage_to_any -m slow",),
+        ("tests/lm/training/test_elastic.py::test_two_ranks_from_any_stage_to_any -m slow",),
     ),
     Mutation(
         "running: every micro-batch counts alike",
         ENGINE,
         "return [count / mean for count in counts]",
         "return [1.0 for _ in counts]",
-        ("tests/lm/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
+        ("tests/lm/training/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
     ),
     Mutation(
         "running: a rollback keeps the spoilt gradients",
@@ -246,14 +246,14 @@ MUTATIONS = [
     ),
     Mutation(
         "running: a run's tokenizer is not compared with its checkpoint's",
-        "lm/continuing.py",
+        "lm/training/resume.py",
         "    check_tokenizer(path, manifest, run)\n    check_corpora",
         "    check_corpora",
         (f"{VOUCHING}test_a_changed_tokenizer_of_a_run_is_refused",),
     ),
     Mutation(
         "running: a run without its checkpoints begins anew",
-        "lm/run_dir.py",
+        "lm/runs/run_dir.py",
         "                self._refuse_lost_checkpoints()\n",
         "                pass\n",
         (f"{VOUCHING}test_checkpoints_that_are_gone_are_not_a_new_beginning",),

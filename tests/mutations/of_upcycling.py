@@ -2,11 +2,15 @@
 
 from tests.mutations import Mutation
 
-FOREIGN, UPCYCLE, INIT_FROM = "lm/foreign.py", "lm/upcycle.py", "lm/init_from.py"
-LOGITS = ("tests/lm/test_foreign.py::test_an_import_has_their_logits",)
-BIASES = ("tests/lm/test_foreign.py::test_biases_and_heads_of_their_own_are_kept",)
-DAMAGED = ("tests/lm/test_foreign.py::test_a_damaged_folder_is_a_sentence",)
-STARTING = "tests/lm/test_init_from.py::"
+FOREIGN, UPCYCLE, INIT_FROM = (
+    "lm/training/foreign.py",
+    "lm/training/upcycle.py",
+    "lm/training/init_from.py",
+)
+LOGITS = ("tests/lm/training/test_foreign.py::test_an_import_has_their_logits",)
+BIASES = ("tests/lm/training/test_foreign.py::test_biases_and_heads_of_their_own_are_kept",)
+DAMAGED = ("tests/lm/training/test_foreign.py::test_a_damaged_folder_is_a_sentence",)
+STARTING = "tests/lm/training/test_init_from.py::"
 INSERTED = (STARTING + "test_an_inserted_layer_adds_nothing_and_learns",)
 BECOMES = (STARTING + "test_a_mamba2_becomes_a_fixed_point_layer",)
 PART = (STARTING + "test_a_part_is_counted", STARTING + "test_a_part_of_the_layers")

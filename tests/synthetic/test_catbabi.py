@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm.tasks import babi
+from lm.evaluation.tasks import babi
 from synthetic import config
 from synthetic.tasks import IGNORE, SPLITS, TaskError, build
 

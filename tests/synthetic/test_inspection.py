@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lm.inspection.page import page
-from lm.metrics import probe
-from lm.run_dir import RunDir
+from lm.evaluation.inspection.page import page
+from lm.runs.metrics import probe
+from lm.runs.run_dir import RunDir
 from synthetic import config, tasks
 from synthetic.build import build, load_run
 from synthetic.cli import main
@@ -179,7 +179,7 @@ def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
         err = capsys.readouterr().err
         assert err.startswith("error: ") and err.count("\n") == 1
 
-    from lm.cli import main as lm_main
+    from lm.cli.main import main as lm_main
 
     assert lm_main(["inspect", run, "1"]) == 1
     assert f"`fprnn-synthetic inspect {run}`" in capsys.readouterr().err

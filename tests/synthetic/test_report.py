@@ -6,8 +6,8 @@ import shlex
 import pytest
 import torch
 
-from lm.build import build_section
-from lm.config import ConfigError
+from lm.config.load import ConfigError
+from lm.training.build import build_section
 from synthetic import cli, report, tasks
 from synthetic.drawing import ReportError
 from synthetic.evaluate import parse_lengths
@@ -383,7 +383,7 @@ def test_the_missing_runs_can_be_trained(tmp_path, capsys):
 
 
 def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys, monkeypatch):
-    from lm.errors import TrainingError
+    from lm.common.errors import TrainingError
 
     fabricate(sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0], 20.0)
 

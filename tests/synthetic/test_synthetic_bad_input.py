@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lm.arguments import Number, Whole
-from lm.build import check_section
-from lm.config import ConfigError
-from lm.errors import BAD_CONFIG, MissingPackageError
-from lm.outputs import DamagedError, OutputError
+from lm.cli.arguments import Number, Whole
+from lm.common.errors import BAD_CONFIG, MissingPackageError
+from lm.common.files import DamagedError, OutputError
+from lm.config.load import ConfigError
+from lm.training.build import check_section
 from synthetic import config
 from synthetic.cli import main, parser
 from synthetic.lengths import parse_ranges

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.config import ConfigError, Section
-from lm.config_messages import all_keys
-from lm.resuming import FIXED, NOTED, resume_rule
-from lm.yaml_text import Loader
+from lm.config.load import ConfigError, Section
+from lm.config.messages import all_keys
+from lm.config.resuming import FIXED, NOTED, resume_rule
+from lm.config.yaml_text import Loader
 from synthetic import config, tasks
 from synthetic.config import Config
 

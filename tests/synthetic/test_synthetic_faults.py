@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from lm.checkpoint import MANIFEST, listed, newest
-from lm.errors import DIVERGED, FAILED, PREEMPTED
-from lm.metrics import read_metrics
+from lm.common.errors import DIVERGED, FAILED, PREEMPTED
 from lm.model.checksums import sha256
-from lm.run_dir import RunDirError
+from lm.runs.checkpoint import MANIFEST, listed, newest
+from lm.runs.metrics import read_metrics
+from lm.runs.run_dir import RunDirError
 from synthetic.build import load_run
 from tests.running import ENV, ROOT
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lm.foreign import SourceError
+from lm.training.foreign import SourceError
 from synthetic import config
 from synthetic.build import load_run, trained_on
 from synthetic.cli import main

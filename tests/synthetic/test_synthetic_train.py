@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from lm.checkpoint import CheckpointError, listed, newest
-from lm.config import ConfigError
-from lm.errors import BAD_CONFIG
-from lm.metrics import read_metrics
-from lm.run_dir import RunDirError
+from lm.common.errors import BAD_CONFIG
+from lm.config.load import ConfigError
+from lm.runs.checkpoint import CheckpointError, listed, newest
+from lm.runs.metrics import read_metrics
+from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
 from synthetic.cli import main, parse
 from synthetic.evaluate import evaluate_run

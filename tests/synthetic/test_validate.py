@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from lm import config as base
-from lm.checkpoint import listed
-from lm.config import ConfigError
-from lm.errors import BAD_CONFIG, Stopped, TrainingError
+from lm.common.errors import BAD_CONFIG, Stopped, TrainingError
+from lm.config import load as base
+from lm.config.load import ConfigError
+from lm.runs.checkpoint import listed
 from synthetic import config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm import config, optim
 from lm.baselines import FIELDS
 from lm.baselines.__main__ import count, table
 from lm.baselines.deltanet import DeltaNetForCausalLM
-from lm.build import build_model
-from lm.config import Config, ConfigError, Model, Optim
-from lm.export import write_export
+from lm.config import load as config
+from lm.config.load import Config, ConfigError, Model, Optim
+from lm.export.export import write_export
+from lm.training import optim
+from lm.training.build import build_model
 
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
 BASELINES = {

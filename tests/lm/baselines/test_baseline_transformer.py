@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lm.baselines.transformer import alibi_bias, alibi_slopes
-from lm.build import build_model
-from lm.config import Config
+from lm.config.load import Config
+from lm.training.build import build_model
 
 
 def build(position, n_layer=1, **fields):

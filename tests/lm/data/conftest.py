@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lm.config import Config
-from lm.config import build as build_config
-from lm.data.tokenizer import train_bpe
+from lm.config.load import Config
+from lm.config.load import build as build_config
+from lm.data.corpus.tokenizer import train_bpe
 from tests.lm.data.loopback import serving
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -28,7 +28,7 @@ configs:
     path: sample/10BT/*
 ---
 """
-OPENING = "from lm.config import Data, Config; from lm.data.sources import *\n"
+OPENING = "from lm.config.load import Data, Config; from lm.data.sources.open import *\n"
 
 
 def run(code: str, home: Path, **env: str) -> tuple[str, float]:

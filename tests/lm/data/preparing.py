@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from lm.config import build
-from lm.data import cache, tokenising
-from lm.data.prepare import prepare
-from lm.data.tokenizer import load_tokenizer
+from lm.config.load import build
+from lm.data.corpus import cache, tokenising
+from lm.data.corpus.prepare import prepare
+from lm.data.corpus.tokenizer import load_tokenizer
 
 
 def main(cfg: str, kill_at: str, pause: str) -> None:

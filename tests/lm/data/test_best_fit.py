@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lm import config
-from lm.data import best_fit
-from lm.data.best_fit import BestFitRows, document_ends, pack, waste
-from lm.data.corpora import prepare_sources
-from lm.data.errors import DataError
-from lm.data.loader import MapLoader, build
-from lm.data.packing import IGNORE, micro_batch
-from lm.plan import plan
+from lm.config import load as config
+from lm.data.batches.loader import MapLoader, build
+from lm.data.batches.packing import IGNORE, micro_batch
+from lm.data.corpus import best_fit
+from lm.data.corpus.best_fit import BestFitRows, document_ends, pack, waste
+from lm.data.corpus.corpora import prepare_sources
+from lm.data.sources.errors import DataError
+from lm.report.plan import plan
 
 EOS = 0
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -11,13 +11,14 @@ import sys
 
 import pytest
 
-from lm.data import cache, readers, tokenising
-from lm.data import tokenizer as tokenizers
-from lm.data.errors import DataError
-from lm.data.loader import build
-from lm.data.prepare import ensure_here, open_corpus, prepare, prepare_ahead
-from lm.data.readers import ReaderError
-from lm.outputs import OutputError
+from lm.common.files import OutputError
+from lm.data.batches.loader import build
+from lm.data.corpus import cache, tokenising
+from lm.data.corpus import tokenizer as tokenizers
+from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ahead
+from lm.data.sources import readers
+from lm.data.sources.errors import DataError
+from lm.data.sources.readers import ReaderError
 from tests.running import ENV, ROOT
 
 

@@ -7,8 +7,8 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from lm.data.errors import HubUnreachable
-from lm.data.hub import check_hub
+from lm.data.sources.errors import HubUnreachable
+from lm.data.sources.hub import check_hub
 from tests.lm.data.loopback import REPO, Hub, digest, run, serving
 
 SENTENCE = """
@@ -152,10 +152,10 @@ def test_run_on_a_stream_prepares_validation_and_resumes_the_loader(hub, tmp_pat
     said, _ = run(
         """
 import itertools, tempfile, torch
-from lm.config import build as make
-from lm.data.loader import build
-from lm.data.prepare import prepare
-from lm.data.tokenizer import load_tokenizer
+from lm.config.load import build as make
+from lm.data.batches.loader import build
+from lm.data.corpus.prepare import prepare
+from lm.data.corpus.tokenizer import load_tokenizer
 if __name__ == "__main__":
     for workers in (0, 2):
         cfg = make({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,

@@ -15,8 +15,8 @@ from tests.lm.data.loopback import Hub, corpus_bytes_served, digest, run, servin
 
 SHARDS = """
 import itertools, json, sys, time
-from lm.data.hub import _open_hub
-from lm.data.hub_parquet import _row_groups
+from lm.data.sources.hub import _open_hub
+from lm.data.sources.hub_parquet import _row_groups
 data = Data(source="fineweb")
 def forget():  # what a process keeps: each reader is one of its own
     _open_hub.cache_clear(), _row_groups.cache_clear()
@@ -74,7 +74,7 @@ def test_a_pass_of_the_loader_fetches_the_corpus_about_once(tmp_path, bpe, ranks
     bpe.save_pretrained(tmp_path / "bpe")
     code = f"""
 from transformers import PreTrainedTokenizerFast
-from lm.data.stream import StreamLoader
+from lm.data.batches.stream import StreamLoader
 tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tmp_path / "bpe")!r})
 data.workers, data.seq_len, data.shuffle_buffer = 0, 512, 24
 for rank in range({ranks}):
@@ -226,7 +226,8 @@ def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
 
 SHARED = """
 import subprocess
-program = "import sys; from lm.config import Data; from lm.data.sources import documents; "
+program = "import sys; from lm.config.load import Data; "
+program += "from lm.data.sources.open import documents; "
 program += "data = Data(source='fineweb', download=sys.argv[1]); "
 program += "print(len(list(documents(data, (int(sys.argv[2]), 3)))))"
 started = [
@@ -260,7 +261,7 @@ def test_positions_are_plain_data(hub, tmp_path):
 
 STREAM = """
 from transformers import PreTrainedTokenizerFast
-from lm.data.stream import StreamLoader, merge_states
+from lm.data.batches.stream import StreamLoader, merge_states
 tokenizer = PreTrainedTokenizerFast.from_pretrained({bpe!r})
 data.seq_len, data.shuffle_buffer, data.streams, data.workers = 64, 48, 6, 0
 def ranks(world_size, seed=0):

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config import Data
-from lm.data.errors import DataError
-from lm.data.loader import MapLoader, build, validation_blocks
-from lm.data.packing import IGNORE, block_count, encode_documents
-from lm.data.prepare import prepare
-from lm.data.sources import is_validation
-from lm.data.stream import StreamLoader, merge_states
+from lm.config.load import Data
+from lm.data.batches.loader import MapLoader, build, validation_blocks
+from lm.data.batches.packing import IGNORE, block_count, encode_documents
+from lm.data.batches.stream import StreamLoader, merge_states
+from lm.data.corpus.prepare import prepare
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import is_validation
 
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
 

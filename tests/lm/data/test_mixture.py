@@ -10,23 +10,23 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-
-from lm import config
-from lm.config import Data
-from lm.data.ahead import prepare_config, summary
-from lm.data.corpora import open_sources, prepare_sources
-from lm.data.errors import DataError
-from lm.data.loader import MapLoader, build
-from lm.data.mixture import parts, shares, tokenizer_bytes
-from lm.data.mixture_loader import STRATA, Drawing, MixtureLoader
-from lm.data.packing import IGNORE
-from lm.data.shuffled import PlainRows, ShuffledBlocks
-from lm.data.sources import is_validation
-from lm.data.stream import StreamLoader
-from lm.data.tokenizer import _training_texts
-from lm.plan import _what, describe, plan
-from lm.validation import pooled
 from tests.lm.test_plan import LM
+
+from lm.config import load as config
+from lm.config.load import Data
+from lm.data.batches.loader import MapLoader, build
+from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader
+from lm.data.batches.packing import IGNORE
+from lm.data.batches.shuffled import PlainRows, ShuffledBlocks
+from lm.data.batches.stream import StreamLoader
+from lm.data.corpus.ahead import prepare_config, summary
+from lm.data.corpus.corpora import open_sources, prepare_sources
+from lm.data.corpus.tokenizer import _training_texts
+from lm.data.sources.errors import DataError
+from lm.data.sources.mixture import parts, shares, tokenizer_bytes
+from lm.data.sources.open import is_validation
+from lm.report.plan import _what, describe, plan
+from lm.training.validation import pooled
 from tests.refusals import refused
 
 LENGTH = 4
@@ -322,7 +322,7 @@ def test_prepared_ahead_and_planned(two, capsys):
     assert planned(two)["source own"].startswith("75.00% of the sequences; known once `jsonl`")
     text = summary(two, prepare_config(two))
     assert "source   back: 25.00%" in text and "corpus   20 documents" in text
-    from lm.data.tokenizer import load_tokenizer
+    from lm.data.corpus.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(two, two.run_dir)
     tokens = prepare_sources(two, tokenizer, two.run_dir)["back"].meta.train_tokens

@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from lm.config import Data
-from lm.data.loader import validation_blocks
-from lm.data.ngram import ngram_baselines
+from lm.config.load import Data
+from lm.data.batches.loader import validation_blocks
+from lm.data.batches.ngram import ngram_baselines
 
 
 def brute_force(train: list[int], val: list[int], vocab: int) -> dict[str, float]:

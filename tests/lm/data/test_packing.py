@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.data.packing import IGNORE, Packer, block_count, block_rows, micro_batch
+from lm.data.batches.packing import IGNORE, Packer, block_count, block_rows, micro_batch
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=12)
 

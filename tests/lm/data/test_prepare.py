@@ -11,12 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-from lm.data import integrity
-from lm.data.errors import DataError
-from lm.data.packing import encode_documents
-from lm.data.prepare import open_corpus, prepare
-from lm.data.sources import is_validation
-from lm.outputs import OutputError
+from lm.common.files import OutputError
+from lm.data.batches.packing import encode_documents
+from lm.data.corpus import integrity
+from lm.data.corpus.prepare import open_corpus, prepare
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import is_validation
 
 
 def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
@@ -65,7 +65,7 @@ def test_it_is_redone_when_needed_and_said(cfg, bpe, jsonl, tmp_path, capsys, ch
 
 
 def test_another_tokenizer_is_noticed(cfg, bpe, shared):
-    from lm.data.tokenizer import load_tokenizer
+    from lm.data.corpus.tokenizer import load_tokenizer
 
     prepare(cfg, bpe, cfg.run_dir)
     cfg.tokenizer.name = str(shared / "tokenizers" / "gpt2")
@@ -220,9 +220,9 @@ def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
 CUT = """
 import os, sys
 from pathlib import Path
-from lm.data.errors import DataError
-from lm.data.corpus import open_folder
-from lm.data.loader import MapLoader
+from lm.data.sources.errors import DataError
+from lm.data.corpus.corpus import open_folder
+from lm.data.batches.loader import MapLoader
 folder = Path(sys.argv[1])
 loader = MapLoader(open_folder(folder).train, 16, 3)
 next(loader)

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from lm.data.readers import ReaderError, Readers
-from lm.data.stream import ShuffledStream, StreamLoader
-from lm.errors import MACHINE, exit_status
+from lm.common.errors import MACHINE, exit_status
+from lm.data.batches.stream import ShuffledStream, StreamLoader
+from lm.data.sources.readers import ReaderError, Readers
 
 COUNT = "tests.lm.data.counter:counter"
 TRAINER = """
 import os, sys, time
-from lm.data.readers import Readers
+from lm.data.sources.readers import Readers
 if __name__ == "__main__":
     readers = Readers("tests.lm.data.counter:counter", [0, 0], ["a", "b"])
     if sys.argv[1] != "starting":

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.config import Data
-from lm.data.errors import DataError
-from lm.data.sources import (
+from lm.config.load import Data
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import (
     MAX_DOCUMENT,
     MIN_DOCUMENT,
     builtin_documents,
@@ -35,8 +35,8 @@ def test_builtin_is_deterministic_and_large_enough():
 
 def test_builtin_executes_no_module_and_skips_tests_and_packages():
     code = (
-        "import sys; from lm.data.sources import builtin_documents as b; before = set(sys.modules);"
-        "b(); print(sorted(set(sys.modules) - before))"
+        "import sys; from lm.data.sources.open import builtin_documents as b;"
+        "before = set(sys.modules); b(); print(sorted(set(sys.modules) - before))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {name for name in eval(out.stdout) if not name.startswith("encodings.")}

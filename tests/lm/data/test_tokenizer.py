@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lm.data.errors import DataError
-from lm.data.packing import encode_documents
-from lm.data.sources import is_validation
-from lm.data.tokenizer import EOS, PAD, _training_texts, load_tokenizer
+from lm.data.batches.packing import encode_documents
+from lm.data.corpus.tokenizer import EOS, PAD, _training_texts, load_tokenizer
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import is_validation
 
 EDGE_CASES = [
     "",

@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from lm.cli import main
-from lm.config import build
-from lm.data import tokenizer_training
-from lm.data.corpora import prepare_sources
-from lm.data.packing import encode_documents
-from lm.data.sources import is_validation
-from lm.data.tokenizer import load_tokenizer, train_bpe
-from lm.data.tokenizer_training import train_tokenizer
+from lm.cli.main import main
+from lm.config.load import build
+from lm.data.batches.packing import encode_documents
+from lm.data.corpus import tokenizer_training
+from lm.data.corpus.corpora import prepare_sources
+from lm.data.corpus.tokenizer import load_tokenizer, train_bpe
+from lm.data.corpus.tokenizer_training import train_tokenizer
+from lm.data.sources.open import is_validation
 
 NASTY = [
     "tab\there\n\n  two  spaces \r\n",

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.kernels import Unsupported, cpu, cpu_build, cpu_step
-from lm.kernels.cpu_build import token_step
+from lm.kernels import Unsupported
+from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu import scan as cpu
+from lm.kernels.cpu import step as cpu_step
+from lm.kernels.cpu.build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 from tests.oracles import scan_inputs, sequential_scan

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.kernels import Unsupported, cpu_cell
-from lm.kernels.cpu_cell import Layout, Options
+from lm.kernels import Unsupported
+from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels.cpu.cell import Layout, Options
 from lm.model.solver import FAILED
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing

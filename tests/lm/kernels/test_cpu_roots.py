@@ -4,7 +4,8 @@ plain one."""
 import pytest
 import torch
 
-from lm.kernels import Unsupported, cpu_roots
+from lm.kernels import Unsupported
+from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.solver import FAILED
 from tests.kernels import poisoned_memory, skip_where_missing

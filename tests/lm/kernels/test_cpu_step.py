@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.kernels import Unsupported, cpu_step
-from lm.kernels.cpu_build import token_step
+from lm.kernels import Unsupported
+from lm.kernels.cpu import step as cpu_step
+from lm.kernels.cpu.build import token_step
 from lm.model.mixers import Reflections, nrm
 from lm.model.solver import token_residual
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing

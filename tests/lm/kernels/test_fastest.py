@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import cpu, cpu_build, fastest
+from lm.kernels import fastest
+from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu import scan as cpu
 
 FOUND = [("triton", cpu), ("mamba_ssm", cpu_build)]  # any modules: their files are in the key
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import BackendError, Unsupported, available, cpu_roots, find
+from lm.kernels import BackendError, Unsupported, available, find
+from lm.kernels.cpu import roots as cpu_roots
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -52,7 +53,7 @@ def module(why="", **functions):
 
 def interpreted():
     """Skip a test unless Triton's kernels run on CPU tensors."""
-    build = pytest.importorskip("lm.kernels.triton_build", exc_type=ImportError)
+    build = pytest.importorskip("lm.kernels.triton.build", exc_type=ImportError)
     if not build.INTERPRETED:
         pytest.skip("Triton does not interpret")
 
@@ -114,7 +115,7 @@ def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, o
 
 
 def test_without_a_gpu_triton_is_an_error(monkeypatch):
-    build = pytest.importorskip("lm.kernels.triton_build", exc_type=ImportError)
+    build = pytest.importorskip("lm.kernels.triton.build", exc_type=ImportError)
     monkeypatch.setattr(build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     build._what_is_wrong.cache_clear()
@@ -168,7 +169,7 @@ def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
 
 def test_packages_that_are_missing_or_broken(monkeypatch):
     load = kernels._load.__wrapped__
-    monkeypatch.delitem(sys.modules, "lm.kernels.triton_scan", raising=False)
+    monkeypatch.delitem(sys.modules, "lm.kernels.triton.scan", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert load("triton", "selective_scan") == (None, "triton is not installed")
 
@@ -296,7 +297,7 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()
     # Interpreted, the search for roots takes a second a call: it has tests of its own.
-    monkeypatch.setattr("lm.kernels.triton_roots.find_roots", cpu_roots.find_roots)
+    monkeypatch.setattr("lm.kernels.triton.roots.find_roots", cpu_roots.find_roots)
     fields = dict(**MODELS[name], token=token, schedule="parallel")
     runs, used = {}, []
     compute = kernels.compute

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from lm import kernels
-from lm.kernels import Unsupported, triton_build
+from lm.kernels import Unsupported
+from lm.kernels.triton import build as triton_build
 from lm.model.scan import selective_scan_plain, ssd_decays, ssd_scan
 from tests.kernels import assert_close
 from tests.oracles import scan_inputs, sequential_scan
@@ -50,7 +51,7 @@ def stand_in(monkeypatch):
     modules[NAMES[4]].mamba_chunk_scan_combined = mamba_chunk_scan_combined
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, PACKAGE + name, module)
-    adapters = ("lm.kernels.mamba_scan", "lm.kernels.mamba_ssd")
+    adapters = ("lm.kernels.mamba_ssm.scan", "lm.kernels.mamba_ssm.ssd")
     for name in adapters:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield modules

@@ -10,15 +10,16 @@ pytest.importorskip("triton")
 
 import triton
 
-from lm.kernels import Unsupported, triton_build
-from lm.kernels.triton_build import INTERPRETED, block_for, check, check_keep, dense, launch
+from lm.kernels import Unsupported
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton.build import INTERPRETED, block_for, check, check_keep, dense, launch
 
-FILES = ("triton_conv", "triton_roots", "triton_scan", "triton_ssd", "triton_step")
+FILES = ("conv", "roots", "scan", "ssd", "step")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
-    module = pytest.importorskip(f"lm.kernels.{name}")
+    module = pytest.importorskip(f"lm.kernels.triton.{name}")
     probe = triton_build._what_is_wrong.__wrapped__
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
@@ -115,5 +116,5 @@ def test_rows_are_copied_only_where_they_must_be():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_takes_what_is_shared_from_here(name):
-    source = inspect.getsource(pytest.importorskip(f"lm.kernels.{name}"))
+    source = inspect.getsource(pytest.importorskip(f"lm.kernels.triton.{name}"))
     assert not re.search(r"is_available|get_device_capability|os\.environ|functools", source)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from lm.kernels import Unsupported, cpu_roots, triton_roots
-from lm.kernels.triton_build import INTERPRETED
+from lm.kernels import Unsupported
+from lm.kernels.cpu import roots as cpu_roots
+from lm.kernels.triton import roots as triton_roots
+from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
 from lm.model.solver import FAILED
 from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
@@ -158,4 +160,4 @@ def test_it_compiles(rank, monkeypatch):
         "constexprs": constants,
         "options": {"num_warps": warps},
     }
-    assert compile_for_gpus("lm.kernels.triton_roots", [case]) == {}
+    assert compile_for_gpus("lm.kernels.triton.roots", [case]) == {}

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import KernelInterface
 
-from lm.kernels import Unsupported, triton_scan
-from lm.kernels.triton_build import INTERPRETED, dense
+from lm.kernels import Unsupported
+from lm.kernels.triton import scan as triton_scan
+from lm.kernels.triton.build import INTERPRETED, dense
 from lm.model.scan import selective_scan_plain
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 from tests.oracles import scan_inputs
@@ -296,7 +297,7 @@ def test_every_kernel_compiles_for_the_gpus():
     for name, uses in WITHOUT.items():  # each in one dtype, each kernel in both: it takes seconds
         for use, dtype in zip(uses, ("bf16", "fp32") * 3):
             cases.append(compile_case(name, use, dtype, ones=False))
-    assert compile_for_gpus("lm.kernels.triton_scan", cases) == {}
+    assert compile_for_gpus("lm.kernels.triton.scan", cases) == {}
 
 
 @pytest.mark.gpu

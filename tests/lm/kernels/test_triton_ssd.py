@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from lm.kernels import Unsupported, triton_ssd
-from lm.kernels.triton_build import INTERPRETED
+from lm.kernels import Unsupported
+from lm.kernels.triton import ssd as triton_ssd
+from lm.kernels.triton.build import INTERPRETED
 from lm.model.scan import ssd_scan as plain_scan
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 from tests.oracles import sequential_ssd
@@ -305,7 +306,7 @@ def test_every_kernel_compiles_for_gpus():
         and not _is_helper(made)
     }
     assert {case["kernel"] for case in cases} == kernels
-    assert compile_for_gpus("lm.kernels.triton_ssd", cases) == {}
+    assert compile_for_gpus("lm.kernels.triton.ssd", cases) == {}
 
 
 def _is_helper(kernel):

@@ -13,10 +13,12 @@ from torch.func import functional_call
 
 pytest.importorskip("triton")
 
-from lm.kernels import Unsupported, triton_conv, triton_step
-from lm.kernels.triton_build import INTERPRETED
-from lm.kernels.triton_conv import short_conv
-from lm.kernels.triton_step import finish, finish_residual, mix, normalise
+from lm.kernels import Unsupported
+from lm.kernels.triton import conv as triton_conv
+from lm.kernels.triton import step as triton_step
+from lm.kernels.triton.build import INTERPRETED
+from lm.kernels.triton.conv import short_conv
+from lm.kernels.triton.step import finish, finish_residual, mix, normalise
 from lm.model.blocks import RMSNorm
 from lm.model.mixers import MixerWeights, Reflections, nrm
 from lm.model.scan import causal_conv

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.export import write_export
+from lm.export.export import write_export
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import FPRNNCache, Sequences
-from lm.optim import decays
+from lm.training.optim import decays
 
 EOS = 0
 BLOCKS = pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.dynamic_module_utils import get_relative_imports
 
-from lm.export import write_export
+from lm.export.export import write_export
 from lm.model import modeling_fprnn
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import FPRNNCache

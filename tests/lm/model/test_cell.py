@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm.kernels import cpu_roots
+from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.cell import (
     MOST_GAIN,

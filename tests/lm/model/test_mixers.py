@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm.kernels import cpu_cell
+from lm.kernels.cpu import cell as cpu_cell
 from lm.model import mixers, scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import WNLinear

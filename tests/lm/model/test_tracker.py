@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.kernels import cpu_cell
+from lm.kernels.cpu import cell as cpu_cell
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fixed_point import FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM

@@ -1,0 +1,1 @@
+"""The command line `fprnn COMMAND`: one file for each command that needs one."""

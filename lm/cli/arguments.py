@@ -1,0 +1,129 @@
+"""What both command lines share: the kinds of their options, and how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from lm.common.errors import FAILED, exit_status, sentence
+from lm.common.files import printable
+
+SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers from `least` on, to `most` where there is one."""
+
+    least: int = 1
+    most: int | None = None
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < self.least or (self.most is not None and value > self.most):
+            to = "on" if self.most is None else f"to {self.most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {self.least} {to}")
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """Finite numbers above 0; with `zero` also 0."""
+
+    zero: bool = False
+
+    def __call__(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < 0 or (value == 0 and not self.zero):
+            wanted = "finite number from 0 on" if self.zero else "finite number above 0"
+            raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
+        return value
+
+
+SEED = Whole(0, 2**64 - 1)  # what torch takes
+
+
+def add_trust(c: argparse.ArgumentParser) -> None:
+    """The option of what loads an export."""
+    c.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that comes with an export whose mixer or tokenizer is its author's own",
+    )
+
+
+def names(text: str) -> list[str]:
+    """A comma-separated list that is not empty."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("the list is empty")
+    return found
+
+
+def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
+    """Of what argparse did not understand: the words, which stand behind options where they might
+    have stood before them, and what is really unknown."""
+    words: list[str] = []
+    unknown: list[str] = []
+    while rest:
+        text, *rest = rest
+        if text == "--":  # all that follows are words
+            return [*words, *rest], unknown
+        is_option = text.startswith("-") and text != "-"
+        (unknown if is_option else words).append(text)
+    return words, unknown
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command of parsed arguments. An error that is the user's to mend is printed as a
+    sentence, and ends with its own exit status (`lm.common.errors`); any other is a bug, with its
+    traceback. What a terminal's encoding does not have is printed by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = args.run_command(args)
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as e:
+        if isinstance(e, BrokenPipeError) and _drop_output():  # whoever reads has seen enough
+            return FAILED
+        text = sentence(e)
+        if text is None:
+            raise
+        if getattr(e, "said_by_main", False):
+            time.sleep(SAID_S)  # a launcher kills all ranks, rank 0 too, when the first has ended
+        else:
+            print(f"error: {printable(text)}", file=sys.stderr)
+        _drop_output()
+        return exit_status(e)
+
+
+def _drop_output() -> bool:
+    """Leave nothing that cannot be written for Python to write, and complain of, as it ends.
+
+    Returns: whether there was such a thing, or nowhere to write.
+    """
+    if sys.stdout is None:
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

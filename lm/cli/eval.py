@@ -1,0 +1,70 @@
+"""`fprnn eval`: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+
+from lm.cli.arguments import Whole, add_trust, names
+
+
+def add_eval(commands: argparse._SubParsersAction) -> None:
+    """Add the command to those of a parser. Nothing heavy is imported for it."""
+    c = commands.add_parser(
+        "eval",
+        help="lm-eval on an exported directory",
+        description="Run tasks of lm-eval, ours or its own, or a suite of them: `paper` is LAMBADA,"
+        " HellaSwag, PIQA, ARC (easy, challenge) and WinoGrande, zero-shot, from the hub or from"
+        " the files of --data. docs/evaluation.md has their names, formats and metrics.",
+    )
+    c.add_argument("checkpoint", metavar="OUT")
+    c.add_argument("--suite", metavar="NAME", help="paper: the six tasks, with their mean")
+    c.add_argument(
+        "--data", metavar="DIR", help="a folder of the suite's files (default: from the hub)"
+    )
+    c.add_argument(
+        "--tasks",
+        type=names,
+        default=[],
+        metavar="A,B,…",
+        help="comma-separated; ours and lm-eval's own, or of the suite (default: all of it)",
+    )
+    c.add_argument(
+        "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
+    )
+    c.add_argument(
+        "--batch-size",
+        type=Whole(),
+        default=8,
+        metavar="B",
+        help="documents at once, at least 1 (default: 8)",
+    )
+    c.add_argument(
+        "--num-fewshot",
+        type=Whole(0),
+        metavar="N",
+        help="examples shown before each document, at least 0 (default: the task's)",
+    )
+    c.add_argument("--include-path", help="a folder with more task YAMLs")
+    c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
+    add_trust(c)
+    c.set_defaults(run_command=_eval)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+    from lm.evaluation.evaluate import evaluate, table
+
+    results = evaluate(
+        args.checkpoint,
+        args.tasks,
+        suite=args.suite,
+        data=args.data,
+        limit=args.limit,
+        batch_size=args.batch_size,
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        out=args.out,
+        trust=args.trust,
+    )
+    say(table(results))
+    return 0

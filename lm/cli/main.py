@@ -1,0 +1,629 @@
+"""`python -m lm COMMAND` (and the console script `fprnn`): thin, one function a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import lm
+from lm.cli import compare as cli_compare
+from lm.cli import importing as cli_import
+from lm.cli import inspect as cli_inspect
+from lm.cli import tokenizer as cli_tokenizer
+from lm.cli import watch as cli_watch
+from lm.cli.arguments import (
+    SEED,
+    Number,
+    Whole,
+    add_trust,
+    names,
+    run,
+    words_after_options,
+)
+from lm.cli.eval import add_eval
+
+EPILOG = """examples:
+  fprnn train --config configs/lm/demo.yaml
+  fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
+  fprnn prepare configs/lm/demo.yaml
+  deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
+  fprnn export runs/demo runs/demo/hf
+  fprnn eval runs/demo/hf --tasks catbabi_mini
+  fprnn eval runs/demo/hf --suite paper --data eval_files
+  fprnn generate runs/demo/hf --prompt "The list"
+  fprnn inspect runs/demo "f(g(h(x), y))"
+  fprnn agree runs/demo/hf
+  fprnn report runs/demo
+  fprnn report runs/first runs/second --out runs/both.html
+  fprnn watch runs/demo runs/other
+  fprnn sweep configs/lm/sweep_mixers.yaml --status
+  fprnn compare configs/lm/report/compare/tiny.yaml
+  fprnn doctor
+  fprnn check-mixer my_mixer:PlaneRotation
+"""
+
+
+def _train(args: argparse.Namespace) -> int:
+    from lm.config import load as config
+
+    cfg = config.load(args.config, args.override, args.job_index)
+    config.refuse_sweep(cfg, args.config)
+    if args.dry_run:
+        from lm.common.console import say
+
+        planned, status = _planned(cfg, args)
+        say(cfg.to_yaml())
+        say(planned)
+        return status
+    if args.gpus:
+        raise config.ConfigError(
+            f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
+            f" {args.gpus} --module lm train …`"
+        )
+    for name in ("nodes", "gpu", "utilisation", "evaluations"):
+        if getattr(args, name) is not None:
+            raise config.ConfigError(
+                f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
+            )
+    from lm.training.train import train
+
+    train(cfg, overwrite=args.overwrite)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+    from lm.config import load as config
+
+    cfg = config.load(args.config, args.override, args.job_index)
+    config.refuse_sweep(cfg, args.config)
+    planned, status = _planned(cfg, args)
+    say(planned)
+    return status
+
+
+def _planned(cfg, args):
+    """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
+    the run does not fit the card."""
+    from lm.cli.doctor import hub
+    from lm.common.console import say
+    from lm.common.errors import BAD_CONFIG
+    from lm.common.files import check_folder
+    from lm.common.ranks import launched
+    from lm.config.plugin import nothing_imported
+    from lm.data.sources.mixture import parts
+    from lm.report.plan import describe, plan, where
+    from lm.training.build import with_built_in_mixers
+    from lm.training.preflight import check_config
+
+    gpus = args.gpus or cfg.train.world_size or launched()[1]
+    at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
+    with nothing_imported("a plan"):
+        check_config(with_built_in_mixers(cfg)[0], gpus)
+        check_folder(cfg.run_dir)
+        if any(part.data.source == "fineweb" for part in parts(cfg).values()):
+            found = hub()
+            if found.state != "ok":
+                say(f"note: {found.text}")
+        planned = plan(cfg, at)
+        return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+    from lm.config import load as config
+    from lm.data.corpus.ahead import prepare_config, summary
+
+    tree = config.load_tree(args.config)
+    config.set_overrides(tree, args.override)
+    indices = [args.job_index]
+    if args.job_index is None and tree.get("sweep"):
+        indices = list(range(len(config.sweep_points(tree, args.config))))
+    done = []
+    for index in indices:
+        cfg = config.load(args.config, args.override, index)
+        config.refuse_sweep(cfg, args.config)
+        made_of = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
+        if made_of not in done:  # most points of a sweep share theirs
+            done.append(made_of)
+            say(summary(cfg, prepare_config(cfg)))
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from lm.config import load as config
+
+    if args.status or args.json:
+        return _sweep_status(args)
+    tree = config.load_tree(args.config)
+    config.set_overrides(tree, args.override)
+    for i, point in enumerate(config.sweep_points(tree, args.config)):
+        print(config.point_name(tree.get("name", "run"), i, point))
+    return 0
+
+
+def _sweep_status(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+    from lm.runs import status
+
+    points = status.sweep_status(args.config, args.override)
+    if args.json:
+        print(status.as_json(points))
+        return 0
+    say(status.table(points))
+    for line in status.remarks(points):
+        say(line)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from lm.export.export import ExportError, export
+
+    if args.out is None and args.push is None:
+        raise ExportError("OUT is missing: the folder to export to (only --push does without)")
+    if args.public and args.push is None:
+        raise ExportError("--public is of --push REPO: without it nothing is uploaded")
+    if args.push is None:
+        print(export(args.run, args.out, args.checkpoint, args.ema, args.licence))
+        return 0
+    from lm.export import push
+
+    if args.out is None and (args.checkpoint or args.ema or args.licence):
+        raise ExportError(
+            "--checkpoint, --ema and --licence are of an export: give RUN and OUT, or push the"
+            " export as it is without them"
+        )
+    folder = args.run
+    if args.out is None:
+        push.check_export(folder)
+    place = push.find(args.push, args.public)
+    if args.out is not None:
+        folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence)
+        print(folder)
+    print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
+    return 0
+
+
+def _import_reference(args: argparse.Namespace) -> int:
+    from lm.export.reference import ORIGIN, import_reference
+
+    done = import_reference(args.checkpoint, args.config, args.out, args.tokenizer)
+    print(f"note: {ORIGIN}", file=sys.stderr)
+    print(done)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from lm.common.files import check_file, write_text
+    from lm.evaluation.generate import generate
+
+    if args.out:
+        check_file(args.out)
+    text = generate(
+        args.checkpoint,
+        args.prompt,
+        trust=args.trust,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        schedule=args.schedule,
+        tol=args.tol,
+        max_iters=args.max_iters,
+    )
+    print(text)
+    if args.out:
+        write_text(args.out, text + "\n")
+    return 0
+
+
+def _agree(args: argparse.Namespace) -> int:
+    from lm.common.console import Progress, say
+    from lm.evaluation.agree import agree, table
+
+    with Progress("agree", unit="batches") as bar:
+        results = agree(args.checkpoint, **_solved_text(args), progress=bar.update)
+    say(table(results))
+    return 0
+
+
+def _solved_text(args: argparse.Namespace) -> dict:
+    """The options of `agree`; a list not given is left to its default."""
+    names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out", "trust")
+    schedules = {} if args.schedules is None else {"schedules": args.schedules}
+    return {name: getattr(args, name) for name in names} | schedules
+
+
+def _report(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+    from lm.report.report import report
+
+    for printed in report(args.runs, args.out):
+        say(printed)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from lm.cli import doctor
+
+    findings = doctor.examine(args.out_dir)
+    print(doctor.report(findings))
+    return 0 if doctor.works(findings) else 1
+
+
+def _check_mixer(args: argparse.Namespace) -> int:
+    from lm.evaluation.check_mixer import check_mixer, report
+
+    findings = check_mixer(args.mixer, args.block, args.rank)
+    print(report(findings))
+    return 1 if any(found.holds is False for found in findings) else 0
+
+
+def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
+    """The options of `agree`."""
+    c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
+    c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
+    c.add_argument(
+        "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
+    )
+    c.add_argument(
+        "--tol",
+        type=Number(),
+        help="relative residual of the schedules that iterate, above 0 (default, and paper's: the"
+        " checkpoint's own)",
+    )
+    c.add_argument(
+        "--sequences",
+        type=Whole(),
+        default=8,
+        metavar="N",
+        help="how many, at least 1 (default: 8)",
+    )
+    c.add_argument(
+        "--length",
+        type=Whole(),
+        default=256,
+        metavar="L",
+        help="their tokens, at least 1, beyond what it was trained on too (default: 256)",
+    )
+    c.add_argument(
+        "--batch-size",
+        type=Whole(),
+        default=4,
+        metavar="B",
+        help="sequences solved at once, at least 1 (default: 4); the paper's stopping depends on"
+        " it",
+    )
+    c.add_argument(
+        "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
+    )
+    add_trust(c)
+
+
+def _add_planned_for(c: argparse.ArgumentParser) -> None:
+    """What `plan` and `train --dry-run` plan for."""
+    c.add_argument(
+        "--gpus",
+        type=Whole(1, 1_000_000),
+        metavar="N",
+        help="GPUs to plan for, in all, at least 1 (default: train.world_size, or those launched)",
+    )
+    c.add_argument(
+        "--nodes",
+        type=Whole(1, 1_000_000),
+        metavar="M",
+        help="hosts that they are in, evenly, at least 1 (default: 8 GPUs each)",
+    )
+    c.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; cpu: this machine (default:"
+        " the one here, else a100-80g)",
+    )
+    c.add_argument(
+        "--utilisation",
+        type=Number(),
+        metavar="U",
+        help="share of the card's peak that is reached, above 0 and at most 1 (default: 0.25, an"
+        " assumption)",
+    )
+    c.add_argument(
+        "--evaluations",
+        type=Number(),
+        metavar="E",
+        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where"
+        " tokens are solved one by one, else 10, an assumption)",
+    )
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "train",
+        help="train a run, or continue it (resume=auto)",
+        description="Train the run a YAML describes. OVERRIDES are dotted keys of the YAML, e.g."
+        " optim.lr=1e-3 model.mixer=kronecker solver.schedule=parallel resume=auto; docs/config.md"
+        " lists all keys, and what a resumed run may change (its solver, not its model).",
+    )
+    c.add_argument("--config", required=True, metavar="YAML")
+    c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
+    c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
+    _add_planned_for(c)
+    c.add_argument(
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
+        help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
+    )
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_train)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "plan",
+        help="what a run will cost: parameters, FLOPs, hours, memory against the card",
+        description="Print what the run a YAML describes will cost, and train nothing; `train"
+        " --dry-run` prints the configuration as well. Nothing is downloaded, no GPU is needed."
+        " Where the run does not fit the card the exit status is 78."
+        " docs/scale.md says how the numbers are made.",
+    )
+    c.add_argument("config", metavar="CONFIG")
+    _add_planned_for(c)
+    c.add_argument(
+        "--job-index",
+        type=Whole(0),
+        metavar="I",
+        help="plan point I of the YAML's sweep, from 0 on",
+    )
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_plan)
+
+
+def _add_prepare(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "prepare",
+        help="tokenizer and tokenised corpus, made ahead of runs in the corpus cache",
+        description="Make what a run needs before it trains, for all runs that share it: the"
+        " tokenizer, and the tokenised text, in the folder of data.cache. A second call verifies"
+        " what is there; one that was stopped goes on. Of a sweep without --job-index all points"
+        " are prepared. After it, runs on local sources start without a network. Of a stream"
+        " (fineweb) it makes the validation split and, with data.download, downloads all files;"
+        " such a run still asks the hub for the list of its files, and without data.download for"
+        " its text.",
+    )
+    c.add_argument("config", metavar="CONFIG")
+    c.add_argument(
+        "--job-index", type=Whole(0), metavar="I", help="prepare point I of the sweep, from 0 on"
+    )
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_prepare)
+
+
+def _add_sweep(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "sweep",
+        help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
+        description="List the points of a YAML's sweep. OVERRIDES are those that the points are"
+        " trained with: `name` and `out_dir` say where their runs are.",
+    )
+    c.add_argument("config", metavar="YAML")
+    c.add_argument(
+        "--status",
+        action="store_true",
+        help="of each point: done, running, stopped, failed or missing; how far, and why",
+    )
+    c.add_argument("--json", action="store_true", help="the status for a program to read")
+    c.add_argument("override", nargs="*", metavar="key=value")
+    c.set_defaults(run_command=_sweep)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "export",
+        help="run directory → HuggingFace directory",
+        description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
+        " leaves this machine without --push, which says what it uploads and where. `fprnn export"
+        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` and"
+        " `fprnn agree` have added to its card.",
+    )
+    c.add_argument("run", metavar="RUN")
+    c.add_argument("out", metavar="OUT", nargs="?")
+    c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
+    c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
+    c.add_argument(
+        "--licence",
+        metavar="ID",
+        help="of the weights, as the hub names it: apache-2.0, … (default: unknown)",
+    )
+    c.add_argument("--push", metavar="REPO", help="then upload it to the hub as OWNER/NAME")
+    c.add_argument(
+        "--public", action="store_true", help="with --push: for everybody (default: private)"
+    )
+    c.set_defaults(run_command=_export)
+
+
+def _add_import_reference(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "import-reference",
+        help="a checkpoint of the paper's code → HuggingFace directory",
+        description="CKPT: a .pth or state dict; CONFIG: its configuration as JSON or YAML with"
+        " `model_config` (d_model, n_layer) and `ssm_cfg` (layer, mixer_type, …), as the paper's"
+        " code has them. Any name that is missing, extra or misshapen is an error. What is imported"
+        " is solved exactly (token: exact), whatever its configuration says of the iteration.",
+    )
+    c.add_argument("checkpoint", metavar="CKPT")
+    c.add_argument("--config", required=True, metavar="CONFIG")
+    c.add_argument("out", metavar="OUT")
+    c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
+    c.set_defaults(run_command=_import_reference)
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser("generate", help="sample from an exported directory")
+    c.add_argument("checkpoint", metavar="OUT")
+    c.add_argument("--prompt", required=True, help="text to go on from, at least one character")
+    c.add_argument(
+        "--max-new-tokens", type=Whole(), default=64, metavar="N", help="at least 1 (default: 64)"
+    )
+    c.add_argument(
+        "--temperature",
+        type=Number(zero=True),
+        default=0.8,
+        metavar="T",
+        help="at least 0, which is greedy (default: 0.8)",
+    )
+    c.add_argument(
+        "--top-k",
+        type=Whole(0),
+        default=50,
+        metavar="K",
+        help="draw from the K likeliest tokens; 0: from all (default: 50)",
+    )
+    c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
+    c.add_argument(
+        "--schedule",
+        help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
+        " paper (default: the checkpoint's)",
+    )
+    c.add_argument(
+        "--tol",
+        type=Number(),
+        help="relative residual at which a token has converged, above 0 (default: the"
+        " checkpoint's)",
+    )
+    c.add_argument(
+        "--max-iters",
+        type=Whole(),
+        metavar="N",
+        help="iterations a token may have, at least 1 (default: the checkpoint's)",
+    )
+    c.add_argument("--out", help="also write the text to this file")
+    add_trust(c)
+    c.set_defaults(run_command=_generate)
+
+
+def _add_agree(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "agree",
+        help="do all schedules find the same solution, and at what work?",
+        description="Solve the same text under every schedule, each token's own equation solved"
+        " (token exact), and compare with the tight solution, which goes token by token: most"
+        " likely tokens, logits, perplexity, evaluations, tokens that failed. All should agree."
+        " `paper` is the paper's procedure (its map iterated on all tokens, stopped as one batch),"
+        " beside them for information; its ℓ* is counted for every layer.",
+    )
+    _add_solved_text(c, "sequential, window:16, parallel, paper")
+    c.add_argument("--out", metavar="JSON", help="results (default: CKPT/eval/agree.json)")
+    c.set_defaults(run_command=_agree)
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "report",
+        help="one page of a run or of several, also while they train; figures and a summary",
+        description="Write report.html, a page with nothing outside it, and report.markdown with"
+        " the same numbers: losses, ℓ*, work, speed, memory, evaluations, configuration and"
+        " provenance of a run, whatever there is of it so far. A finished run also gets its"
+        " figures and summary.json. Several runs stand in one page, whose place --out names.",
+    )
+    c.add_argument("runs", nargs="+", metavar="RUN")
+    c.add_argument(
+        "--out",
+        metavar="PLACE",
+        help="a folder, or FILE.html in one: write page and Markdown there, and nothing into RUN",
+    )
+    c.set_defaults(run_command=_report)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "doctor",
+        help="what is installed and works here, and what mends what does not",
+        description="Try out what training needs on this machine, in seconds and without a network:"
+        " exit status 0 where it works, 1 where something must be mended first.",
+    )
+    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
+    c.set_defaults(run_command=_doctor)
+
+
+def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
+    c = commands.add_parser(
+        "check-mixer",
+        help="does a channel mixer of one's own do what a model takes for granted",
+        description="Build small models with a mixer, in fp64, and compare: gradients with"
+        " differences of the loss, what it says of itself with its matrix, one order of solving"
+        " with another. Exit status 1 where something is wrong (docs/extending.md).",
+    )
+    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
+    c.add_argument(
+        "--block",
+        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
+        default="fp_mamba1",
+        help="the layers it is tried in (default: fp_mamba1)",
+    )
+    c.add_argument(
+        "--rank",
+        type=Whole(),
+        default=1,
+        metavar="R",
+        help="model.mixer_rank, at least 1 (default: 1)",
+    )
+    c.set_defaults(run_command=_check_mixer)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Nothing heavy is imported to build it or to print its help."""
+    p = argparse.ArgumentParser(
+        prog="fprnn",
+        description="Pretrain, export and evaluate fixed-point RNN language models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
+    p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--version", action="version", version=f"fprnn {lm.__version__}")
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    _add_train(commands)
+    _add_plan(commands)
+    _add_prepare(commands)
+    cli_tokenizer.add(commands)
+    _add_sweep(commands)
+    cli_compare.add(commands)
+    _add_export(commands)
+    _add_import_reference(commands)
+    cli_import.add(commands)
+    add_eval(commands)
+    _add_generate(commands)
+    cli_inspect.add(commands)
+    _add_agree(commands)
+    _add_report(commands)
+    cli_watch.add(commands)
+    _add_doctor(commands)
+    _add_check_mixer(commands)
+    return p
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The arguments; key=value overrides may stand before and after options."""
+    p = parser()
+    args, rest = p.parse_known_args(argv)
+    if args.command == "inspect":
+        words, rest = words_after_options(rest)
+        args.text = [*args.text, *words]
+    if any("=" not in text or text.startswith("-") for text in rest) or (
+        rest and not hasattr(args, "override")
+    ):
+        p.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.override = [*args.override, *rest]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; see `lm.cli.arguments.run`."""
+    return run(parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""YAML in and out: the numbers of version 1.2, no key twice, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm.common.errors import ConfigError
+
+
+class Loader(yaml.SafeLoader):
+    """YAML with the numbers of version 1.2 (PyYAML has those of 1.1) and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"key `{key.value}` appears twice in one section"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what `Loader` would otherwise read as a number, and escapes what is not printable."""
+
+    def represent_text(self, value: str) -> yaml.ScalarNode:
+        style = None if value.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+Dumper.add_representer(str, Dumper.represent_text)
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+for _class in (Loader, Dumper):
+    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text; 1.2 and people do not.
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in _class.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in [
+        (_INT, r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)"),
+        (_FLOAT, r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"),
+        (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    ]:
+        _class.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
+
+
+def parse(text: str, where: str) -> Any:
+    """Text → what the YAML in it says.
+
+    Args:
+        where: what the text is, for the error.
+    Raises:
+        ConfigError: it is not valid YAML.
+    """
+    try:
+        return yaml.load(text, Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        problem = e.problem or e.context
+        if "\\t" in problem:
+            problem = "it is indented with a tab: YAML takes spaces only"
+        place = f"line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{where} is not valid YAML, {place}: {problem}") from None
+    except yaml.reader.ReaderError as e:
+        found = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
+        raise ConfigError(f"{where} is not valid YAML: {found}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
+    except ValueError as e:  # of a date that is none, a number of thousands of digits
+        raise ConfigError(f"{where} is not valid YAML: {e}") from None
+
+
+def load_tree(path: str | Path) -> dict:
+    """The YAML file as a mapping, unvalidated; an empty one is {}.
+
+    Raises:
+        ConfigError: no such file, or it holds no mapping.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a YAML file in it")
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {e.start} is {e.object[e.start]:#x}"
+        ) from None
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
+    tree = parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return tree

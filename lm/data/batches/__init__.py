@@ -1,0 +1,1 @@
+"""Tokens as micro-batches: packing, shuffling, streams, mixtures."""

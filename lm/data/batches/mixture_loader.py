@@ -1,0 +1,173 @@
+"""Micro-batches whose sequences are drawn from several sources; exactly resumable on any ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lm.data.batches.packing import MicroBatch, micro_batch
+from lm.data.batches.shuffled import ShuffledBlocks, check_packing
+from lm.data.sources.errors import DataError
+
+STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
+DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
+
+
+class Drawing:
+    """Which source each sequence of a run is from: a function of the seed and its place alone.
+
+    Of every STRATA sequences in a row each source has its share, up to a sequence or two; which of
+    them are its own is drawn at random.
+    """
+
+    def __init__(self, weights: list[float], seed: int):
+        self._possible = np.flatnonzero(weights)  # with a weight above 0
+        ends = np.cumsum(np.array(weights)[self._possible])
+        self._bounds = ends[:-1] / ends[-1]
+        self._seed = seed
+
+    def sources(self, first: int, count: int) -> np.ndarray:
+        """(count,) numbers of the sources of the sequences from place `first` on."""
+        strata = range(first // STRATA, (first + count - 1) // STRATA + 1)
+        drawn = np.concatenate([self._stratum(number) for number in strata])
+        start = first - strata[0] * STRATA
+        return drawn[start : start + count]
+
+    def _stratum(self, number: int) -> np.ndarray:
+        rng = np.random.default_rng([self._seed, DRAWING, number])
+        points = (rng.permutation(STRATA) + rng.random(STRATA)) / STRATA
+        return self._possible[np.searchsorted(self._bounds, points, side="right")]
+
+
+class MixtureLoader:
+    """Endless micro-batches whose sequences are drawn from several corpora.
+
+    Sequence p of the run is from the source that `Drawing` says, and is the next block in the
+    shuffled order of that source, which begins its next epoch when it has none left. Micro-batch g,
+    sequences g·b to g·b + b - 1, goes to rank g % world_size: nothing depends on the ranks.
+
+    Args:
+        sources: name → its blocks. weights: name → its share.
+        seq_len: targets that a sequence has room for.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, ShuffledBlocks],
+        weights: dict[str, float],
+        seq_len: int,
+        micro_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        self._names = sorted(sources)
+        self._sources = [sources[name] for name in self._names]
+        self._weights = [weights[name] for name in self._names]
+        self._drawing = Drawing(self._weights, seed)
+        self._seq_len = seq_len
+        self._size = micro_batch_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._packing = self._sources[0].packing
+        self._next = 0  # the first sequence that no rank has had
+        self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        sources = self._drawing.sources(self._next, self._world_size * self._size)
+        before = sources[: self._rank * self._size]
+        own = sources[len(before) : len(before) + self._size]
+        places = self._drawn + np.bincount(before, minlength=len(self._names))
+        blocks: dict[int, np.ndarray] = {}  # by their row of the micro-batch
+        for number, source in enumerate(self._sources):
+            rows = np.flatnonzero(own == number)
+            positions = places[number] + np.arange(len(rows))
+            for row, block in zip(rows, source.rows(positions)):
+                blocks[int(row)] = block
+        self._drawn += np.bincount(sources, minlength=len(self._names))
+        self._next += len(sources)
+        return micro_batch(np.stack([blocks[row] for row in range(self._size)]))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What share of the sequences is drawn from each source; they sum to 1."""
+        return dict(zip(self._names, self._weights))
+
+    def drawn(self) -> dict[str, Any]:
+        """What all ranks have drawn since the run began: of each source its share of the targets,
+        and its epochs; of best-fit packing also which share of all positions was padding."""
+        pairs = list(zip(self._sources, self._drawn.tolist()))
+        targets = [source.targets(count) for source, count in pairs]
+        total = max(1, sum(targets))
+        epochs = [count / len(source) for source, count in pairs]
+        padding: dict[str, Any] = {}
+        if self._packing != "plain":
+            positions = max(1, self._next * self._seq_len)
+            padding = {"data_padding": round(1 - sum(targets) / positions, 6)}
+        return padding | {
+            "data_share": {
+                name: round(count / total, 6) for name, count in zip(self._names, targets)
+            },
+            "data_epochs": {name: round(count, 4) for name, count in zip(self._names, epochs)},
+        }
+
+    def state_dict(self) -> dict:
+        """Independent of the rank and of the number of ranks."""
+        return {
+            "next_global_micro_batch": self._next // self._size,
+            "micro_batch_size": self._size,
+            "seed": self._seed,
+            "packing": self._packing,
+            "mixture": {
+                name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
+                for name, weight, source, drawn in zip(
+                    self._names, self._weights, self._sources, self._drawn
+                )
+            },
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continues at the state's sequence, also with another world or micro-batch size.
+
+        Raises:
+            DataError: the state is of other sources, weights, sequence length or seed.
+        """
+        if "mixture" not in state:
+            raise DataError(
+                "the checkpoint's data position is of a run on a single source, and this one has"
+                " data.mixture: the data must not change on resuming"
+            )
+        check_packing(state, self._packing)
+        ours = self.state_dict()
+        if state["seed"] != ours["seed"]:
+            raise DataError(
+                f"the checkpoint's data position is of seed {state['seed']}, this run has"
+                f" {ours['seed']}: it must not change on resuming"
+            )
+        then = state["mixture"]  # when the checkpoint was written
+        now = ours["mixture"]
+        if list(then) != list(now):
+            raise DataError(
+                f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"
+                f" {', '.join(now)}: data.mixture must not change on resuming"
+            )
+        for name in now:
+            for key in ("weight", "blocks"):
+                # Of a temperature the last digit of a weight may be another on another machine.
+                if not math.isclose(then[name][key], now[name][key], rel_tol=1e-9):
+                    raise DataError(
+                        f"the checkpoint's data position in data.mixture.{name} is of {key}"
+                        f" {then[name][key]:.9g}, this run has {now[name][key]:.9g}: the corpus,"
+                        " its weight and data.seq_len must not change on resuming"
+                    )
+        self._weights = [then[name]["weight"] for name in self._names]
+        self._drawing = Drawing(self._weights, self._seed)
+        self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
+        self._drawn[:] = [then[name]["drawn"] for name in self._names]

@@ -1,0 +1,99 @@
+"""Documents → one token stream → fixed blocks, with document boundaries kept as EOS tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from lm.data.corpus.integrity import Tokens
+
+IGNORE = -100  # the label of a position without a target
+CONTEXT = -101  # in a block CONTEXT - id is an id that is an input, and no target
+MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
+
+
+def encode_documents(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], leading_eos: bool = False
+) -> np.ndarray:
+    """Token ids (n,) int64 of the documents in a row, each `[eos] + tokens + eos`.
+
+    Text that spells a special token stays text: no document can forge a boundary.
+    """
+    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+    backend.no_truncation()
+    backend.no_padding()
+    before, backend.encode_special_tokens = backend.encode_special_tokens, True
+    try:
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    finally:
+        backend.encode_special_tokens = before
+    ids: list[int] = []
+    for encoding in encodings:
+        if leading_eos:
+            ids.append(eos)
+        ids += encoding.ids
+        ids.append(eos)
+    return np.array(ids, dtype=np.int64)
+
+
+class Packer:
+    """Cuts a token stream into blocks of seq_len + 1 that overlap by one token.
+
+    Block k is `stream[k*L : k*L + L + 1]`: inputs `block[:-1]`, labels `block[1:]`, so every token
+    but the very first is a target exactly once. What does not fill a block yet waits in the state.
+    """
+
+    def __init__(self, seq_len: int):
+        self.seq_len = seq_len
+        self._rest = np.empty(0, dtype=np.int64)
+
+    def add(self, tokens: np.ndarray) -> np.ndarray:
+        """Takes tokens (n,) and gives the blocks (k, seq_len + 1) int64 they complete, k ≥ 0."""
+        stream = np.concatenate([self._rest, np.asarray(tokens, dtype=np.int64)])
+        blocks = max(0, (len(stream) - 1) // self.seq_len)
+        self._rest = stream[blocks * self.seq_len :].copy()
+        return block_rows(stream, self.seq_len, np.arange(blocks))
+
+    def flush(self) -> np.ndarray:
+        """The end of a finite stream: the targets still waiting, as (0 or 1, seq_len + 1) with
+        IGNORE after the last token. The packer is empty afterwards."""
+        rest, self._rest = self._rest, np.empty(0, dtype=np.int64)
+        return block_rows(rest, self.seq_len, np.arange(block_count(len(rest), self.seq_len)))
+
+    def state_dict(self) -> dict:
+        return {"seq_len": self.seq_len, "rest": self._rest.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["seq_len"] != self.seq_len:
+            raise ValueError(f"packed with seq_len {state['seq_len']}, not {self.seq_len}")
+        self._rest = np.array(state["rest"], dtype=np.int64)
+
+
+def block_count(tokens: int, seq_len: int) -> int:
+    """Blocks that a stream of so many tokens makes, the padded last one included."""
+    return max(0, -(-(tokens - 1) // seq_len))
+
+
+def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
+    """The blocks `indices` (k,) of a stream (n,), as (k, seq_len + 1) int64; past the stream's end
+    a block holds IGNORE."""
+    rows = np.full((len(indices), seq_len + 1), IGNORE, dtype=np.int64)
+    for row, index in zip(rows, indices):
+        piece = stream[index * seq_len : index * seq_len + seq_len + 1]
+        row[: len(piece)] = piece
+    return rows
+
+
+def micro_batch(blocks: np.ndarray) -> MicroBatch:
+    """Blocks (b, L + 1) → inputs and labels (b, L); padding is id 0 in the inputs."""
+    ids = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
+    inputs = ids[:, :-1].clone()
+    labels = ids[:, 1:].clone()
+    inputs[inputs == IGNORE] = 0
+    context = inputs <= CONTEXT
+    inputs[context] = CONTEXT - inputs[context]
+    labels[labels <= CONTEXT] = IGNORE
+    return {"input_ids": inputs, "labels": labels}

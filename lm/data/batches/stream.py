@@ -1,0 +1,388 @@
+"""Shuffled, exactly resumable micro-batches of a document stream, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from lm.common.errors import UserError
+from lm.config.load import Data
+from lm.data.batches.packing import MicroBatch, Packer, encode_documents, micro_batch
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import documents, is_validation
+from lm.data.sources.readers import ReaderError, Readers
+
+BATCH = 64  # documents tokenised at a time
+AUTO_STREAMS = 16  # at most so many where the ranks are not more
+AUTO_WORKERS = 2  # of a rank, where text comes from the hub
+
+
+class BlockStream:
+    """Endless packed training blocks of one shard of the documents; validation ones are skipped.
+    Each epoch has an order of its own, where the source can be read in several.
+
+    Args:
+        seed: of these orders.
+        open_documents: `sources.documents`, or a stand-in with its signature.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        tokenizer: PreTrainedTokenizerFast,
+        shard: tuple[int, int],
+        seed: int,
+        state: dict | None = None,
+        open_documents: Callable = documents,
+    ):
+        self._data = data
+        self._seed = seed
+        self._tokenizer = tokenizer
+        self._shard = shard
+        self._open = open_documents
+        self._packer = Packer(data.seq_len)
+        self._epoch = state["epoch"] if state else 0
+        self._had_training_text = bool(state)  # in this epoch
+        if state:
+            self._packer.load_state_dict(state["packer"])
+        self._documents = self._open(
+            data, shard, state["documents"] if state else None, (seed, self._epoch)
+        )
+
+    def __next__(self) -> np.ndarray:
+        """The next blocks (k, seq_len + 1), k ≥ 1.
+
+        Raises:
+            DataError: the shard has no training document, or reading failed for good.
+        """
+        while True:
+            batch = list(itertools.islice(self._documents, BATCH))
+            texts = [text for text in batch if not is_validation(text, self._data.val_fraction)]
+            if not batch:  # the shard is at its end
+                if not self._had_training_text:
+                    raise DataError(
+                        f"shard {self._shard[0]} of {self._shard[1]} of the stream has no training "
+                        "document; use fewer ranks, or fewer data.streams"
+                    )
+                self._epoch += 1
+                self._had_training_text = False
+                order = (self._seed, self._epoch)
+                self._documents = self._open(self._data, self._shard, None, order)
+            elif texts:
+                self._had_training_text = True
+                ids = encode_documents(self._tokenizer, texts, self._data.leading_eos)
+                if len(blocks := self._packer.add(ids)):
+                    return blocks
+
+    def state_dict(self) -> dict:
+        return {
+            "epoch": self._epoch,
+            "documents": self._documents.state_dict(),
+            "packer": self._packer.state_dict(),
+        }
+
+
+class StreamLoader:
+    """Endless micro-batches from a document stream, for sources too large to prepare.
+
+    The documents, each epoch in an order drawn from (seed, epoch), are dealt out to `data.streams`
+    streams. Each packs its own into blocks and has a
+    shuffle buffer, with a generator from (seed, stream). Micro-batch g of the run is drawn from
+    stream g % streams, and goes to rank g % world_size: the order is a property of the seed and the
+    number of streams alone, and a run can go on with any number of ranks that divides it.
+
+    With `data.workers` > 0 the streams of a rank are read, tokenised and packed in processes of
+    their own, which changes nothing in the order.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        tokenizer: PreTrainedTokenizerFast,
+        micro_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        open_documents: Callable = documents,
+    ):
+        self._data = data
+        self._tokenizer = tokenizer
+        self._open = open_documents
+        self._micro_batch_size = micro_batch_size
+        self._seed = seed
+        self._rank = rank
+        self._world_size = world_size
+        self._stream_count: int | None = None if data.streams == "auto" else data.streams
+        self._next = 0  # the first micro-batch that no rank has had
+        self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
+        self._readers: Readers | _InThisProcess | None = None
+        if self._stream_count is not None:
+            self._own_numbers(self._stream_count)  # refuses now, not when the model is built
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of its sources: there is one."""
+        return {"": 1.0}
+
+    @property
+    def epoch(self) -> int:
+        """Completed passes of the stream that is furthest."""
+        return max((stream.epoch for stream in self._streams.values()), default=0)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """Raises DataError when reading failed for good, ReaderError when a worker died."""
+        count = self._make_streams()
+        stream = self._streams[(self._next + self._rank) % count]
+        before = stream.mark()
+        try:
+            if self._readers is None:
+                self._readers = self._open_readers(count)
+            self._readers.check()
+            blocks = [stream.draw(self._readers) for _ in range(self._micro_batch_size)]
+        except DataError:
+            self.close()
+            raise
+        except ReaderError as e:
+            self.close()
+            stream.go_back(before)  # a micro-batch half drawn
+            raise ReaderError(
+                f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
+                "data.workers need less; resume=auto continues from the last checkpoint"
+            ) from None
+        self._next += self._world_size
+        return micro_batch(np.stack(blocks))
+
+    def drawn(self) -> dict:
+        """Of a mixture, how much came from each source; a stream is one alone."""
+        return {}
+
+    def close(self) -> None:
+        """Ends the workers; the position stays."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
+
+    def state_dict(self) -> dict:
+        """This rank's streams: plain data, and for each a tensor of the ids that wait in it. The
+        states of all ranks together (`merge_states`) are the run's."""
+        count = self._make_streams()
+        return {
+            "next_global_micro_batch": self._next,
+            "micro_batch_size": self._micro_batch_size,
+            "count": count,
+            "streams": {number: stream.state_dict() for number, stream in self._streams.items()},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on at the state's micro-batch, also on another number of ranks or workers.
+
+        Raises:
+            DataError: the state lacks streams of this rank, is of another micro-batch size or of an
+                earlier version, or the ranks do not divide the number of streams.
+        """
+        if "blocks" in state or "mixture" in state:
+            raise DataError(
+                "the checkpoint's data position is of prepared data, and this run streams its text:"
+                " the data must not change on resuming"
+            )
+        if "count" not in state:
+            raise DataError(
+                "the checkpoint's position in the stream is of an earlier version, which dealt out "
+                "whole files; a run that streams cannot go on from it: train anew under another "
+                "run name"
+            )
+        if state["micro_batch_size"] != self._micro_batch_size:
+            raise DataError(
+                f"the checkpoint's position in the stream is of train.micro_batch_size "
+                f"{state['micro_batch_size']}, this run has {self._micro_batch_size}: it must not"
+                " change on resuming"
+            )
+        self.close()
+        self._stream_count = state["count"]
+        self._next = state["next_global_micro_batch"]
+        self._streams = {}
+        wanted = self._own_numbers(state["count"])
+        if missing := [number for number in wanted if number not in state["streams"]]:
+            raise DataError(
+                f"the checkpoint's data position of one rank lacks streams {missing} of rank "
+                f"{self._rank} of {self._world_size}: it was written by another number of ranks, "
+                "whose positions must be merged"
+            )
+        self._make_streams()
+        for number, stream in self._streams.items():
+            stream.load_state_dict(state["streams"][number])
+
+    def _own_numbers(self, count: int) -> list[int]:
+        """Which of `count` streams this rank draws from, in the order in which it does.
+
+        Raises:
+            DataError: the ranks do not divide the number of streams.
+        """
+        if count % self._world_size:
+            fitting = [str(ranks) for ranks in range(1, count + 1) if count % ranks == 0]
+            raise DataError(
+                f"the stream of documents is dealt to {count} streams, which can be shared "
+                f"evenly by {', '.join(fitting)} ranks, not by {self._world_size}; a new run may "
+                f"set data.streams to a multiple of {self._world_size}"
+            )
+        first = self._next + self._rank
+        return [(first + step) % count for step in range(0, count, self._world_size)]
+
+    def _make_streams(self) -> int:
+        """Makes this rank's streams, once; returns how many streams the run has."""
+        if self._stream_count is None:
+            self._stream_count = _auto_streams(self._data, self._world_size)
+        count = self._stream_count
+        if not self._streams:
+            buffer_size = -(-self._data.shuffle_buffer // count)
+            for number in self._own_numbers(count):
+                self._streams[number] = ShuffledStream(number, buffer_size, self._seed)
+        return count
+
+    def _open_readers(self, count: int) -> Readers | _InThisProcess:
+        """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
+        numbers = list(self._streams)
+        workers = worker_count(self._data)
+        common = (self._data, self._tokenizer, count, self._seed, self._open)
+        positions = {number: self._streams[number].position for number in numbers}
+        if not workers:
+            return _InThisProcess((*common, positions))
+        numbers_of_workers = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
+        payloads = [
+            (*common, {number: positions[number] for number in own}) for own in numbers_of_workers
+        ]
+        return Readers("lm.data.batches.stream:open_streams", payloads, numbers_of_workers)
+
+
+class ShuffledStream:
+    """One of the run's streams: its place, and a buffer of blocks that are drawn at random.
+
+    Args:
+        number: of the stream, from 0.
+        buffer_size: blocks in the buffer.
+    """
+
+    def __init__(self, number: int, buffer_size: int, seed: int):
+        self._number = number
+        self._buffer_size = buffer_size
+        self._rng = np.random.default_rng([seed, number])
+        self.position: dict | None = None  # where reading goes on; None: at the beginning
+        self._buffer: list[np.ndarray] = []  # blocks to draw from
+        self._pending: deque[np.ndarray] = deque()  # blocks read that wait to enter it
+
+    @property
+    def epoch(self) -> int:
+        return self.position["epoch"] if self.position else 0
+
+    def mark(self) -> tuple:
+        """Where it stands, for `go_back`."""
+        rng = self._rng.bit_generator.state
+        return self._buffer.copy(), self._pending.copy(), self.position, rng
+
+    def go_back(self, mark: tuple) -> None:
+        """What was drawn since is drawn again."""
+        self._buffer, self._pending, self.position, self._rng.bit_generator.state = mark
+
+    def draw(self, readers: Readers | _InThisProcess) -> np.ndarray:
+        """A block (seq_len + 1,).
+
+        Raises:
+            DataError: reading failed. ReaderError: a worker did.
+        """
+        while len(self._buffer) < self._buffer_size:
+            if not self._pending:
+                blocks, position = readers.take(self._number)
+                if blocks is None:
+                    raise DataError(position)
+                self._pending.extend(blocks)
+                self.position = position
+            self._buffer.append(self._pending.popleft())
+        index = self._rng.integers(len(self._buffer))
+        self._buffer[index], self._buffer[-1] = self._buffer[-1], self._buffer[index]
+        return self._buffer.pop()
+
+    def state_dict(self) -> dict:
+        blocks = np.array([*self._buffer, *self._pending], dtype=np.int32)
+        return {
+            "position": self.position,
+            "blocks": torch.from_numpy(blocks),
+            "in_buffer": len(self._buffer),
+            "rng": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        blocks = list(state["blocks"].numpy())
+        self.position = state["position"]
+        self._buffer = blocks[: state["in_buffer"]]
+        self._pending = deque(blocks[state["in_buffer"] :])
+        self._rng.bit_generator.state = state["rng"]
+
+
+def merge_states(states: Sequence[dict]) -> dict:
+    """One state of a run from those of all its ranks, which any number of ranks can load."""
+    merged = dict(states[0])
+    if "streams" in merged:
+        merged["streams"] = {
+            number: stream for state in states for number, stream in state["streams"].items()
+        }
+    return merged
+
+
+def worker_count(data: Data) -> int:
+    """Loader processes of a rank: `data.workers`; `auto`: AUTO_WORKERS for text from the hub."""
+    if data.workers != "auto":
+        return data.workers
+    return AUTO_WORKERS if data.source == "fineweb" else 0
+
+
+def _auto_streams(data: Data, world_size: int) -> int:
+    """The largest multiple of the ranks up to AUTO_STREAMS, and up to the row groups on the hub,
+    which are fetched once then; at least the ranks."""
+    if data.source != "fineweb":
+        return world_size
+    from lm.data.sources.hub_parquet import open_groups
+
+    most = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
+    return max(1, most // world_size) * world_size
+
+
+def open_streams(payload: tuple) -> Callable[[int], tuple]:
+    """The function that maps the number of a stream to its next (blocks (k, seq_len + 1) int32,
+    position after them), or to (None, sentence) where reading failed."""
+    data, tokenizer, count, seed, open_documents, positions = payload
+    streams: dict[int, BlockStream] = {}
+
+    def answer(number: int) -> tuple:
+        try:
+            if number not in streams:
+                shard = (number, count)
+                streams[number] = BlockStream(
+                    data, tokenizer, shard, seed, positions[number], open_documents
+                )
+            blocks = next(streams[number]).astype(np.int32)
+            return blocks, streams[number].state_dict()
+        except UserError as e:  # as data: no traceback is wanted of what a sentence says
+            return None, str(e)
+
+    return answer
+
+
+class _InThisProcess:
+    """What `Readers` does, without processes of their own."""
+
+    def __init__(self, payload: tuple):
+        self.take = open_streams(payload)
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

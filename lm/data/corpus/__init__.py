@@ -1,0 +1,1 @@
+"""Text as tokens on disk: tokenizer, tokenising, the cache, the prepared corpus."""

@@ -1,0 +1,159 @@
+"""A prepared corpus in a folder: train.bin, val.bin and meta.json; reading and verifying it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lm.common.console import say
+from lm.common.files import OutputError, parse_json, write_json
+from lm.config.load import Data
+from lm.data.corpus import integrity
+from lm.data.sources.errors import DataError, first_line
+
+SPLITS = ("train", "val")
+COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json holds. `complete`: train.bin is the whole training corpus; for a stream it is
+    only what went by until enough validation tokens were found (good for n-gram baselines).
+    `sha256`: of each file, by name; None where version 0.1 wrote it."""
+
+    fingerprint: str
+    dtype: str
+    complete: bool
+    train_tokens: int
+    train_documents: int
+    val_tokens: int
+    val_documents: int
+    sha256: dict[str, str] | None = None
+
+    @property
+    def documents(self) -> int:
+        return self.train_documents + self.val_documents
+
+    @property
+    def tokens(self) -> int:
+        return self.train_tokens + self.val_tokens
+
+    def checksum(self, name: str) -> str:
+        """The sha256 of a file, once `verify` or `prepare` has seen that there is one."""
+        return (self.sha256 or {})[name]
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The token streams `train` (n,) and `val` (m,), and their counts."""
+
+    train: integrity.TokenFile
+    val: integrity.TokenFile
+    meta: Meta
+
+
+def open_folder(folder: Path) -> Corpus:
+    """The corpus in a folder; that it is what was written, `verify` finds out.
+
+    Raises:
+        DataError: it is not there, or its files are not of the recorded length.
+    """
+    meta = read_meta(folder)
+    if meta is None:
+        raise DataError(f"{folder} holds no prepared corpus, or an incomplete one: run `prepare`")
+    check_sizes(folder, meta)
+    train = integrity.TokenFile(folder / "train.bin", meta.dtype, meta.train_tokens)
+    val = integrity.TokenFile(folder / "val.bin", meta.dtype, meta.val_tokens)
+    return Corpus(train, val, meta)
+
+
+def read_meta(folder: Path) -> Meta | None:
+    """What meta.json holds; None where there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = folder / "meta.json"
+    try:
+        meta = Meta(**parse_json(path.read_text(encoding="utf-8")))
+        if meta.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {meta.dtype!r}")
+        for key in COUNTS:
+            if type(getattr(meta, key)) is not int:
+                raise ValueError(f"{key} is {getattr(meta, key)!r}")
+        return meta
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise DataError(f"{path} cannot be read: {e.strerror}") from None
+    except (ValueError, TypeError) as e:
+        raise damaged(path, f"it does not hold what it should ({first_line(e)})") from None
+
+
+def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
+    """Raises DataError where a file is not what was written, or holds ids of no token. The files of
+    version 0.1, which have no checksums, are given them."""
+    check_sizes(folder, meta)
+    sums = dict(meta.sha256 or {})
+    for name in (f"{split}.bin" for split in SPLITS):
+        path = folder / name
+        known = sums.get(name)
+        if known and integrity.is_remembered(path):
+            continue
+        if path.stat().st_size > integrity.ALWAYS_BYTES:
+            say(f"data     verifying {path} ({path.stat().st_size / 1e9:.1f} GB)")
+        found, largest = integrity.read_through(path, np.dtype(meta.dtype))
+        if known and found != known:
+            raise damaged(path, f"its sha256 is {found}, in meta.json {known}")
+        if largest >= vocab_size:
+            raise damaged(path, f"it holds the id {largest}, the vocabulary has {vocab_size}")
+        sums[name] = found
+        with contextlib.suppress(OutputError):  # in a folder that is only read: read again then
+            integrity.remember(folder, [name])
+    if sums != meta.sha256:
+        say(f"data     {folder} had no checksums (version 0.1 wrote none): they are added")
+        write_json(folder / "meta.json", asdict(replace(meta, sha256=sums)))
+
+
+def check_sizes(folder: Path, meta: Meta) -> None:
+    """Raises DataError where a file is missing or not of the recorded length."""
+    width = np.dtype(meta.dtype).itemsize
+    for split, tokens in (("train", meta.train_tokens), ("val", meta.val_tokens)):
+        path = folder / f"{split}.bin"
+        if not path.is_file():
+            raise damaged(path, "it is missing")
+        if (size := path.stat().st_size) != tokens * width:
+            raise damaged(path, f"it has {size} bytes, in meta.json {tokens * width}")
+
+
+def damaged(path: Path, how: str) -> DataError:
+    return DataError(
+        f"{path} is damaged: {how}; delete {path.parent}, and the next start prepares it again from"
+        " the source"
+    )
+
+
+def check_enough(meta: Meta, data: Data) -> None:
+    """Raises DataError where a split has no document, or training not one block."""
+    if not meta.val_documents:
+        raise DataError(
+            f"none of the {meta.documents} documents fell to validation (data.val_fraction "
+            f"{data.val_fraction:g}); raise data.val_fraction or add documents"
+        )
+    if not meta.train_documents:
+        raise DataError(
+            f"all {meta.documents} documents fell to validation (data.val_fraction "
+            f"{data.val_fraction:g}); lower data.val_fraction or add documents"
+        )
+    if meta.complete and meta.train_tokens < data.seq_len + 1:
+        raise DataError(
+            f"data.seq_len {data.seq_len} is longer than the corpus, which has "
+            f"{meta.train_tokens} training tokens; lower data.seq_len or add text"
+        )

@@ -1,0 +1,330 @@
+"""Load or train the tokenizer: byte-level BPE, GPT-2 files, sentencepiece, any HuggingFace one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from lm.common.errors import UserError, require
+from lm.common.files import parse_json
+from lm.config.load import Config, Data
+from lm.data.corpus import cache
+from lm.data.sources.errors import DataError
+from lm.data.sources.hub import check_hub
+from lm.data.sources.mixture import naming, parts, tokenizer_bytes
+from lm.data.sources.open import documents, is_validation
+from lm.model import checksums
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+RECORD = "made_from.json"  # in the saved folder: the settings it answers to
+
+
+def load_tokenizer(
+    cfg: Config, run_dir: Path, log: Callable[[str], None] = warnings.warn
+) -> PreTrainedTokenizerFast:
+    """The run's tokenizer: the one in `run_dir/tokenizer`, else a new one, saved there at once.
+
+    Args:
+        log: receives a sentence when a trained vocabulary came out smaller than asked.
+
+    Raises:
+        DataError: it cannot be found, has no EOS, or the run already has another one.
+    """
+    folder, wanted = Path(run_dir) / "tokenizer", _wanted(cfg)
+    if folder.is_dir():
+        record = folder / RECORD
+        try:
+            made_from = parse_json(record.read_text("utf-8")) if record.is_file() else wanted
+        except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
+            raise DataError(f"{record} is damaged: it is not JSON ({e})") from None
+        if made_from != wanted:
+            raise DataError(
+                f"{folder} was made from {made_from}, but the config asks for {wanted}; "
+                "use another run name, or the old tokenizer settings"
+            )
+        return _read(folder)
+    tokenizer = new_tokenizer(cfg, log)
+    save(tokenizer, folder, wanted)
+    return tokenizer
+
+
+def new_tokenizer(
+    cfg: Config, log: Callable[[str], None] = warnings.warn
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a config, before a run directory has it. A BPE is trained once for a text
+    and kept in the cache of `data.cache`; one of the hub, in the hub's own cache.
+
+    Raises:
+        DataError: it cannot be found, or has no EOS.
+    """
+    name = cfg.tokenizer.name
+    tokenizer = _trained_once(cfg, log) if name == "bpe" else _from_huggingface(name)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(f"tokenizer {name} has no fast (`tokenizers`) implementation")
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {name} has no EOS token, which ends each document; set `eos_token` in its "
+            "tokenizer_config.json, or use `tokenizer.name: bpe`"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that `save` has written into a folder.
+
+    Raises:
+        DataError: its files are damaged, or were changed.
+    """
+    try:
+        how = checksums.difference(folder, checksums.read_sums(folder))
+        if not how:
+            return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+    raise DataError(
+        f"{folder / how}: with another tokenizer the same text is other tokens; bring the file back"
+    )
+
+
+def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
+    """The BPE of the text, from the cache; trained first where it is not there."""
+    root = cache.root(cfg.data)
+    if root is None:
+        return train_bpe(cfg, log)
+    entry = cache.tokenizer_folder(root, cfg)
+    folder = entry / "tokenizer"
+    if cfg.data.cache == "auto" and not folder.is_dir() and not cache.is_usable(root):
+        return train_bpe(cfg, log)
+
+    def make(_check: Callable[[], None]) -> None:
+        save(train_bpe(cfg, log), folder, _wanted(cfg))
+
+    made = cache.make_once(entry, folder.is_dir, make)
+    try:
+        tokenizer = _read(folder)
+    except DataError as e:
+        raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
+    if not made:
+        _say_if_small(len(tokenizer), cfg, log)
+    return tokenizer
+
+
+def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
+    on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
+    tokenizer = bpe_of(_training_texts(cfg), cfg.tokenizer.vocab_size)
+    _say_if_small(len(tokenizer), cfg, log)
+    return tokenizer
+
+
+def bpe_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of up to `vocab_size` tokens, trained on texts."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrap(backend, eos_token=EOS, pad_token=PAD)
+
+
+def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
+    if size < cfg.tokenizer.vocab_size:
+        log(
+            f"the corpus yields a vocabulary of {size} tokens only, fewer than the "
+            f"{cfg.tokenizer.vocab_size} of tokenizer.vocab_size"
+        )
+
+
+def _training_texts(cfg: Config) -> Iterator[str]:
+    """Training documents of the source, or of each of a mixture, up to the bytes of each."""
+    budgets = tokenizer_bytes(cfg)
+    for name, part in parts(cfg).items():
+        if budgets[name]:
+            with naming(name):
+                yield from first_texts(part.data, budgets[name])
+
+
+def first_texts(
+    data: Data, most: int, held_out: Callable[[str], None] = lambda _: None
+) -> Iterator[str]:
+    """Training documents, until they have `most` bytes.
+
+    Args:
+        held_out: is given the documents of validation that are met on the way.
+
+    Raises:
+        DataError: the source cannot be read, or has no training document.
+    """
+    left = most
+    for text in documents(data):
+        if is_validation(text, data.val_fraction):
+            held_out(text)
+            continue
+        yield text
+        left -= len(text.encode())
+        if left <= 0:
+            return
+    if left == most:
+        raise DataError(
+            "no training document to train a tokenizer on: every document of the corpus is held "
+            "out; lower data.val_fraction or add documents"
+        )
+
+
+def _wanted(cfg: Config) -> dict:
+    t = cfg.tokenizer
+    return {"name": t.name} | ({"vocab_size": t.vocab_size} if t.name == "bpe" else {})
+
+
+def _wrap(backend: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
+    )
+
+
+def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_folder(folder)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise DataError(f"tokenizer.name {name}: no such folder")
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # the hub's local cache
+    except (OSError, ValueError):
+        pass
+    try:
+        check_hub(f"tokenizer {name}")
+        return AutoTokenizer.from_pretrained(name)
+    except DataError as e:
+        raise DataError(
+            f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
+        ) from None
+    except (OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise DataError(f"tokenizer {name} could not be loaded from the hub: {reason}") from None
+
+
+def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+    has = {p.name for p in folder.iterdir()}
+    try:
+        if has & {"tokenizer.json", "tokenizer_config.json"}:
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if {"vocab.json", "merges.txt"} <= has:
+            return _from_gpt2_files(folder)
+        if "tokenizer.model" in has:
+            return from_sentencepiece(folder)
+    except UserError:
+        raise
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+    raise DataError(
+        f"{folder} holds no tokenizer: tokenizer.json, vocab.json with merges.txt, or "
+        f"tokenizer.model (it holds {', '.join(sorted(has)) or 'nothing'})"
+    )
+
+
+def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE from vocab.json and merges.txt; the `#version` line is optional there."""
+    vocab = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    merges: Any = [tuple(line.split(" ")) for line in lines if line.strip()]
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    eos = next((token for token in (EOS, "</s>") if token in vocab), None)
+    return _wrap(backend, **({"eos_token": eos} if eos else {}))
+
+
+def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
+    """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
+    transformers 5.23 loses its leading space and orders its merges by id, not by score."""
+    require("sentencepiece", "a tokenizer.model")
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
+    model.ParseFromString((folder / "tokenizer.model").read_bytes())
+    trainer, rules = model.trainer_spec, model.normalizer_spec
+    if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    if rules.remove_extra_whitespaces:
+        raise DataError(
+            f"{folder}/tokenizer.model removes repeated spaces and line ends; train it with "
+            "remove_extra_whitespaces=False, or give a tokenizer.json"
+        )
+    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    splits = [
+        (-piece.score, cut, piece.piece[:cut], piece.piece[cut:])
+        for piece in model.pieces
+        if piece.type == piece.NORMAL
+        for cut in range(1, len(piece.piece))
+        if piece.piece[:cut] in ids and piece.piece[cut:] in ids
+    ]
+    merges = [(left, right) for *_, left, right in sorted(splits, key=lambda split: split[:2])]
+    backend = Tokenizer(
+        models.BPE(
+            ids,
+            merges,
+            unk_token=trainer.unk_piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+        )
+    )
+    prefix = rules.add_dummy_prefix
+    space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [space])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)] * prefix
+    )
+    special = {"unk_token": trainer.unk_piece}
+    special |= {"bos_token": trainer.bos_piece} if trainer.bos_id >= 0 else {}
+    special |= {"eos_token": trainer.eos_piece} if trainer.eos_id >= 0 else {}
+    return _wrap(backend, **special)
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
+    """Writes the folder beside its place and moves it there, so that it is whole or absent."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
+    try:
+        draft.chmod(0o755)
+        tokenizer.save_pretrained(str(draft))
+        path = draft / "tokenizer_config.json"
+        config = parse_json(path.read_text(encoding="utf-8"))
+        # transformers 4 knows neither the class name nor the key that version 5 writes.
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        named = {v for k, v in config.items() if k.endswith("_token")}
+        extra = [t for t in config.pop("extra_special_tokens", []) if t not in named]
+        if extra:
+            config["additional_special_tokens"] = extra
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+        (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        checksums.write_sums(draft, [file.name for file in draft.iterdir()])
+        try:
+            os.replace(draft, folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Where text comes from: local files, the hub, a mixture of both."""

@@ -1,0 +1,82 @@
+"""A mixture of sources: what each of them is, by name, and its share."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from lm.config.data import OF_A_SINGLE_SOURCE
+from lm.config.load import Config, Data
+from lm.data.sources.errors import DataError
+
+
+def parts(cfg: Config) -> dict[str, Config]:
+    """The config of each source alone, by name in alphabetic order, so that nothing depends on the
+    order of the YAML; of a run on a single source {"": the config itself}."""
+    if cfg.data.mixture is None:
+        return {"": cfg}
+    return {name: cfg.model_copy(update={"data": data}) for name, data in single(cfg.data).items()}
+
+
+def single(data: Data) -> dict[str, Data]:
+    """`data` as each source of the mixture has it, in alphabetic order."""
+    found = {}
+    for name, source in sorted((data.mixture or {}).items()):
+        own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
+        found[name] = data.model_copy(update=own | {"mixture": None, "temperature": None})
+    return found
+
+
+def described(data: Data) -> str:
+    """Which text it is, in a few words."""
+    if data.mixture is None:
+        return data.source
+    return f"a mixture of {', '.join(sorted(data.mixture))}"
+
+
+def tokenizer_bytes(cfg: Config) -> dict[str, int]:
+    """How much text of each source a tokenizer is trained on, `tokenizer.train_bytes` in all: by
+    weight; under a temperature alike, since no token can be counted without a tokenizer."""
+    names, total = list(parts(cfg)), cfg.tokenizer.train_bytes
+    if cfg.data.mixture is None:
+        return {"": total}
+    if cfg.data.temperature is not None:
+        return {name: math.ceil(total / len(names)) for name in names}
+    return {name: math.ceil(total * share) for name, share in shares(cfg.data, {}).items()}
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Has a sentence about a source's data name the key of that source; "" is a single source.
+
+    Raises:
+        DataError: instead of one that names `data.path`.
+    """
+    try:
+        yield
+    except DataError as e:
+        if not name:
+            raise
+        said = re.sub(r"\bdata\.(path|text_field|source)\b", rf"data.mixture.{name}.\1", str(e))
+        raise DataError(said if said != str(e) else f"data.mixture.{name}: {e}") from None
+
+
+def shares(data: Data, tokens: Mapping[str, float]) -> dict[str, float]:
+    """The share of each source, in alphabetic order; they sum to 1.
+
+    Args:
+        tokens: of the training split of each source, read under a `data.temperature` alone.
+    """
+    mixture = data.mixture or {}
+    names = sorted(mixture)
+    if data.temperature is None:
+        weights = {name: mixture[name].weight or 0.0 for name in names}
+    else:
+        most = max(tokens[name] for name in names)
+        weights = {
+            name: math.exp(math.log(tokens[name] / most) / data.temperature) for name in names
+        }
+    total = math.fsum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}

@@ -1,0 +1,151 @@
+"""What was measured on one text or word, and the sums that follow from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lm.data.batches.text_bytes import bits_per_byte
+from lm.evaluation.inspection.tokens import Token
+
+
+class Guess(NamedTuple):
+    """One of a model's likeliest predictions."""
+
+    id: int
+    shown: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a task asks for at one token, and what the model says there."""
+
+    predicted: str
+    right: str | None  # None: no answer is due there
+
+    @property
+    def is_right(self) -> bool | None:
+        return None if self.right is None else self.predicted == self.right
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """What goes on in the layers that are solved; n layers, t tokens."""
+
+    numbers: list[int]  # (n,) which layers of the model these are, from 0 on
+    iterations: torch.Tensor  # (n,t) ℓ* of each token, counted by the probe
+    converged: torch.Tensor  # (n,) bool: the paper's procedure came to its tolerance
+    elsewhere: torch.Tensor  # (n,) share of the tokens where it ends in another solution
+    bisected: torch.Tensor  # (n,) share of the tokens whose solution bisection found
+    limited: torch.Tensor  # (n,) share of the tokens where the gradient's limit may take effect
+    state_norm: torch.Tensor  # (n,t) ‖h_t‖₂, the recurrence's state after the token
+    gate: torch.Tensor  # (n,t) the mean of the mixer's gates a_t; NaN where it has none
+    decay: torch.Tensor  # (n,t) the mean over the state of the factor on h_{t−1}
+
+    @property
+    def mean_iterations(self) -> torch.Tensor:
+        """ℓ* of each token, the mean over layers (t,)."""
+        return self.iterations.double().mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """What a model makes of t tokens. Of a text the first token may be one that was put before it;
+    `loss`, `entropy` and `guesses` of a token are of the prediction of this very token, made when
+    those before it had been read. Of a synthetic task they are of the answer at the token, made
+    when it has been read."""
+
+    name: str  # of the checkpoint
+    model: str  # in words
+    tokens: list[Token]  # (t,)
+    loss: torch.Tensor  # (t,) nats; NaN where nothing was to be predicted
+    entropy: torch.Tensor  # (t,) nats, of the prediction; NaN where there was none
+    guesses: list[list[Guess]]  # (t,) the likeliest five, [] where there was no prediction
+    layers: Layers | None  # None: the model has no layer that is solved
+    text_bytes: int | None = None  # of UTF-8 that the scored tokens stand for; None: no text
+    has_start: bool = False  # the first token was put before the text
+    following: list[Guess] = field(default_factory=list)  # what would come after the last token
+    answers: list[Answer] | None = None  # (t,) of a synthetic task
+    solver: dict | str = "none"  # how the model was solved
+
+    @property
+    def scored(self) -> int:
+        """How many tokens have a loss."""
+        return int((~self.loss.isnan()).sum())
+
+    @property
+    def total_loss(self) -> float:
+        """Nats over all tokens that have a loss."""
+        return float(self.loss.double().nansum())
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats a token; NaN without a token that has a loss."""
+        return self.total_loss / self.scored if self.scored else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.mean_loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None where there is no text, or its first token was not predicted."""
+        return bits_per_byte(self.total_loss, self.text_bytes)
+
+    def to_html(self, path: Path | str) -> Path:
+        """Write the page, which needs nothing beside it.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        from lm.common.files import write_text
+        from lm.evaluation.inspection.page import page
+
+        write_text(path, page(self))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page in a frame of its own, so that neither disturbs the other."""
+        from lm.evaluation.inspection.page import frame
+
+        return frame(self)
+
+    def __repr__(self) -> str:
+        solved = "no layer with ℓ*"
+        if self.layers is not None:
+            mean, count = float(self.layers.mean_iterations.mean()), len(self.layers.numbers)
+            solved = f"ℓ* {mean:.1f}, mean over {count} layer{'s' * (count != 1)}"
+        return (
+            f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
+            f" {self.mean_loss:.4f} nats a token, {solved})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """How likely a model finds a text of t tokens."""
+
+    ids: list[int]  # (t,)
+    texts: list[str]  # (t,) as shown
+    log_probabilities: torch.Tensor  # (t,) nats, of each token given those before it; NaN of a
+    # first token that nothing came before
+    text_bytes: int | None  # of UTF-8; None: the first token was not predicted
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return float(-self.log_probabilities.double().nanmean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        total = float(-self.log_probabilities.double().nansum())
+        return bits_per_byte(total, self.text_bytes)

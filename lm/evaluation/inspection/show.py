@@ -1,0 +1,45 @@
+"""Where an inspection goes on a command line: the terminal, and a page of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm.common.console import say
+from lm.common.files import OutputError, check_file, writing
+from lm.evaluation.inspection.page import MADE_BY
+from lm.evaluation.inspection.result import Inspection
+
+PAGE = "inspect.html"
+
+
+def default_page(place: Path | str) -> Path:
+    """Where the page goes if nothing is said: beside what was loaded, if that is a folder."""
+    folder = Path(place)
+    return folder / PAGE if folder.is_dir() else Path(PAGE)
+
+
+def check_page(path: Path) -> None:
+    """Find out whether a page can be written, before there is one.
+
+    Raises:
+        OutputError: it cannot, or another file is there.
+    """
+    check_file(path)
+    with writing(path):
+        taken = path.is_file() and path.stat().st_size > 0
+        ours = taken and MADE_BY.encode() in path.read_bytes()
+    if taken and not ours:
+        raise OutputError(
+            f"{path} is there already, and no page of this command: name another by --out, or"
+            " delete it"
+        )
+
+
+def show(found: Inspection, out: Path) -> None:
+    """Print an inspection, and write its page."""
+    from lm.evaluation.inspection import terminal
+
+    found.to_html(out)
+    for part in terminal.parts(found, say.console):
+        say(part)
+    say(f"page: {out}")

@@ -1,0 +1,270 @@
+"""Run directory → HuggingFace directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lm.common.files import check_folder, read_json, target, writing
+from lm.export import travelling
+from lm.export.travelling import ExportError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lm.config.load import Config
+    from lm.export.model_card import Facts
+    from lm.runs.run_dir import RunDir
+
+__all__ = ["ExportError", "export", "write_export"]
+
+
+def export(
+    run_dir: Path,
+    out: Path,
+    checkpoint: Path | None = None,
+    ema: bool = False,
+    licence: str | None = None,
+) -> Path:
+    """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
+    that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
+
+    Args:
+        checkpoint: which one; None takes the newest complete one. ema: the average of the weights
+            (train.ema) in their place. licence: of the weights, as the hub names it; None: not
+            said.
+    Raises:
+        CheckpointError: the run has no complete checkpoint.
+        ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
+            checkpoint is of another model than the run's config.yaml describes, or has no
+            average of the weights; a licence that is no name of one.
+        OutputError: `out` cannot be written.
+    """
+    from lm.export import model_card
+    from lm.runs.run_dir import RunDir
+
+    run, out = RunDir(run_dir), Path(out)
+    _refuse_without_run(run)
+    _refuse_if_other(out)
+    check_licence(licence)
+    trained = load_trained(run_dir, checkpoint, ema)
+    facts = model_card.of_run(run, trained.config, trained.manifest, ema)
+    return write_export(
+        trained.model, out, run.tokenizer, trained.name, trained.origin, facts, licence
+    )
+
+
+def check_licence(name: str | None) -> None:
+    """Raises ExportError where it cannot be a licence's name on the hub."""
+    if name is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name):
+        raise ExportError(
+            f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
+            " mit, cc-by-4.0 or other"
+        )
+
+
+class Trained(NamedTuple):
+    """What a run has trained."""
+
+    model: PreTrainedModel  # fp32, on the CPU, in training mode
+    tokenizer: PreTrainedTokenizerBase
+    name: str  # of the run
+    origin: str  # sentences on where its weights come from
+    config: Config
+    manifest: dict  # of the checkpoint
+
+
+def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
+    """The model of a run directory with the weights of a checkpoint; arguments and errors as those
+    of `export`."""
+    from lm.config.load import load
+    from lm.data.corpus.tokenizer import load_tokenizer
+    from lm.runs import checkpoint as checkpoints
+    from lm.runs.run_dir import RunDir
+    from lm.training.build import build_model, vocabulary
+    from lm.training.reshard import consolidated
+    from lm.training.resume import check_made_of
+
+    run = RunDir(run_dir)
+    _refuse_without_run(run)
+    path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
+    if path is None:
+        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
+    manifest = checkpoints.verify(path)
+    cfg = load(run.config)
+    check_made_of(path, manifest, run, cfg)
+    tokenizer = load_tokenizer(cfg, run.path)
+    model = build_model(
+        cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
+    )
+    weights = consolidated(path)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as e:
+        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        raise ExportError(
+            f"{path} is of another model than {run.config} describes ({first}): a"
+            " run's config.yaml must stay as it was trained"
+        ) from None
+    origin = f"Trained with fprnn for {manifest['step']} updates."
+    if run.init_from.is_file():
+        began = read_json(run.init_from, ("path", "what"))
+        origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
+    if ema:
+        origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
+    return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
+
+
+def _refuse_without_run(run: RunDir) -> None:
+    if not run.holds_run:
+        raise ExportError(f"{run} holds no run (it has no config.yaml)")
+
+
+def _put_average(model: PreTrainedModel, path: Path) -> float:
+    """Give the model the average of a checkpoint's weights → its decay."""
+    import torch
+
+    from lm.runs.checkpoint import read_state
+    from lm.training import ema
+
+    if not (path / ema.FILE).is_file():
+        raise ExportError(
+            f"{path} has no average of the weights: it is kept where train.ema is set; export"
+            " without --ema"
+        )
+    saved = read_state(path / ema.FILE)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # a tied weight has one name here
+            p.copy_(saved["weights"][name])
+    return saved["decay"]
+
+
+def write_export(
+    model: PreTrainedModel,
+    out: Path,
+    tokenizer: Path | None,
+    name: str,
+    origin: str,
+    facts: Facts | None = None,
+    licence: str | None = None,
+) -> Path:
+    """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
+
+    Args:
+        origin: where the weights come from, in sentences. facts: of their training; None: they were
+            not trained here. licence: of the weights, as the hub names it; None: not said.
+    Raises:
+        ExportError: `out` holds something that is no export (an earlier export is replaced), or the
+            model has a mixer of its author's own that cannot travel.
+        OutputError: `out` cannot be written.
+    """
+    from transformers.utils import logging
+
+    from lm.data.corpus.tokenizer import RECORD
+    from lm.export import measured, model_card
+    from lm.model.checksums import SUMS, write_sums
+    from lm.training.foreign import TOKENIZER
+
+    logging.disable_progress_bar()
+    out = Path(out)
+    _refuse_if_other(out)
+    own_files = {}
+    if type(model).__module__.startswith("lm."):  # of this package, not of transformers
+        own_files = travelling.flat_files(model)
+        _map_auto_classes(model)
+    with writing(out):
+        out = target(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _draft(out) as folder:
+        new = Path(folder) / "export"
+        model.save_pretrained(new)
+        for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
+            shutil.copymode(new / "config.json", weights)
+        travelling.write(own_files, new)
+        if (new / travelling.KERNELS).is_file():
+            travelling.carry_kernels(new)
+        for file in Path(tokenizer).iterdir() if tokenizer else ():
+            if file.name not in (RECORD, SUMS):
+                shutil.copy(file, new)
+        _say_length(model, new / "tokenizer_config.json")
+        if own_files:
+            files = ", ".join(name for name in own_files if name != travelling.REGISTER)
+            origin += f" Its mixer is its author's own and travels along: {files}."
+        has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
+        card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
+        (new / measured.CARD).write_text(card, encoding="utf-8")
+        # A card is to be written in, by people and by `fprnn eval`.
+        write_sums(new, [file.name for file in new.iterdir() if file.name != measured.CARD])
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(new, out)
+    return out
+
+
+def _say_length(model: PreTrainedModel, settings: Path) -> None:
+    """Have the tokenizer's settings, where there are any, name the model's length."""
+    length = getattr(model.config, "max_position_embeddings", None)
+    if length and settings.is_file():
+        told = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
+        settings.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, to be filled; those that a killed export has left there are deleted. A
+    lock on it, which ends with its process, says that somebody is at work."""
+    prefix = f".{out.name}-"
+    for left in out.parent.iterdir():
+        if left.name.startswith(prefix) and left.is_dir() and not left.is_symlink():
+            with _locked(left) as ours:
+                if ours:
+                    shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as folder,
+        _locked(Path(folder)),
+    ):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Within the block nobody else has the folder's lock; False where somebody has it."""
+    number = os.open(folder, os.O_RDONLY)
+    ours = False
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        yield ours
+    finally:
+        os.close(number)
+
+
+def _map_auto_classes(model: PreTrainedModel) -> None:
+    """Have `save_pretrained` write the model's code, and for which class it stands in AutoConfig,
+    AutoModel and AutoModelForCausalLM."""
+    model.config.register_for_auto_class()
+    type(model).register_for_auto_class("AutoModelForCausalLM")
+    base = type(model.base_model)  # in the same file; it is not what is saved
+    file = base.__module__.rpartition(".")[2]
+    model.config.auto_map = {"AutoModel": f"{file}.{base.__name__}"}
+
+
+def _refuse_if_other(out: Path) -> None:
+    """Also refuses a place that cannot be written, before there is anything to write."""
+    with writing(out):
+        is_file = out.is_file()
+        other = out.is_dir() and not (out / "config.json").is_file() and any(out.iterdir())
+    if is_file:
+        raise ExportError(f"{out} is a file: an export is a folder")
+    if other:
+        raise ExportError(f"{out} is not empty and holds no earlier export: choose another folder")
+    check_folder(out)

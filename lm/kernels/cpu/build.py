@@ -1,0 +1,193 @@
+"""The CPU kernels' library: built at first use, kept in the user's cache, called by ctypes.
+
+A function of the library takes one `struct` of sizes, addresses and numbers, all of eight bytes.
+It is passed as packed bytes: ctypes takes microseconds to convert as many arguments one by one.
+"""
+
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lm.kernels import Unsupported, apart
+from lm.kernels.cache import cache_folder
+
+HERE = Path(__file__).parent
+SOURCES = ("scan.cpp", "step.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
+HEADERS = (
+    "vector.h",
+    "cell.h",
+    "cell_gradient.h",
+    "cell_product.h",
+    "cell_root.h",
+)
+# Not -ffast-math; vector.h says why.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward", "roots")
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+
+
+def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
+    """Whether kernels run here, and if not, why not, in a sentence.
+
+    Args:
+        self_check: makes a small problem, and says how far the kernels are from plain PyTorch on
+        it. Called once, `apart` from whatever mode the first caller is in.
+    """
+    wrong = _what_is_wrong(self_check)
+    return not wrong, wrong
+
+
+@functools.cache
+def _what_is_wrong(self_check) -> str:
+    try:
+        functions()
+    except RuntimeError as wrong:
+        return str(wrong)
+    error = apart(self_check)
+    if not error < 1e-4:
+        return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
+    return ""
+
+
+@functools.cache
+def functions() -> dict:
+    """{name: {dtype: function of one packed struct}}, built if need be.
+
+    Raises:
+        RuntimeError: they cannot be built or loaded here.
+    """
+    try:
+        library = ctypes.CDLL(str(build()))
+        found = {}
+        for name in FUNCTIONS:
+            found[name] = {d: getattr(library, f"{name}_{kind}") for d, kind in DTYPES.items()}
+            for function in found[name].values():
+                function.argtypes, function.restype = [ctypes.c_char_p], None
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as wrong:
+        raise RuntimeError(f"the CPU kernels cannot be built: {wrong}") from wrong
+    return found
+
+
+def build() -> Path:
+    """The shared library for these sources, compiler and CPU, compiled if it is not in the cache.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed. OSError: there is no place for the result.
+    """
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("there is neither g++ nor clang++ on PATH")
+    asked = [compiler, "--version"]
+    version = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    flags: Sequence[str] = FLAGS
+    if "clang" in version:  # macOS calls it g++, too; its OpenMP is a package apart: one thread
+        flags = tuple(flag for flag in FLAGS if flag != "-fopenmp")
+    texts = [(HERE / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
+    key = hashlib.sha256()
+    for part in (*texts, *flags, version, _cpu()):
+        key.update(part.encode() + b"\0")
+    folder = cache_folder()
+    library = folder / f"cpu-{key.hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Other processes may build the same: each in a folder of its own, then moved in one step.
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        made = Path(own) / library.name
+        objects = [str(Path(own) / f"{name}.o") for name in SOURCES]
+        _run_all(
+            [compiler, *flags, "-c", str(HERE / name), "-o", to]
+            for name, to in zip(SOURCES, objects)
+        )
+        _run_all([[compiler, *flags, *objects, "-o", str(made)]])
+        made.replace(library)
+    return library
+
+
+def _run_all(commands):
+    """Run commands beside each other, and wait for all.
+
+    Raises:
+        RuntimeError: one failed; its words are in it.
+    """
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        for process in running:
+            _, said = process.communicate(timeout=300)
+            if process.returncode:
+                command = " ".join(process.args)
+                raise RuntimeError(f"{command} failed: {said.strip()[-500:]}")
+    finally:
+        for process in running:
+            process.kill()  # those that are left where one failed
+            process.wait()
+            process.stderr.close()
+
+
+def _cpu() -> str:
+    """What -march=native depends on. A home directory may be shared between unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequence[int]]) -> None:
+    """Refuse what a kernel for this dtype cannot read.
+
+    Args:
+        arguments: (name, tensor or None, the shape that it should have).
+    Raises:
+        ValueError: shapes do not fit. TypeError: not on the CPU. Unsupported: dtypes differ, or are
+        not float32 or float64.
+    """
+    for name, t, shape in arguments:
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
+        if not t.is_cpu:
+            raise TypeError(f"{name} is on {t.device}: all must be on the CPU")
+        if t.dtype is not dtype or dtype not in DTYPES:
+            raise Unsupported(
+                f"{name} is {t.dtype}, the first input {dtype}: all must be float32 or all float64"
+            )
+
+
+def address(t: torch.Tensor | None) -> int:
+    """Where a tensor lies; 0, a null pointer, for None."""
+    return 0 if t is None else t.data_ptr()
+
+
+def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A tensor (b,l,k) and what lies between two of its tokens, in entries; a slice of a wider one
+    is used as it is, a copy made only where tokens are not evenly spaced or not contiguous."""
+    if not t.is_contiguous():
+        (b, length, k), (over_b, over_l, over_k) = t.shape, t.stride()
+        if over_k == 1 or k == 1:
+            if b == 1 or over_b == length * over_l:
+                return t, over_l
+            if length == 1:
+                return t, over_b
+        t = t.contiguous()
+    return t, t.shape[2]

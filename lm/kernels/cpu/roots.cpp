@@ -1,0 +1,71 @@
+// The roots of n tokens' equations, given their coefficients (lm/model/cell.py: find_root). The
+// search itself is cell_root.h's, which the compiled cell has too.
+
+#include "cell_root.h"
+
+// Packed field by field in cpu_roots.py; all arrays are contiguous.
+struct Roots {
+    int64_t tokens, rank, threads;
+    double floor;
+    const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
+    const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
+    void *s;                               // (n,r)
+    uint8_t *outcome;                      // (n)
+};
+
+namespace {
+
+template <class T> Equation equation_of(const Roots &p, int64_t token) {
+    const int64_t r = p.rank;
+    const auto *alpha = static_cast<const T *>(p.alpha) + token * r;
+    const auto *beta = static_cast<const T *>(p.beta) + token * r * r;
+    const auto *delta = static_cast<const T *>(p.delta) + token * r;
+    const auto *gamma1 = static_cast<const T *>(p.gamma1) + token * r;
+    const auto *gamma2 = static_cast<const T *>(p.gamma2) + token * r * r;
+    Equation e;
+    e.gamma0 = static_cast<const T *>(p.gamma0)[token];
+    e.floor = p.floor;
+    e.rounding = std::numeric_limits<T>::epsilon();
+    for (int64_t i = 0; i < r; ++i) {
+        e.alpha[i] = alpha[i];
+        e.delta[i] = delta[i];
+        e.gamma1[i] = gamma1[i];
+        for (int64_t j = 0; j < r; ++j) {
+            e.beta[i][j] = beta[i * r + j];
+            e.gamma2[i][j] = gamma2[i * r + j];
+        }
+    }
+    return e;
+}
+
+template <class T, int R> void search(const Roots &p) {
+#pragma omp parallel for num_threads(p.threads) schedule(dynamic, 16)
+    for (int64_t token = 0; token < p.tokens; ++token) {
+        const Equation e = equation_of<T>(p, token);
+        Point at;
+        const uint8_t outcome = solve<R>(e, p.rank, at.s);
+        p.outcome[token] = outcome;
+        bool lost = false;  // the equation is of NaN or infinity: so is the answer
+        if (outcome == FAILED) {
+            evaluate<R>(e, p.rank, at);
+            lost = !(at.residual <= std::numeric_limits<double>::max());
+        }
+        T *s = static_cast<T *>(p.s) + token * p.rank;
+        for (int64_t i = 0; i < p.rank; ++i)
+            s[i] = lost ? std::numeric_limits<T>::quiet_NaN() : T(at.s[i]);
+    }
+}
+
+template <class T> void search_all(const Roots &p) {
+    switch (p.rank) {
+        case 1: return search<T, 1>(p);
+        case 2: return search<T, 2>(p);
+        case 4: return search<T, 4>(p);
+        default: return search<T, 0>(p);
+    }
+}
+
+}  // namespace
+
+extern "C" void roots_float(const Roots *p) { search_all<float>(*p); }
+extern "C" void roots_double(const Roots *p) { search_all<double>(*p); }

@@ -1,0 +1,101 @@
+"""The roots of tokens' own equations, compiled for this CPU.
+
+For what `cpu_cell` has no code for: mixers of one's own, windows, the parallel schedule.
+
+Shape suffixes: n tokens, r rank.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.kernels import Unsupported
+from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu.build import DTYPES, address, check, functions
+
+MOST_RANK = 8  # as in cell_root.h
+FAILED, BISECTED = 1, 2  # as in lm/model/solver.py
+SCALE_BEYOND_PICARD = 30.0  # of an equation that the self-check has solved as well
+_pack = struct.Struct("3qd8q").pack  # `struct Roots` of roots.cpp
+
+
+class Roots(NamedTuple):
+    """What was found."""
+
+    s: Tensor  # (n,r)
+    outcome: Tensor  # (n,) uint8: 0, or FAILED or BISECTED of lm/model/solver.py
+
+
+def usable() -> tuple[bool, str]:
+    """Whether this runs here, and if not, why not, in a sentence; see build.usable."""
+    return cpu_build.usable(_self_check)
+
+
+def _self_check() -> float:
+    """The largest |φ(s) − s| of the roots of a few equations, relative; infinite where one was not
+    found."""
+    return check_by_phi(find_roots, list(DTYPES))
+
+
+def check_by_phi(search: Callable[..., Roots], dtypes: list[torch.dtype]) -> float:
+    """`_self_check` of some `find_roots`, on torch's default device."""
+    errors = []
+    for dtype in dtypes:
+        for r in (1, 3, 5):
+            steps = torch.arange(4 * r * r + 2, dtype=torch.float64)
+            alpha, delta, gamma1 = (steps[k : k + 4 * r].sin().view(4, r) for k in range(3))
+            beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
+            gamma2 = beta @ beta.mT + torch.eye(r, dtype=torch.float64)
+            gamma0 = gamma1.square().sum(-1) + 1
+            alpha[3] *= SCALE_BEYOND_PICARD
+            beta[3] *= SCALE_BEYOND_PICARD
+            given = (t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2))
+            s, outcome = search(*given, 1e-5)
+            s_column = s.double().unsqueeze(-1)
+            slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
+            square = gamma0 + ((gamma1 + slant) * s).sum(-1)
+            numerator = alpha + (beta @ s_column).squeeze(-1)
+            phi = numerator * square.rsqrt().unsqueeze(-1) + delta
+            off = (phi - s).abs() / (1 + phi.abs())
+            errors.append(torch.where((outcome != FAILED).unsqueeze(-1), off, torch.inf).max())
+    return max(error.item() for error in errors)
+
+
+def find_roots(
+    alpha: Tensor,
+    beta: Tensor,
+    delta: Tensor,
+    gamma0: Tensor,
+    gamma1: Tensor,
+    gamma2: Tensor,
+    floor: float,
+) -> Roots:
+    """The solutions of s = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ that damped Picard from zero
+    runs into. A token's result does not depend on the other tokens, nor on the number of threads.
+
+    Args:
+        alpha, delta, gamma1: (n,r). beta, gamma2: (n,r,r). gamma0: (n,). floor: the least that the
+        root is taken of.
+    Raises:
+        TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank.
+    """
+    n, r = alpha.shape
+    if r > MOST_RANK:
+        raise Unsupported(f"mixers of rank {r}: the CPU kernel solves up to {MOST_RANK}")
+    check(
+        alpha.dtype,
+        ("alpha", alpha, (n, r)),
+        ("beta", beta, (n, r, r)),
+        ("delta", delta, (n, r)),
+        ("gamma0", gamma0, (n,)),
+        ("gamma1", gamma1, (n, r)),
+        ("gamma2", gamma2, (n, r, r)),
+    )
+    given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
+    found = Roots(torch.empty_like(given[0]), torch.empty(n, dtype=torch.uint8))
+    addresses = [address(t) for t in (*given, *found)]
+    functions()["roots"][alpha.dtype](_pack(n, r, torch.get_num_threads(), floor, *addresses))
+    return found

@@ -1,0 +1,1 @@
+"""mamba-ssm's kernels, where that package is installed."""

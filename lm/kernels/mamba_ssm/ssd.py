@@ -1,0 +1,55 @@
+"""mamba-ssm's chunked scan of Mamba-2, in Triton, behind the signature of lm.model.scan's."""
+
+import torch
+import triton
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from lm.kernels import Unsupported
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton import ssd as triton_ssd
+
+CHUNK = 256  # that of Mamba-2
+# What its matrix products in TF32 may be off by. They are allowed where PyTorch's own may be.
+TF32 = 5e-3
+
+
+def usable() -> tuple[bool, str]:
+    """Whether it runs here, and if not, why not, in a sentence; see `triton_build.usable`. Its
+    products of fp32 tensors may be in TF32: then torch.set_float32_matmul_precision("high") is
+    needed first."""
+    return triton_build.usable(_self_check, "mamba-ssm's kernels")
+
+
+def _self_check(device) -> float:
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return triton_ssd.self_check(ssd_scan, torch.float32, 1e-4 if exact else TF32)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's scan by mamba-ssm, differentiable once; shapes as in lm.model.scan.ssd_scan.
+
+    Raises:
+        Unsupported: dtypes that differ or are fp64, no tokens, or more than fits the GPU.
+    """
+    dtypes = {t.dtype for t in (x, B, C)}
+    if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
+        raise Unsupported(f"x is {tuple(x.shape)}, the dtypes {dtypes}: mamba-ssm's scan takes one")
+    # A document is a sequence index; the state before is that of index 0.
+    index = None if keep is None else (keep == 0).cumsum(1, dtype=torch.int32)
+    chunk = min(CHUNK, max(16, triton.next_power_of_2(x.shape[1])))
+    options = dict(initial_states=h0, seq_idx=index, return_final_states=True)
+    try:
+        y, S = mamba_chunk_scan_combined(x, dt, A, B, C, chunk, **options)
+    except OutOfResources as wrong:
+        raise Unsupported(f"mamba-ssm's scan does not fit this GPU: {wrong}") from wrong
+    return y.float(), S.float()

@@ -1,0 +1,320 @@
+"""The roots of tokens' own equations in Triton, one program for several tokens.
+
+A token's equation s = φ(s) is r numbers large (lm/model/cell.py). Plain PyTorch searches for all
+roots together, with some fifty small kernels for each of up to three hundred steps; here a program
+takes its tokens to the end by itself. All is computed in fp64, whatever is read: near a fold a
+rounding decides which root is taken. The search is that of cell_root.h, step for step.
+
+Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
+`equation` is (α, Β, δ, γ0, γ1, Γ2, the floor of the square) of T tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lm.kernels import Unsupported
+from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton.build import check, launch
+
+MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
+
+
+def usable() -> tuple[bool, str]:
+    """Whether the search runs here, and if not, why not; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
+
+
+def _self_check(device) -> float:
+    """The largest |φ(s) − s| of the roots of a few equations, as a multiple of what is allowed."""
+    return check_by_phi(find_roots, [torch.float32]) / 1e-4
+
+
+@triton.jit
+def _any(mask):
+    return tl.max(mask.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _evaluate(s, equation):
+    """Of φ at s (T,R): ψ = φ(s) − s, α + Β s, γ1 + Γ2 s, 1/√…, max |ψ| (infinite where ψ is not
+    finite), and what rounding is measured against."""
+    alpha, beta, delta, gamma0, gamma1, gamma2, floor = equation
+    moved = tl.sum(beta * s[:, None, :], 2)
+    slant = gamma1 + tl.sum(gamma2 * s[:, None, :], 2)
+    under = gamma0 + tl.sum(s * (gamma1 + slant), 1)
+    inverse = 1.0 / tl.sqrt(tl.where(under < floor, floor, under))
+    numerator = alpha + moved
+    psi = numerator * inverse[:, None] + delta - s
+    size = (tl.abs(alpha) + tl.abs(moved)) * inverse[:, None] + tl.abs(delta) + tl.abs(s)
+    finite = tl.abs(tl.sum(psi, 1)) < float("inf")  # tl.max would drop a NaN
+    residual = tl.where(finite, tl.max(tl.abs(psi), 1), float("inf"))
+    return psi, numerator, slant, inverse, residual, tl.max(size, 1)
+
+
+@triton.jit
+def _eliminate(M, b, R: tl.constexpr):
+    """x (T,R) with M x = b, by Gauss and Jordan with row exchanges. M: (T,R,R), b: (T,R)."""
+    row = tl.arange(0, R)[None, :]
+    column = tl.arange(0, R)[None, None, :]
+    for k in range(R):
+        # 1. The row with the largest entry of column k comes to place k.
+        sizes = tl.abs(tl.sum(tl.where(column == k, M, 0.0), 2))
+        eligible = (row >= k) & (sizes >= 0.0)  # no NaN
+        at = tl.argmax(tl.where(eligible, sizes, -1.0), 1)[:, None]
+        pivot_row = tl.sum(tl.where((row == at)[:, :, None], M, 0.0), 1)
+        other_row = tl.sum(tl.where((row == k)[:, :, None], M, 0.0), 1)
+        pivot_b = tl.sum(tl.where(row == at, b, 0.0), 1)[:, None]
+        other_b = tl.sum(tl.where(row == k, b, 0.0), 1)[:, None]
+        M = tl.where((row == at)[:, :, None], other_row[:, None, :], M)
+        M = tl.where((row == k)[:, :, None], pivot_row[:, None, :], M)
+        b = tl.where(row == at, other_b, b)
+        b = tl.where(row == k, pivot_b, b)
+        # 2. It is taken from all others.
+        pivot = tl.sum(tl.where(row == k, pivot_row, 0.0), 1)[:, None]
+        times = tl.sum(tl.where(column == k, M, 0.0), 2) / pivot
+        times = tl.where(row == k, 0.0, times)
+        M -= times[:, :, None] * pivot_row[:, None, :]
+        b -= times * pivot_b
+    diagonal = tl.sum(tl.where(row[:, :, None] == column, M, 0.0), 2)
+    return b / diagonal
+
+
+@triton.jit
+def _rest(beta, numerator, slant, inverse, R: tl.constexpr):
+    """I − φ′ (T,R,R)."""
+    inverse = inverse[:, None, None]
+    slope = beta * inverse - numerator[:, :, None] * slant[:, None, :] * inverse * inverse * inverse
+    eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
+    return tl.where(eye, 1.0, 0.0) - slope
+
+
+@triton.jit
+def _attracts(M, R: tl.constexpr):
+    """Whether all eigenvalues of M = I − φ′ have a positive real part (T,): by the characteristic
+    polynomial (Faddeev and LeVerrier) and Routh's array."""
+    row = tl.arange(0, R)[None, :]
+    eye = row[:, :, None] == row[:, None, :]
+    # What is added times zero gives the shape, and keeps a NaN.
+    power = tl.where(eye, 1.0, 0.0) + M * 0.0
+    above = tl.where(row == 0, 1.0, 0.0) + tl.sum(M, 2) * 0.0  # coefficients 0, 2, 4, …
+    below = tl.sum(M, 2) * 0.0  # 1, 3, 5, …
+    for k in range(1, R + 1):
+        product = -tl.sum(M[:, :, :, None] * power[:, None, :, :], 2)
+        trace = tl.sum(tl.sum(tl.where(eye, product, 0.0), 2), 1)
+        coefficient = -trace / k
+        power = product + tl.where(eye, coefficient[:, None, None], 0.0)
+        here = row == k // 2
+        above = tl.where(here & (k % 2 == 0), coefficient[:, None], above)
+        below = tl.where(here & (k % 2 == 1), coefficient[:, None], below)
+    next_one = row[:, None, :] == row[:, :, None] + 1
+    stable = tl.sum(M * 0.0, 2) == 0.0  # (T,R) True but for NaN
+    stable = tl.sum(stable.to(tl.int32), 1) == R
+    for _ in range(R):
+        first = tl.sum(tl.where(row == 0, below, 0.0), 1)
+        stable = stable & (first > 0.0)
+        ratio = tl.sum(tl.where(row == 0, above, 0.0), 1) / first
+        shifted = tl.sum(tl.where(next_one, above[:, None, :], 0.0), 2)
+        from_below = tl.sum(tl.where(next_one, below[:, None, :], 0.0), 2)
+        above = below
+        below = shifted - ratio[:, None] * from_below
+    return stable
+
+
+@triton.jit
+def _shortcut(s, trying, residual, q, equation, eps, MOST: tl.constexpr, R: tl.constexpr):
+    """Newton from s (T,R), where Picard contracts by q (T,) → where it came to, and whether (T,)
+    that is what Picard would have found."""
+    beta = equation[1]
+    start = s
+    most = (2.0 * residual / (1.0 - q))[:, None]
+    found = trying & (residual < 0.0)  # none yet
+    tries = 0
+    while (tries < MOST) & _any(trying):
+        psi, numerator, slant, inverse, before, _ = _evaluate(s, equation)
+        moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
+        near = tl.sum((tl.abs(moved - start) <= most).to(tl.int32), 1) == R
+        trying = trying & near
+        _, _, _, _, after, _ = _evaluate(moved, equation)
+        halved = after <= before / 2.0
+        taken = trying & (halved | (after < before))
+        s = tl.where(taken[:, None], moved, s)
+        _, numerator, slant, inverse, now, scale = _evaluate(s, equation)
+        at_rounding = (now <= 8.0 * eps * scale) | ((now <= 256.0 * eps * scale) & (halved == 0))
+        ended = trying & at_rounding
+        found = found | (ended & _attracts(_rest(beta, numerator, slant, inverse, R), R))
+        trying = trying & halved & (ended == 0)
+        tries += 1
+    return s, found
+
+
+@triton.jit
+def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R: tl.constexpr):
+    """A root by bisection of g = 1/√…, in which the equation is linear, polished by Newton; and
+    whether (T,) it is one."""
+    eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
+    eye = tl.where(eye, 1.0, 0.0)
+    alpha, beta, delta, floor = equation[0], equation[1], equation[2], equation[6]
+    low = floor * 0.0 + 1e-18
+    high = 1.0 / tl.sqrt(floor)
+    for _ in range(MOST_TRIES):
+        g = tl.sqrt(low * high)
+        s = _eliminate(eye - g[:, None, None] * beta, g[:, None] * alpha + delta, R)
+        _, _, _, inverse, _, _ = _evaluate(s, equation)
+        below = inverse >= g  # NaN is above
+        low = tl.where(below, g, low)
+        high = tl.where(below, high, g)
+    s = _eliminate(eye - low[:, None, None] * beta, low[:, None] * alpha + delta, R)
+    going = low > 0.0
+    for _ in range(MOST):
+        psi, numerator, slant, inverse, before, scale = _evaluate(s, equation)
+        moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
+        _, _, _, _, after, _ = _evaluate(moved, equation)
+        going = going & (before > 8.0 * eps * scale) & (after < before)
+        s = tl.where(going[:, None], moved, s)
+    _, _, _, _, residual, scale = _evaluate(s, equation)
+    return s, residual <= 256.0 * eps * scale
+
+
+@triton.jit
+def _roots_kernel(
+    alpha,  # in (n,r)
+    beta,  # in (n,r,r)
+    delta,  # in (n,r)
+    gamma0,  # in (n,)
+    gamma1,  # in (n,r)
+    gamma2,  # in (n,r,r)
+    out,  # out (n,r)
+    outcome_out,  # out (n,) of uint8
+    tokens,
+    r,
+    floor,
+    eps,
+    MOST_PICARD: tl.constexpr,
+    MOST_NEWTON: tl.constexpr,
+    BISECTIONS: tl.constexpr,
+    FAILED: tl.constexpr,
+    BISECTED: tl.constexpr,
+    R: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    # 1. The equations; what is beyond r is zero, and stays where it is.
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.arange(0, R)
+    live = token < tokens
+    some = live[:, None] & (row < r)[None, :]
+    at = token[:, None] * r + row[None, :]
+    all_of = some[:, :, None] & (row < r)[None, None, :]
+    at_all = at[:, :, None] * r + row[None, None, :]
+    alpha = tl.load(alpha + at, mask=some, other=0.0).to(tl.float64)
+    delta = tl.load(delta + at, mask=some, other=0.0).to(tl.float64)
+    gamma1 = tl.load(gamma1 + at, mask=some, other=0.0).to(tl.float64)
+    beta = tl.load(beta + at_all, mask=all_of, other=0.0).to(tl.float64)
+    gamma2 = tl.load(gamma2 + at_all, mask=all_of, other=0.0).to(tl.float64)
+    gamma0 = tl.load(gamma0 + token, mask=live, other=1.0).to(tl.float64)
+    floor = tl.zeros([TOKENS], tl.float64) + floor
+    eps = tl.zeros([TOKENS], tl.float64) + eps
+    equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
+
+    # 2. Damped Picard from zero; Newton goes the rest of a way that is short.
+    s = tl.zeros([TOKENS, R], tl.float64)
+    root = s
+    best_s = s
+    best = floor * 0.0 + float("inf")
+    before = best
+    step = tl.full([TOKENS], 0.99, tl.float64)
+    waited = tl.zeros([TOKENS], tl.int32)
+    active = live
+    solved = token < 0
+    bisected = token < 0
+    lost = token < 0
+    iteration = 0
+    while (iteration < MOST_PICARD) & _any(active):
+        psi, _, _, _, residual, scale = _evaluate(s, equation)
+        done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
+        lost = lost | (active & (residual == float("inf")))
+        active = active & (done == 0) & (lost == 0)
+        root = tl.where(done[:, None], s, root)
+        q = residual / before
+        near = (q > 0.0) & (q < 0.99) & (residual / (1.0 - q) <= 0.05 * scale)
+        trying = active & near
+        if _any(trying):
+            ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
+            root = tl.where(found[:, None], ahead, root)
+            done = done | found
+            active = active & (found == 0)
+        solved = solved | done
+        better = residual < best
+        best = tl.where(better, residual, best)
+        best_s = tl.where(better[:, None], s, best_s)
+        waited = tl.where(better, 0, waited + 1)
+        step = tl.where(waited >= 15, step * 0.9, step)
+        waited = tl.where(waited >= 15, 0, waited)
+        s = tl.where(active[:, None], s + step[:, None] * psi, s)
+        before = residual
+        iteration += 1
+
+    # 3. Where that has found nothing: bisection, or the best that was met.
+    if _any(active):
+        last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
+        chosen = tl.where(found[:, None], last, best_s)
+        root = tl.where(active[:, None], chosen, root)
+        bisected = active & found
+    root = tl.where(lost[:, None], float("nan"), root)
+    tl.store(out + at, root.to(tl.float32), mask=some)
+    outcome = tl.where(solved, 0, tl.where(bisected, BISECTED, FAILED))
+    tl.store(outcome_out + token, outcome.to(tl.uint8), mask=live)
+
+
+def find_roots(
+    alpha: Tensor,
+    beta: Tensor,
+    delta: Tensor,
+    gamma0: Tensor,
+    gamma1: Tensor,
+    gamma2: Tensor,
+    floor: float,
+) -> Roots:
+    """As `lm.kernels.cpu.roots.find_roots`; s in fp32.
+
+    Raises:
+        TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank.
+    """
+    n, r = alpha.shape
+    if r > MOST_RANK:
+        raise Unsupported(f"mixers of rank {r}: the Triton kernel solves up to {MOST_RANK}")
+    check(
+        alpha=(alpha, (n, r)),
+        beta=(beta, (n, r, r)),
+        delta=(delta, (n, r)),
+        gamma0=(gamma0, (n,)),
+        gamma1=(gamma1, (n, r)),
+        gamma2=(gamma2, (n, r, r)),
+    )
+    given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
+    width = triton.next_power_of_2(r)
+    tokens = max(2, min(32, 128 // width**2))  # of a program, which is one warp
+    s = alpha.new_empty((n, r), dtype=torch.float32)
+    outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
+    launch(
+        _roots_kernel,
+        (triton.cdiv(n, tokens),),
+        *given,
+        s,
+        outcome,
+        n,
+        r,
+        float(floor),
+        torch.finfo(alpha.dtype).eps,
+        MOST_PICARD=MOST_PICARD,
+        MOST_NEWTON=MOST_NEWTON,
+        BISECTIONS=BISECTIONS,
+        FAILED=FAILED,
+        BISECTED=BISECTED,
+        R=width,
+        TOKENS=tokens,
+        num_warps=1,
+    )
+    return Roots(s, outcome)

@@ -1,0 +1,552 @@
+"""The selective scan on a GPU, forward and backward, in Triton.
+
+Shape suffixes: b batch, l length, d channels, n states; k chunks of time, t tiles (of TILE steps).
+
+    h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
+
+The mathematics is that of lm.model.scan.selective_scan, its oracle. A program walks through time
+with the states of BLOCK_D channels in registers: a column of the (n,d) tile belongs to one thread,
+so y needs no exchange between threads. One step after another leaves most of a GPU idle unless
+rows × channels are many, so long inputs are cut into k chunks (`_chunk_length`):
+
+    1. every chunk but the last from a zero state: what it adds, and its decay exp(A Σdt);
+    2. the states entering the chunks, one small kernel over k;
+    3. every chunk from its entering state, writing y.
+
+The cotangent of a state, p_{t−1} = keep_t exp(dt_t A) ⊙ (p_t + grad_y_t C_tᵀ), is the same
+recurrence from the right, and runs through the same kernels. The backward leaves h and p behind at
+the borders of tiles; within a tile everything follows at once, one state n at a time
+(`_grad_kernel`). Sums over channels, rows and tiles are written as parts and added up by torch, so
+results are the same from run to run. Nothing of size (b,l,d,n) is stored.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lm.kernels import Unsupported
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton.build import MOST_PROGRAMS, check, check_keep, dense, launch, needs_grad
+
+TILE = 16  # steps whose states the backward holds in registers
+# Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
+# would not pay, since all chunks but the last are walked twice.
+ENOUGH_WARPS = 2560
+MIN_CHUNK = 64
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["length", "chunk", "chunks", "zero"])
+def _scan_kernel(
+    value,  # in (b,l,d): x
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    vector,  # in (b,l,n): B
+    C,  # in (b,l,n)
+    keep,  # in (b,l)
+    entering,  # in (b,k,n,d): the state before each chunk
+    chunk_states,  # out (b,k,n,d): what a chunk adds
+    chunk_decays,  # out (b,k,n,d): what it leaves of the state before it
+    y,  # out (b,l,d)
+    tiles,  # out (b,t,n,d): the state at the border of every tile
+    leaving,  # out (b,n,d): the state after the last chunk
+    length,
+    chunk,
+    chunks,
+    d,
+    n,
+    zero,
+    value_row,
+    value_time,
+    dt_row,
+    dt_time,
+    vector_row,
+    vector_time,
+    C_row,
+    C_time,
+    REVERSE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Walk through one chunk for BLOCK_D channels. What is None is not read or not written. With
+    REVERSE from the right: the state is the cotangent p, value is grad_y and vector is C."""
+    # 1. Which chunk of which row, and BLOCK_D of its channels; their rates A (n,d) in base 2.
+    row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    if REVERSE and chunk_states is not None:
+        c += 1  # nothing needs what leaves the first chunk to the left
+    at_d, at_n = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    d_in, n_in = at_d < d, at_n < n
+    nd_in = n_in[:, None] & d_in[None, :]
+    # `zero` hides from the compiler that addresses are aligned: it would spread vectors of four
+    # channels, and with them the n of a channel, over threads, and exchange them at every step.
+    at_nd = at_n[:, None] * d + at_d[None, :] + zero
+    rate = tl.load(A + at_nd, mask=nd_in, other=0.0).to(tl.float32) * LOG2E
+
+    # 2. Pointers to the chunk's first step, which in REVERSE is its last in time.
+    begin = c * chunk
+    steps = tl.minimum(chunk, length - begin)
+    t = begin
+    if REVERSE:
+        t = begin + steps - 1
+    value += row * value_row + t.to(tl.int64) * value_time
+    dt += row * dt_row + t.to(tl.int64) * dt_time
+    vector += row * vector_row + t.to(tl.int64) * vector_time
+    if y is not None:
+        C += row * C_row + t.to(tl.int64) * C_time
+        y += (row * length + t) * d
+    if REVERSE:
+        value_time, dt_time, vector_time = -value_time, -dt_time, -vector_time
+
+    # 3. The state (n,d) before that step.
+    h = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if entering is not None:
+        h = tl.load(entering + (row * chunks + c) * n * d + at_nd, mask=nd_in, other=0.0)
+    total, total_keep = tl.zeros([BLOCK_D], tl.float32), 0.0
+    # x and dt come from far: a step's are asked for while the one before is computed.
+    more = tl.where(steps > 0, d, 0)
+    next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
+    next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
+    # 4. Step by step: note the state at a tile's border, update it, read y from it.
+    i = 0
+    while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
+        i += 1
+        if tiles is not None:
+            if REVERSE:
+                border = (t % TILE == TILE - 1) | (i == 1)
+            else:
+                border = t % TILE == 0
+            if border:
+                tile = row * tl.cdiv(length, TILE) + t // TILE
+                tl.store(tiles + tile * n * d + at_nd, h, mask=nd_in)
+        v, r = next_value.to(tl.float32), next_dt.to(tl.float32)
+        more = tl.where(i < steps, d, 0)
+        value += value_time
+        dt += dt_time
+        next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
+        next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
+        w = tl.load(vector + at_n, mask=n_in, other=0.0).to(tl.float32)
+        vector += vector_time
+
+        exponent = r[None, :] * rate
+        if keep is not None:  # a reset is a decay of 2^−∞, added for free
+            log_keep = tl.where(tl.load(keep + row * length + t) == 0, float("-inf"), 0.0)
+            exponent += log_keep
+            total_keep += log_keep
+        if REVERSE:
+            h = tl.exp2(exponent) * (h + v[None, :] * w[:, None])
+            t -= 1
+        else:
+            h = tl.exp2(exponent) * h + (r * v)[None, :] * w[:, None]
+            t += 1
+        if y is not None:
+            out = tl.load(C + at_n, mask=n_in, other=0.0).to(tl.float32)
+            tl.store(y + at_d, tl.sum(h * out[:, None], axis=0), mask=d_in)
+            C += C_time
+            y += d
+        total += r
+
+    # 5. What the next kernel needs of this chunk, and the state after all of them.
+    if chunk_states is not None:
+        at = (row * chunks + c) * n * d + at_nd
+        tl.store(chunk_states + at, h, mask=nd_in)
+        tl.store(chunk_decays + at, tl.exp2(total[None, :] * rate + total_keep), mask=nd_in)
+    if leaving is not None:
+        last = chunks - 1
+        if REVERSE:
+            last = 0
+        if c == last:
+            tl.store(leaving + row * n * d + at_nd, h, mask=nd_in)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """What each chunk adds → the state entering it, in place: states, decays (b,k,n·d), from first
+    (b,n·d); with REVERSE, from the last chunk to the first."""
+    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    state = tl.zeros([BLOCK], tl.float32)
+    if first is not None:
+        state = tl.load(first + row * size + at, mask=mask, other=0.0)
+    i = 0
+    while i < chunks:
+        k = i
+        if REVERSE:
+            k = chunks - 1 - i
+        i += 1
+        where = (row * chunks + k) * size + at
+        more = at < tl.where(i < chunks, size, 0)  # what leaves the last was not computed
+        added = tl.load(states + where, mask=more, other=0.0)
+        decay = tl.load(decays + where, mask=more, other=0.0)
+        tl.store(states + where, state, mask=mask)
+        state = decay * state + added
+
+
+@triton.jit(do_not_specialize=["length"])
+def _grad_kernel(
+    x,  # in (b,l,d)
+    dt,  # in (b,l,d)
+    A,  # in (n,d)
+    B,  # in (b,n,l), l padded with zeros to whole tiles
+    C,  # in (b,n,l), padded alike
+    keep,  # in (b,l)
+    grad_y,  # in (b,l,d)
+    h_tiles,  # in (b,t,n,d): h that enters each tile; out: the tile's part of dA
+    p_tiles,  # in (b,t,n,d): p that enters each tile, from the right
+    dx,  # out (b,l,d)
+    ddt,  # out (b,l,d)
+    dB,  # out (blocks of d,b,n,l), padded: parts to be summed
+    dC,  # out, as dB
+    length,
+    d,
+    n,
+    rows,
+    x_row,
+    x_time,
+    dt_row,
+    dt_time,
+    grad_row,
+    grad_time,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """All gradients of one tile of time and BLOCK_D channels, from the states at its borders. The
+    loops over its steps are unrolled: entry j of a tuple belongs to step j, of dus and ddts to step
+    TILE − 1 − j."""
+    block, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    tile, tiles = tl.program_id(1), tl.num_programs(1)
+    at_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    d_in, start = at_d < d, tile.to(tl.int64) * TILE
+    x += row * x_row + start * x_time
+    dt += row * dt_row + start * dt_time
+    grad_y += row * grad_row + start * grad_time
+    at_out = (row * length + start) * d + at_d
+
+    # 1. Read the tile's steps: u = Δ x, Δ and the gradient of y, each (d,).
+    us, rs, gs, log_keeps, dus, ddts = (), (), (), (), (), ()
+    for j in tl.static_range(TILE):
+        # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
+        inside = at_d < tl.where(start + j < length, d, 0)
+        r = tl.load(dt + j * dt_time + at_d, mask=inside, other=0.0).to(tl.float32)
+        rs += (r,)
+        us += (tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32) * r,)
+        gs += (tl.load(grad_y + j * grad_time + at_d, mask=inside, other=0.0).to(tl.float32),)
+        if keep is not None:
+            kept = tl.load(keep + row * length + start + j, mask=start + j < length, other=1)
+            log_keeps += (tl.where(kept == 0, float("-inf"), 0.0),)
+        dus += (tl.zeros([BLOCK_D], tl.float32),)
+        ddts += (tl.zeros([BLOCK_D], tl.float32),)
+
+    # 2. State entry by state entry (n of them): forward through the tile for h, back for p and
+    #    all gradients.
+    s = 0
+    while s < n:
+        at_state = ((row * tiles + tile) * n + s) * d + at_d
+        at_B = ((row * n + s) * tiles + tile) * TILE
+        at_part = (((block * rows + row) * n + s) * tiles + tile) * TILE
+        rate = tl.load(A + s * d + at_d, mask=d_in, other=0.0).to(tl.float32)
+        h = tl.load(h_tiles + at_state, mask=d_in, other=0.0)
+        p = tl.load(p_tiles + at_state, mask=d_in, other=0.0)
+        Bs, Cs, decays, hs = (), (), (), (h,)
+        for j in tl.static_range(TILE):
+            Bs += (tl.load(B + at_B + j),)
+            Cs += (tl.load(C + at_B + j),)  # here, since no load may overtake the stores below
+            exponent = rs[j] * (rate * LOG2E)
+            if keep is not None:
+                exponent += log_keeps[j]
+            decays += (tl.exp2(exponent),)
+            h = decays[j] * h + us[j] * Bs[j]
+            hs += (h,)
+        d_rate, new_dus, new_ddts = tl.zeros([BLOCK_D], tl.float32), (), ()
+        for j in tl.static_range(TILE - 1, -1, -1):
+            p += gs[j] * Cs[j]  # the cotangent of h_t, with all that follows
+            tl.store(dC + at_part + j, tl.sum(hs[j + 1] * gs[j], axis=0))
+            tl.store(dB + at_part + j, tl.sum(p * us[j], axis=0))
+            new_dus += (dus[TILE - 1 - j] + p * Bs[j],)
+            p *= decays[j]
+            d_log = p * hs[j]
+            new_ddts += (ddts[TILE - 1 - j] + d_log * rate,)
+            d_rate += d_log * rs[j]
+        dus, ddts = new_dus, new_ddts
+        tl.store(h_tiles + at_state, d_rate, mask=d_in)
+        s += 1
+
+    # 3. From the gradient of u = Δ x to those of x and Δ.
+    for j in tl.static_range(TILE):
+        inside = at_d < tl.where(start + j < length, d, 0)
+        v = tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32)
+        du, d_dt = dus[TILE - 1 - j], ddts[TILE - 1 - j] + dus[TILE - 1 - j] * v
+        tl.store(dx + at_out + j * d, (du * rs[j]).to(dx.dtype.element_ty), mask=inside)
+        tl.store(ddt + at_out + j * d, d_dt.to(ddt.dtype.element_ty), mask=inside)
+
+
+def usable() -> tuple[bool, str]:
+    """Whether the scan runs here, and if not, why not, in a sentence; see `triton_build.usable`."""
+    return triton_build.usable(_self_check)
+
+
+def _self_check(device) -> float:
+    return self_check(selective_scan)
+
+
+def self_check(scan: Callable[..., Any], with_state: bool = True) -> float:
+    """How far a scan is from a loop over time, gradients included, on a small problem: the
+    `deviation`. with_state: there is a state before it, and a gradient of the one after it."""
+    x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
+    A = -torch.linspace(0.1, 9, 19 * 3).reshape(19, 3)
+    B, C = torch.linspace(-1, 1, 2 * 5 * 3).reshape(2, 1, 5, 3)
+    given = (x, dt, A, B, C, A[None]) if with_state else (x, dt, A, B, C)
+    x, dt, A, B, C, *h0 = inputs = [t.clone().requires_grad_() for t in given]
+    h, ys = h0[0] if h0 else x.new_zeros(1, 19, 3), []
+    for t in range(5):
+        u = (dt[:, t] * x[:, t]).unsqueeze(-1)
+        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
+        ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
+    results = []
+    for y, state in (scan(*inputs), (torch.stack(ys, 1), h)):
+        loss = y.sum() + state.sum() if with_state else y.sum()
+        results.append((y, state, *torch.autograd.grad(loss, inputs)))
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4)
+
+
+def _blocks(d, n):
+    """BLOCK_D, BLOCK_N and num_warps of `_scan_kernel`: at most 16 states a thread, in registers.
+
+    Up to n = 16 a thread has all states of a channel; beyond that 2, 4, … threads of one warp
+    share a channel, so that no sum over n crosses warps.
+    """
+    block_n = triton.next_power_of_2(n)
+    block_d = max(1, min(64, 512 // block_n if block_n > 16 else 64, triton.next_power_of_2(d)))
+    return block_d, block_n, 2 if block_d == 64 else 1
+
+
+def _chunk_length(b, length, d, n):
+    """Steps per chunk: `length`, so one pass, where rows and channels fill the GPU or time is
+    short; else so many chunks that ENOUGH_WARPS run, each a multiple of MIN_CHUNK (of TILE)."""
+    block_d, _, num_warps = _blocks(d, n)
+    warps = b * triton.cdiv(d, block_d) * num_warps
+    chunks = min(triton.cdiv(ENOUGH_WARPS, max(1, warps)), length // MIN_CHUNK)
+    return length if chunks < 2 else triton.cdiv(length, chunks * MIN_CHUNK) * MIN_CHUNK
+
+
+def _prepare(x, dt, A, B, C, h0, keep):
+    """Check the arguments; the same as the kernels take them: last dimension contiguous, A as
+    (n,d), h0 as (b,n,d) in fp32.
+
+    Raises:
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
+    """
+    (b, length, d), n = x.shape, A.shape[-1]
+    check(
+        x=(x, x.shape),
+        dt=(dt, x.shape),
+        A=(A, (d, n)),
+        B=(B, (b, length, n)),
+        C=(C, (b, length, n)),
+        h0=(h0, (b, d, n)),
+    )
+    check_keep(keep, x)
+    if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
+        raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
+    if keep is not None:
+        keep = keep.contiguous()
+        keep = keep.view(torch.uint8) if keep.dtype == torch.bool else keep
+    if h0 is not None:
+        h0 = h0.transpose(1, 2).float().contiguous()
+    A = A.t().contiguous()
+    return dense(x), dense(dt), A, dense(B), dense(C), h0, keep
+
+
+def _chunks(length, chunk):
+    return max(1, triton.cdiv(length, max(1, chunk)))
+
+
+def _entering(value, dt, A, vector, keep, first, chunk, reverse=False):
+    """The states entering the chunks, (b,k,n,d); `first` (b,n,d) itself if there is but one."""
+    b, chunks, size, block = value.shape[0], _chunks(value.shape[1], chunk), A.numel(), 256
+    if chunks == 1:
+        return first
+    states, decays = value.new_empty(2, b, chunks, *A.shape, dtype=torch.float32)
+    outputs = dict(chunk_states=states, chunk_decays=decays)
+    _launch_scan(value, dt, A, vector, keep, chunk, reverse, **outputs)
+    launch(
+        _carry_kernel,
+        (triton.cdiv(size, block), b),
+        first,
+        states,
+        decays,
+        chunks,
+        size,
+        REVERSE=reverse,
+        BLOCK=block,
+        num_warps=2,
+    )
+    return states
+
+
+def _launch_scan(
+    value,
+    dt,
+    A,
+    vector,
+    keep,
+    chunk,
+    reverse=False,
+    C=None,
+    entering=None,
+    chunk_states=None,
+    chunk_decays=None,
+    y=None,
+    tiles=None,
+    leaving=None,
+):
+    (b, length, d), n, chunks = value.shape, A.shape[0], _chunks(value.shape[1], chunk)
+    block_d, block_n, num_warps = _blocks(d, n)
+    grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
+    launch(
+        _scan_kernel,
+        grid,
+        value,
+        dt,
+        A,
+        vector,
+        C,
+        keep,
+        entering,
+        chunk_states,
+        chunk_decays,
+        y,
+        tiles,
+        leaving,
+        length,
+        chunk,
+        chunks,
+        d,
+        n,
+        0,
+        *value.stride()[:2],
+        *dt.stride()[:2],
+        *vector.stride()[:2],
+        *((0, 0) if C is None else C.stride()[:2]),
+        REVERSE=reverse,
+        TILE=TILE,
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
+
+
+def _forward(x, dt, A, B, C, h0, keep):
+    """y (b,l,d), the final state (b,n,d), and the states entering the chunks."""
+    (b, length, d), n = x.shape, A.shape[0]
+    chunk = _chunk_length(b, length, d, n)
+    states = _entering(x, dt, A, B, keep, h0, chunk)
+    y = x.new_empty(b, length, d, dtype=torch.float32)
+    final = x.new_empty(b, n, d, dtype=torch.float32)
+    _launch_scan(x, dt, A, B, keep, chunk, C=C, entering=states, y=y, leaving=final)
+    return y, final, states
+
+
+def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
+    """Gradients by x, dt (b,l,d), A (n,d), B, C (b,l,n) and h0 (b,n,d)."""
+    (b, length, d), n = x.shape, A.shape[0]
+    chunk, tiles = _chunk_length(b, length, d, n), triton.cdiv(length, TILE)
+    h_tiles, p_tiles = x.new_empty(2, b, tiles, n, d, dtype=torch.float32)
+    _launch_scan(x, dt, A, B, keep, chunk, entering=states, tiles=h_tiles)
+    dh0 = torch.empty_like(grad_final)
+    scan = grad_y, dt, A, C, keep
+    p = _entering(*scan, grad_final, chunk, reverse=True)
+    _launch_scan(*scan, chunk, reverse=True, entering=p, tiles=p_tiles, leaving=dh0)
+
+    block_d = min(32, triton.next_power_of_2(d))  # one warp, so that sums over d stay within it
+    blocks = triton.cdiv(d, block_d)
+    BC_tiles = x.new_zeros(2, b, n, tiles * TILE, dtype=torch.float32)
+    for t, given in zip(BC_tiles, (B, C)):
+        t[..., :length] = given.transpose(1, 2)
+    dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
+    dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
+    launch(
+        _grad_kernel,
+        (blocks, tiles, b),
+        x,
+        dt,
+        A,
+        *BC_tiles,
+        keep,
+        grad_y,
+        h_tiles,
+        p_tiles,
+        dx,
+        ddt,
+        *dBC,
+        length,
+        d,
+        n,
+        b,
+        *x.stride()[:2],
+        *dt.stride()[:2],
+        *grad_y.stride()[:2],
+        TILE=TILE,
+        BLOCK_D=block_d,
+        num_warps=1,
+    )
+    dB, dC = dBC.sum(1)[..., :length].transpose(2, 3)
+    return dx, ddt, h_tiles.sum((0, 1)), dB, dC, dh0
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dt, A, B, C, h0, keep):
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, dt, A, B, C, h0)]
+        x, dt, A, B, C, h0, keep = _prepare(x, dt, A, B, C, h0, keep)
+        y, final, states = _forward(x, dt, A, B, C, h0, keep)
+        ctx.save_for_backward(x, dt, A, B, C, keep, states)
+        return y, final.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, grad_final):
+        grad_final = grad_final.transpose(1, 2).contiguous()
+        grads = _backward(*ctx.saved_tensors, dense(grad_y), grad_final)
+        dx, ddt, dA, dB, dC, dh0 = (
+            None if dtype is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes)
+        )
+        return dx, ddt, dA.t(), dB, dC, None if dh0 is None else dh0.transpose(1, 2), None
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan on a GPU.
+
+        h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
+
+    Computed in fp32. The result is the same from run to run, gradients included.
+
+    Args:
+        x, dt: (b,l,d). A: (d,n). B, C: (b,l,n). h0: (b,d,n), zero if None. Each fp32, bf16 or fp16
+            and of any strides. Copied are x, dt, B and C unless their last stride is 1, A and h0
+            unless they lie in memory as (n,d) and (b,n,d), as the final state does.
+        keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
+    Returns:
+        y (b,l,d) and the final state (b,d,n), in fp32.
+    Raises:
+        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
+    """
+    inputs = (x, dt, A, B, C, h0)
+    if needs_grad(*inputs):
+        return _SelectiveScan.apply(*inputs, keep)
+    y, final, _ = _forward(*_prepare(*inputs, keep))
+    return y, final.transpose(1, 2)

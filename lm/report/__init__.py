@@ -1,0 +1,1 @@
+"""What people look at: plans before a run, pages and figures after it."""

@@ -1,0 +1,463 @@
+"""What a run will cost, before it starts: parameters, tokens, FLOPs, hours, memory per GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lm.common.cards import GIB, GPUS_A_HOST, Card, card, here
+from lm.config.load import Config, ConfigError
+from lm.config.warmups import Growth
+from lm.report import cost
+from lm.report.activations import for_gpu
+from lm.report.cost import flops_of
+from lm.report.memory import Planner, Sizes, on_the_meta_device, sizes
+from lm.runs.run_dir import RunDir
+from lm.training import init_from
+from lm.training.build import vocabulary, with_built_in_mixers
+from lm.training.deepspeed_json import deepspeed_config, highest_stage
+from lm.training.optim import described as described_optimizer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedModel
+
+UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
+EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
+
+# Tokens of hub datasets, by their own cards (in GPT-2's): about so many.
+HUB_TOKENS = {
+    ("HuggingFaceFW/fineweb", "sample-10BT"): 10e9,
+    ("HuggingFaceFW/fineweb", "sample-100BT"): 100e9,
+    ("HuggingFaceFW/fineweb", "sample-350BT"): 350e9,
+}
+
+
+def is_gpt2(tokenizer: str) -> bool:
+    """Whether a tokenizer of this name or folder calls itself GPT-2's."""
+    return tokenizer.rstrip("/").rpartition("/")[2] == "gpt2"
+
+
+def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
+    """Tokens that the run can be trained on before any comes again, and where the number is from;
+    None where nothing says before the source is tokenised: what the run directory holds counts only
+    if it was made of this source with this tokenizer. Reads no text.
+
+    Args:
+        name: of a source of a mixture, whose config `cfg` is; "": the run has a single source.
+    """
+    d = cfg.data
+    if d.source == "fineweb":
+        name = f"{d.dataset} {d.name}"
+        if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
+            return None, f"how many {name} has is not known here"
+        whose = "GPT-2's tokens"
+        if not is_gpt2(cfg.tokenizer.name):
+            whose += f", those of `{cfg.tokenizer.name}` will be more or fewer"
+        return total * (1 - d.val_fraction), f"about, of {name}, less validation's share; {whose}"
+    unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
+    if not RunDir(cfg.run_dir).tokenizer.is_dir():
+        return unknown
+    from lm.data.corpus.prepare import training_tokens
+    from lm.data.corpus.tokenizer import load_tokenizer
+    from lm.data.sources.errors import DataError
+
+    try:
+        found = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
+    except DataError:  # not there, or of another tokenizer
+        return unknown
+    if found is None:
+        return unknown
+    tokens, folder = found
+    return tokens, f"as tokenised in {folder}"
+
+
+def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
+    """Of each source of a mixture its share of what is trained on (None: known once all are
+    tokenised), its tokens, where that number is from, and its passes; {} of a single source.
+
+    Args:
+        tokens: that are trained on, of all sources.
+    """
+    if cfg.data.mixture is None:
+        return {}
+    from lm.data.sources.mixture import parts, shares
+
+    found = {name: training_data(part, name) for name, part in parts(cfg).items()}
+    known = {name: count for name, (count, _) in found.items() if count is not None}
+    of_each: dict[str, float | None] = dict.fromkeys(found)
+    if cfg.data.temperature is None or len(known) == len(found):
+        of_each.update(shares(cfg.data, known))
+    sources = {}
+    for name, (count, where) in found.items():
+        share = of_each[name]
+        passes = None if share is None or count is None else share * tokens / count
+        sources[name] = {"share": share, "tokens": count, "where": where, "passes": passes}
+    return sources
+
+
+def _mixed(p: dict) -> list[tuple[str, str]]:
+    """Rows of the sources of a mixture."""
+    rows = []
+    for name, source in p["sources"].items():
+        text = "share known once all are tokenised"
+        if source["share"] is not None:
+            text = f"{source['share']:.2%} of the sequences"
+        text += f"; {_tokens(source['tokens'], source['where'])}"
+        if source["passes"] is not None:
+            again = ": its blocks come again in a new order" * (source["passes"] > 1)
+            text += f"; {source['passes']:.2f} passes{again}"
+        rows.append((f"source {name}", text))
+    return rows
+
+
+def _passes(p: dict, cfg: Config) -> str:
+    """How often the run goes over its data, and what happens when they are at an end."""
+    again = "the documents come again, their row groups in a new order"
+    if cfg.data.source != "fineweb":
+        again = "its blocks come again in a new order"
+    if p["passes"] is None:
+        return f"not known; after each {again}"
+    count = f"{p['passes']:.2f}"
+    if cfg.data.source == "fineweb" and not is_gpt2(cfg.tokenizer.name):
+        count = f"about {count} (in GPT-2's tokens)"
+    if p["passes"] <= 1:
+        return f"{count}: nothing is read twice"
+    return f"{count}: data repeats; after each pass {again}"
+
+
+def fprnn_parameters(cfg: Config, vocab_size: int) -> int | None:
+    """Of the fixed-point model with a baseline's sizes (d_model, n_layer, …); None for fprnn."""
+    if cfg.model.name == "fprnn":
+        return None
+    same = cfg.model_copy(deep=True)
+    same.model.name = "fprnn"
+    return sum(p.numel() for p in on_the_meta_device(same, vocab_size).parameters())
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a run is planned for."""
+
+    world_size: int  # GPUs in all
+    card: Card
+    nodes: int  # hosts they are in
+    utilisation: float = UTILISATION
+    evaluations: float | None = None  # a token and layer; None: see `evaluations_of`
+
+
+def where(
+    cfg: Config,
+    world_size: int,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    utilisation: float | None = None,
+    evaluations: float | None = None,
+) -> Where:
+    """What the options of `fprnn plan` mean; None is what they are by default.
+
+    Raises:
+        ConfigError: no such card, GPUs that the hosts cannot share evenly, a utilisation above 1,
+            evaluations of a model that iterates nothing.
+    """
+    hosts = nodes or -(-world_size // GPUS_A_HOST)
+    if world_size % hosts:
+        even = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"{world_size} GPUs do not divide evenly among {hosts} hosts: give --nodes one of"
+            f" {', '.join(map(str, even))}, or --gpus a multiple of {hosts}"
+        )
+    if utilisation is not None and utilisation > 1:
+        raise ConfigError(
+            f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
+            " above 0 and at most 1"
+        )
+    if evaluations is not None and not cfg.model.has_fixed_point:
+        raise ConfigError(
+            "--evaluations is of model.name fprnn:"
+            f" {cfg.model.layers or cfg.model.name} iterates nothing"
+        )
+    if utilisation is None:
+        utilisation = UTILISATION
+    return Where(world_size, card(gpu or here()), hosts, utilisation, evaluations)
+
+
+def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
+    """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
+    EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
+    iterates nothing."""
+    solver = model.train().solver() if hasattr(model, "solver") else "none"
+    if isinstance(solver, str):  # "none"
+        return None
+    if at.evaluations is not None:
+        return at.evaluations
+    return 1.0 if solver["tol"] is None else EVALUATIONS
+
+
+def plan(cfg: Config, at: Where | int) -> dict:
+    """Numbers of a run. Builds it on the meta device and counts what a small one holds; downloads
+    nothing.
+
+    Args:
+        at: what for; a number is that of GPUs of the default card.
+    Raises:
+        ConfigError: as `build_model`, `vocabulary` and `deepspeed_config`.
+    """
+    if isinstance(at, int):
+        at = where(cfg, at)
+    cfg, own_mixers = with_built_in_mixers(cfg)
+    vocab_size = vocabulary(cfg)
+    model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
+    counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
+    growth = Growth(cfg, at.world_size)
+    return {
+        "at": at,
+        "world_size": at.world_size,
+        "vocab_size": vocab_size,
+        "own_mixers": own_mixers,
+        "init_from": init_from.check(cfg, model),
+        "optimizer": described_optimizer(model, cfg.optim),
+        "parameters": counted.parameters,
+        "parameters_without_embedding": counted.parameters - counted.embedding,
+        "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
+        **_planned_data(cfg, at, growth),
+        **_planned_work(cfg, at, growth, model, counted),
+        **_planned_memory(cfg, at, counted),
+    }
+
+
+def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
+    """What is read, and how often."""
+    tokens = growth.tokens_until(cfg.train.steps)
+    sources = mixed_data(cfg, tokens)
+    dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
+    return {
+        "sequences_per_step": cfg.train.sequences(at.world_size),
+        "tokens_per_step": cfg.tokens_per_step(at.world_size),
+        "tokens": tokens,
+        "warmups": growth.described(),
+        "dataset_tokens": dataset_tokens,
+        "dataset": dataset,
+        "sources": sources,
+        "packing": _packing(cfg),
+        "passes": tokens / dataset_tokens if dataset_tokens else None,
+    }
+
+
+def _planned_work(
+    cfg: Config, at: Where, growth: Growth, model: PreTrainedModel, counted: Sizes
+) -> dict:
+    """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
+    tokens_of_length = growth.tokens_by_length(cfg.train.steps)
+    flops_per_token = flops_of(cfg, model, counted)
+    flops_in_all: dict[str, float] = dict.fromkeys(flops_per_token, 0)
+    for length, tokens in tokens_of_length.items():
+        for name, flops in flops_of(cfg, model, counted, length).items():
+            flops_in_all[name] += flops * tokens
+    evaluations = evaluations_of(model, at)
+    work = next(iter(flops_in_all.values()))
+    if evaluations is not None:
+        work = sum(
+            model.flops_per_token(evaluations, length=length) * tokens
+            for length, tokens in tokens_of_length.items()
+        )
+    return {
+        "flops_per_token": flops_per_token,
+        "flops_in_all": flops_in_all,
+        "evaluations": evaluations,
+        "flops": work,
+        "hours": cost.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation),
+    }
+
+
+def _planned_memory(cfg: Config, at: Where, counted: Sizes) -> dict:
+    """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
+    planner = Planner(cfg, at.world_size, at.card, counted)
+    needed = planner.memory()
+    fits = planner.fits(needed)
+    stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
+    accumulation = cfg.train.accumulation(at.world_size)
+    sent = cost.communication(counted, at.world_size, stage, accumulation)
+    link = cost.link(at.card, at.nodes)
+    possible_stages = range(highest_stage(cfg) + 1)
+    return {
+        "zero_stage": stage,
+        "memory": needed,
+        "limit": planner.limit,
+        "fits": fits,
+        "change": None if fits else planner.smallest_change(),
+        "stages": {s: planner.memory(**_stage(cfg, s)) for s in possible_stages},
+        "communication": sent,
+        "communication_seconds": sum(sent.values()) / link.bytes_per_second,
+        "link": link,
+        "checkpoint_bytes": cost.checkpoint_bytes(counted, stage, cfg.train.ema is not None),
+    }
+
+
+def _stage(cfg: Config, stage: int) -> dict:
+    """The keys that set a ZeRO stage, also where DeepSpeed's own JSON names one."""
+    changes = {"engine__zero_stage": stage}
+    own = cfg.engine.deepspeed
+    if isinstance(own, dict) and "stage" in own.get("zero_optimization", {}):
+        changes["engine__deepspeed__zero_optimization__stage"] = stage
+    return changes
+
+
+def _tokens(count: float | None, where: str) -> str:
+    if count is None:
+        return where
+    return f"{_amount(count)} ({where})"
+
+
+def _amount(count: float) -> str:
+    """2.517 B; smaller numbers in full."""
+    return f"{count / 1e9:,.3f} B" if count >= 1e8 else f"{count:,.0f}"
+
+
+def describe(p: dict, cfg: Config) -> Table:
+    """The plan as a rich table of one screen."""
+    from rich.table import Table
+
+    table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
+    for rows in (_what(p, cfg), _work(p, cfg), _memory(p)):
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """Model and data."""
+    of_all = f"{p['parameters'] / 1e6:,.1f} M"
+    rows = [("parameters", of_all)]
+    if beside := p["parameters_of_fprnn"]:
+        m = cfg.model
+        share = f"{p['parameters'] / beside:.2f} of its {beside / 1e6:,.1f} M"
+        sizes = f"{m.n_layer} layers, d_model {m.d_model}, as here"
+        rows.append(("… beside fprnn", f"{share} ({sizes})"))
+    return [
+        *rows,
+        ("… without embedding", f"{p['parameters_without_embedding'] / 1e6:,.1f} M"),
+        ("vocabulary", f"{p['vocab_size']:,}"),
+        *(
+            ("mixer", f"{name} is not imported by a plan: counted as a householder")
+            for name in p["own_mixers"]
+        ),
+        *(("init from", line) for line in p["init_from"]),
+        ("ranks (GPUs)", _ranks(p["at"])),
+        ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
+        ("tokens per update", f"{p['tokens_per_step']:,}"),
+        *p["warmups"],
+        ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
+        *(_mixed(p) or _single(p, cfg)),
+        *p["packing"],
+        *(("optimizer", line) for line in p["optimizer"]),
+    ]
+
+
+def _packing(cfg: Config) -> list[tuple[str, str]]:
+    """Rows of what best-fit packing wastes, as the run has packed its sources; none of plain."""
+    if cfg.data.packing == "plain":
+        return []
+    from lm.data.corpus import best_fit
+    from lm.data.corpus.prepare import place_in_run
+    from lm.data.sources.mixture import parts
+
+    rows = []
+    for name, part in parts(cfg).items():
+        found = best_fit.read(place_in_run(cfg.run_dir, name), part.data)
+        cost = found[1] if found else "best_fit: its padding is known once the run has packed it"
+        rows.append((f"packing {name}".rstrip(), str(cost)))
+    return rows
+
+
+def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """Rows of a single source."""
+    return [
+        ("tokens in the data", _tokens(p["dataset_tokens"], p["dataset"])),
+        ("passes over the data", _passes(p, cfg)),
+    ]
+
+
+def _ranks(at: Where) -> str:
+    if not at.card.on_gpu:
+        return f"{at.world_size} (on this CPU)"
+    return f"{at.world_size} × {at.card.name} in {at.nodes} host{'s' * (at.nodes > 1)}"
+
+
+def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """FLOPs, hours, what is sent and saved."""
+    rows = []
+    for name, flops in p["flops_per_token"].items():
+        total = f"{p['flops_in_all'][name]:.2e} in all"
+        rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total})"))
+    at, precision = p["at"], cfg.train.precision
+    if p["hours"] is None:
+        rows.append(("hours", "not known of a CPU: a short run says its tokens/s"))
+    else:
+        assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
+        if p["evaluations"] is not None:
+            assumed += f", {p['evaluations']:g} evaluations"
+        rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
+    if at.world_size > 1:
+        sent, link = sum(p["communication"].values()), p["link"]
+        how = f"{p['communication_seconds']:.2g} s over {link.name} where nothing overlaps"
+        rows.append(("sent per update", f"{_size(sent)} a GPU, {how}"))
+    rows.append(("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB"))
+    return rows
+
+
+PARTS = {
+    "weights": "weights",
+    "master": "DeepSpeed's copy of them",
+    "gradients": "gradients",
+    "optimizer": "optimizer's moments",
+    "average": "average of the weights",
+    "buffers": "DeepSpeed's buffers",
+    "runtime": "CUDA, NCCL (assumed)",
+    "activations": "activations",
+    "temporaries": "a layer's solve, backward",
+    "loss": "logits and loss",
+    "update": "the update itself",
+}
+
+
+def _memory(p: dict) -> list[tuple[str, str]]:
+    """Memory by part and by ZeRO stage against the card, and what would make it fit."""
+    needed, at = p["memory"], p["at"]
+    worst = max(needed.moments, key=needed.moments.get)
+    out = {
+        "a layer": ("loss", "update"),
+        "loss": ("temporaries", "update"),
+        "update": ("activations", "temporaries", "loss", "buffers"),
+    }[worst]
+    rows = []
+    for name, said in PARTS.items():
+        size = getattr(needed, name)
+        if size:
+            apart = " (not at the same time)" if name in out else ""
+            rows.append((f"memory: {said}", f"{_size(size)}{apart}"))
+    for stage, of_stage in p["stages"].items():
+        left = p["limit"] - of_stage.total
+        verdict = "fits" if left >= 0 else f"{_size(-left)} too much"
+        verdict += ", as configured" if stage == p["zero_stage"] else ""
+        row = f"{_size(of_stage.total)} (estimate): {verdict}"
+        rows.append((f"memory per GPU, ZeRO-{stage}", row))
+    card = f"{_size(p['limit'])} of {_size(at.card.memory)} ({at.card.name})"
+    rows.append(("memory there is", card if at.card.on_gpu else f"{_size(p['limit'])} a rank"))
+    if not p["fits"]:
+        rows.append(("to make it fit", _change(p)))
+    return rows
+
+
+def _change(p: dict) -> str:
+    if p["change"] is None:
+        return "no ZeRO stage, checkpointing or micro-batch does: more GPUs, or a smaller model"
+    keys, needed = p["change"]
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    return f"{' '.join(texts)} (then {_size(needed.total)})"
+
+
+def _size(count: float) -> str:
+    """Bytes in GiB, small ones in MiB."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.2f} MiB"

@@ -1,0 +1,248 @@
+"""The log of a run: metrics.jsonl, and wandb and TensorBoard where they are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import netrc
+import os
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO, TypeVar
+
+from lm.config.load import Run
+from lm.common.console import say
+from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
+from lm.common.files import write_text, writing
+from lm.runs.run_dir import RunDir
+
+# Where wandb and TensorBoard show a record's key; one that is not here is of the training.
+GROUPS = {
+    "solver": ("adjoint", "evaluations", *SHARES, "lipschitz", "mixing_norm", "residual"),
+    "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
+    "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
+    "data": ("data_epochs", "data_padding", "data_share"),
+}
+GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}
+# Mappings that are a group themselves.
+WHOLE = {"probe": "solver", "valid": "validation", "validation": "validation"}
+MOST_LAYERS = 6  # whose numbers are shown one by one
+
+
+def describe(record: dict, num_iters: dict | None = None) -> str:
+    """A training record as one line: what a person watches.
+
+    Args:
+        num_iters: ℓ* of the layers, as the record of the last probe has it.
+    """
+    parts = [f"loss {record['loss']:.3f}"]
+    if "perplexity" in record:
+        parts.append(f"perplexity {record['perplexity']:,.1f}")
+    if "accuracy" in record:
+        parts.append(f"acc {record['accuracy']:.3f}")
+    parts.append(f"lr {record['lr']:.1e}")
+    parts.append(f"|g| {record['grad_norm']:.2f}")
+    if num_iters:
+        parts.append(f"ℓ* {iterations_of_layers(num_iters)}")
+    if "evaluations" in record:
+        parts.append(f"evaluations {of_layers(record['evaluations'])}")
+        for name in SHARES:
+            if share := max(record.get(name, [0.0])):
+                parts.append(f"{name} {share:.2%}")
+    parts.append(f"{record['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def of_layers(values: list[float]) -> str:
+    """A number of each layer, such as "8.6 4.1"; of many layers "5.2 (2.1 to 9.8)", their mean and
+    range."""
+    if len(values) <= MOST_LAYERS:
+        return " ".join(f"{v:.1f}" for v in values)
+    return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def iterations_of_layers(num_iters: dict) -> str:
+    """ℓ* of the layers as `of_layers` has it, marked where it is of another solution."""
+    if len(num_iters["mean"]) <= MOST_LAYERS:
+        return " ".join(marked(num_iters))
+    return of_layers(num_iters["mean"]) + ELSEWHERE * any(is_elsewhere(num_iters))
+
+
+def probed(record: dict) -> dict | None:
+    """ℓ* of the layers, of a record that has a probe; else None."""
+    return record["probe"]["num_iters"] if "probe" in record else None
+
+
+def iterations(record: dict) -> str:
+    """ℓ* of each layer, of a record that has a probe."""
+    num_iters = probed(record)
+    return "" if num_iters is None else f"  ℓ* {iterations_of_layers(num_iters)}"
+
+
+def grouped(record: dict) -> dict[str, float]:
+    """The numbers of a record under the names that wandb and TensorBoard have them by: train/loss,
+    validation/perplexity, solver/layer0/residual, solver/layer0/probe/num_iters/mean,
+    time/tokens_per_s. What is no number is left out."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if key in ("step", "layers"):
+            continue
+        if key == "probe":
+            layers = value.get("layers")
+            _put(found, "solver", {"probe": value}, layers)
+        elif key in WHOLE:
+            _put(found, WHOLE[key], value, None)
+        else:
+            _put(found, GROUP_OF.get(key, "train"), {key: value}, record.get("layers"))
+    return found
+
+
+def _put(found: dict, group: str, value, layers: list[int] | None, name: str = "") -> None:
+    """A nested value by names of one group.
+
+    Args:
+        layers: which layers a list has numbers of; None: all, from 0 on.
+        name: of the value within its group, "" of the group itself.
+    """
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if key != "layers":
+                _put(found, group, below, layers, f"{name}/{key}")
+    elif isinstance(value, list):
+        for layer, number in zip(layers or range(len(value)), value):
+            _put(found, f"{group}/layer{layer}", number, None, name)
+    elif isinstance(value, int | float):
+        found[group + name] = value
+
+
+def _has_wandb_key() -> bool:
+    """A key in the environment, or in the netrc that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+Result = TypeVar("Result")
+
+
+class Wandb:
+    """Weights & Biases; a resumed run goes on in the same place."""
+
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
+        import wandb
+
+        if not run.wandb_id.exists():
+            write_text(run.wandb_id, uuid.uuid4().hex[:12])
+        # wandb's annotation leaves out some of the modes that it takes (WANDB_MODES of preflight).
+        mode: Any = os.environ.get("WANDB_MODE")
+        self.run = wandb.init(
+            id=run.wandb_id.read_text(),
+            resume="allow",
+            project=cfg.log.wandb_project,
+            name=cfg.name,
+            dir=str(run),
+            config=cfg.model_dump(mode="json"),
+            mode=mode or ("online" if _has_wandb_key() else "offline"),
+        )
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in the run directory, without what a resumed run will write again."""
+
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = resumed_at + 1 if resumed_at else None
+        self.writer = SummaryWriter(str(run.tensorboard), purge_step=purge)
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+Tracker = Wandb | TensorBoard
+# By the key of `log:` that asks for them.
+TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+class Writer:
+    """Appends records to `metrics.jsonl` and to whatever else `log:` asks for (main rank only).
+
+    A tracker that fails, at its start or later, is told of once and left out from then on: what it
+    would have shown is in metrics.jsonl.
+
+    Args:
+        resumed_at: records of later steps, written before a kill, are dropped.
+    """
+
+    def __init__(self, cfg: Run, run: RunDir, resumed_at: int = 0):
+        self.run = run
+        self.path = run.metrics
+        self.file = self._kept_until(resumed_at)
+        self.trackers: dict[str, Tracker] = {}
+        for name, tracker in TRACKERS.items():
+            if getattr(cfg.log, name):
+                made = self._tried(name, partial(tracker, cfg, run, resumed_at))
+                if made is not None:
+                    self.trackers[name] = made
+
+    def keep_until(self, step: int) -> None:
+        """Drop the records of later steps from metrics.jsonl, and go on from there; all at 0."""
+        with writing(self.path):
+            self.file.close()
+        self.file = self._kept_until(step)
+
+    def _kept_until(self, step: int) -> TextIO:
+        """metrics.jsonl without the records of later steps, open to go on."""
+        records, unread = read_log(self.run.path) if step else ([], 0)
+        if unread:
+            say(
+                f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
+                " record (cut short by a kill, or damaged): dropped"
+            )
+        kept = [record for record in records if record["step"] <= step]
+        write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+        with writing(self.path):
+            return self.path.open("a", encoding="utf-8")
+
+    def write(self, record: dict) -> None:
+        """record: {"step": n, …} with numbers, lists of one number a layer, or nested mappings."""
+        with writing(self.path):
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        numbers = grouped(record) if self.trackers else {}
+        for name, tracker in list(self.trackers.items()):
+            self._tried(name, partial(tracker.log, record["step"], numbers))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of a full disk, and said when it was written
+            self.file.close()
+        for name, tracker in list(self.trackers.items()):
+            self._tried(name, tracker.close)
+
+    def _tried(self, name: str, do: Callable[[], Result]) -> Result | None:
+        """What a tracker returns; None where it fails, and it is left out from then on."""
+        try:
+            return do()
+        except Exception as e:
+            self.trackers.pop(name, None)
+            say(
+                f"warning: log.{name} has failed ({type(e).__name__}: {e}): training goes on"
+                f" without it, {self.path} has every record"
+            )
+            return None

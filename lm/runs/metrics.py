@@ -1,0 +1,421 @@
+"""Throughput, MFU, what solving cost, ℓ* by a probe; reading the log of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm.common.files import parse_json, printable
+
+# Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
+
+# What a solve counts of its tokens (lm/model/solver.py), in records.
+SHARES = ("failed", "bisected", "limited")
+FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
+ILL_SHARE = 0.01  # likewise of those that were bisected, or whose gradient may be limited
+ELSEWHERE_SHARE = 0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
+ELSEWHERE = "†"
+ELSEWHERE_NOTE = (
+    f"{ELSEWHERE} the paper's procedure, whose iterations ℓ* counts, ends in another solution than"
+    f" the model's at more than {ELSEWHERE_SHARE:.0%} of the tokens: this ℓ* does not belong to the"
+    " model's answers"
+)
+
+
+def peak_flops() -> float | None:
+    """Peak of the current GPU, None when it is not known (or on a CPU)."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def fixed_point_metrics(
+    stats: list, gather: Gather = lambda t: t, rows: torch.Tensor | None = None
+) -> dict:
+    """What solving cost and left, per layer, over several micro-batches (and ranks).
+
+    Args:
+        stats: FixedPointReports with tensors of shape (n_layer,b). gather: concatenates over ranks.
+        rows: (b,) bool, the sequences that count, of all micro-batches; None: all of them.
+    Returns:
+        {"evaluations", "failed", "bisected", "limited", "residual"}, each a list with one number a
+        layer: evaluations a token of the block's map; the shares of tokens whose solve failed, of
+        those whose solution bisection found, and of those where the gradient's limit may take
+        effect; the mean over sequences of the largest residual of a token. Of stats that a `probe`
+        gave also "num_iters" {mean, median, max} of ℓ* and {elsewhere}, the share of tokens where
+        the paper's procedure ends in another solution, each such a list; of a hybrid "layers", the
+        numbers of the layers that these are of. {} for a model without a solver.
+    """
+    if not stats:
+        return {}
+    counted = None
+    if rows is not None:
+        counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
+
+    def over_all(name):
+        values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
+        return values if counted is None else values[:, counted]
+
+    measured: dict[str, list[float] | dict[str, list[float]]] = {
+        name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", *SHARES, "residual")
+    }
+    if stats[0].layers is not None:
+        measured["layers"] = stats[0].layers
+    if stats[0].num_iters is not None:
+        iterations = over_all("num_iters")
+        measured["num_iters"] = {
+            "mean": _rounded(iterations.mean(-1)),
+            "median": _rounded(iterations.median(-1).values),
+            "max": _rounded(iterations.amax(-1)),
+            "elsewhere": _rounded(over_all("elsewhere").mean(-1)),
+        }
+    return measured
+
+
+def is_elsewhere(num_iters: dict) -> list[bool]:
+    """Of each layer whether its ℓ* belongs to another solution than the layer's. num_iters: of a
+    record; one of before this was compared says nothing."""
+    shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
+    return [share > ELSEWHERE_SHARE for share in shares]
+
+
+def marked(num_iters: dict) -> list[str]:
+    """The mean ℓ* of each layer as text, with ELSEWHERE where it is of another solution."""
+    return [
+        f"{mean:.1f}{ELSEWHERE * elsewhere}"
+        for mean, elsewhere in zip(num_iters["mean"], is_elsewhere(num_iters))
+    ]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes, the most that this process has held so far: in tensors on its GPU; without one, of
+    memory of any kind."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:  # getrusage also counts what was there before a process became this one
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # no Linux
+        status = ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M):
+        return int(found[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def adjoint_metrics(model: torch.nn.Module, gather: Gather = lambda t: t) -> dict:
+    """{"adjoint": [a number a layer]}: the norm of the adjoint in the last backward relative to
+    what came in, the largest over its sequences (and ranks); {} where there was none."""
+    norms = model.adjoint_norms() if hasattr(model, "adjoint_norms") else []
+    if not norms or any(norm is None for norm in norms):
+        return {}
+    return {"adjoint": _rounded(gather(torch.stack(norms).double()).amax(-1))}
+
+
+def _rounded(t: torch.Tensor) -> list[float]:
+    return [float(f"{v:.6g}") for v in t.tolist()]  # residuals are small, adjoints may be large
+
+
+@torch.no_grad()
+def probe(
+    model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Any:
+    """ℓ* of sequences: the FixedPointReport of one evaluation that also counts, for each layer, the
+    iterations that the paper's procedure needs on its input, whatever schedule solves the model. It
+    costs these iterations.
+
+    Args:
+        model: a fixed-point model, or what wraps one (DeepSpeed's engine); its mode stays.
+        input_ids, attention_mask: (b,l).
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        output = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            count_iterations=True,
+            logits_to_keep=1,
+            use_cache=False,
+        )
+    finally:
+        model.train(was_training)
+    return output.fixed_point
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what is done every so many updates (0: never) is due after this one."""
+    return every > 0 and step % every == 0
+
+
+class FailureWatch:
+    """Says once for each layer that too many of its tokens were not solved, or are ill-conditioned.
+
+    Args:
+        say: takes a sentence. solver: what `model.solver()` gives.
+    """
+
+    def __init__(self, say: Callable[[str], None], solver: dict | str):
+        self.say = say
+        self.solver = solver
+        self.said: set[int] = set()
+
+    def look(self, measured: dict, where: str) -> None:
+        """measured: what `fixed_point_metrics` gave, {} of a model without a solver. where: "update
+        30", say."""
+        for layer, sentence in failures(measured, self.solver).items():
+            if layer not in self.said:
+                self.say(f"warning: {where}: {sentence}")
+                self.said.add(layer)
+
+
+def failures(measured: dict, solver: dict | str) -> dict[int, str]:
+    """Of each layer with too many tokens that were not solved, were bisected or have a limited
+    gradient, the first of these and what to do, by its place in the lists.
+
+    Iterated tokens are left out: their procedure may leave tokens unfinished by its own rule (the
+    quantile, ℓmax), and the share stands in every record.
+
+    Args:
+        measured: what `fixed_point_metrics` gave. solver: what `model.solver()` gives.
+    """
+    if not isinstance(solver, dict) or solver.get("token") != "exact":
+        return {}
+    cures = (
+        "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
+    )
+    kinds = {
+        "failed": (
+            FAILED_SHARE,
+            "the token's equation was not solved",
+            "so what the layer gave there is not its solution",
+        ),
+        "bisected": (
+            ILL_SHARE,
+            "the token's equation has a solution that its iteration does not come to",
+            "so it was bisected, and a small change of the input may lead to another",
+        ),
+        "limited": (
+            ILL_SHARE,
+            "the token's equation is nearly singular",
+            "so the gradient may be shortened there",
+        ),
+    }
+    said: dict[int, str] = {}
+    numbers = measured.get("layers")
+    for name, (most, what, therefore) in kinds.items():
+        for layer, share in enumerate(measured.get(name, [])):
+            if share > most and layer not in said:
+                said[layer] = (
+                    f"{what} for {share:.2%} of the tokens of layer"
+                    f" {numbers[layer] if numbers else layer} (more than {most:.1%}), {therefore}:"
+                    f" {cures}"
+                )
+    return said
+
+
+def imbalance(seconds: float, gather: Gather) -> dict:
+    """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
+    of one rank alone.
+
+    Args:
+        seconds: that this rank has worked itself, in forward passes.
+        gather: concatenates over ranks.
+    """
+    over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
+    if len(over_ranks) == 1:
+        return {}
+    slowest = over_ranks.max().clamp_min(1e-9)
+    return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
+
+
+class Spikes:
+    """Notices a loss far above those before it.
+
+    Args:
+        times: above so many times their mean; None: never.
+        window: updates that the mean remembers, and that must have gone by.
+    """
+
+    def __init__(self, times: float | None, window: int = 50):
+        self.times, self.window = times, window
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: the weights are others."""
+        self.mean, self.count = 0.0, 0
+
+    def look(self, loss: float) -> str | None:
+        """What is wrong with an update's loss, or None."""
+        if self.times and self.count >= self.window and loss > self.times * self.mean:
+            return (
+                f"the loss is {loss:.4f}, more than {self.times:g} times (train.spike) its mean of"
+                f" {self.mean:.4f}"
+            )
+        self.count += 1
+        self.mean += (loss - self.mean) / min(self.count, self.window)
+        return None
+
+
+class Outliers:
+    """Notices updates far above those before them, and counts them.
+
+    Args:
+        sigma: above their mean by so many standard deviations; None: never.
+        window: updates before one that it is compared with; with fewer none is an outlier.
+    """
+
+    def __init__(self, sigma: float | None = None, window: int = 0):
+        self.sigma, self.window = sigma, window
+        self.number = 0
+        self.before: dict[str, deque[float]] = {}
+
+    def look(self, **found: float) -> str | None:
+        """What is wrong with an update, or None. Outliers are remembered like others: what stays
+        high becomes what is usual.
+
+        Args:
+            found: numbers of one update by their names; NaN and infinity are others' business.
+        """
+        if self.sigma is None:
+            return None
+        wrong = []
+        for name, value in found.items():
+            if not math.isfinite(value):
+                continue
+            before = self.before.setdefault(name, deque(maxlen=self.window))
+            if len(before) == self.window:
+                mean, deviation = statistics.fmean(before), statistics.pstdev(before)
+                if value > mean + self.sigma * deviation:
+                    wrong.append(
+                        f"the {name.replace('_', ' ')} is {value:.4f}, more than {self.sigma:g}"
+                        f" standard deviations of {deviation:.4f} above its mean of {mean:.4f}"
+                    )
+            before.append(value)
+        return "; ".join(wrong) or None
+
+    def state_dict(self) -> dict:
+        return {"number": self.number, "before": {k: list(v) for k, v in self.before.items()}}
+
+    def load_state_dict(self, saved: dict) -> None:
+        self.number = saved["number"]
+        self.before = {k: deque(v, self.window) for k, v in saved["before"].items()}
+
+
+class Throughput:
+    """What updates take: tokens per second between two readings, MFU where the peak is known, and
+    the time of all updates of the run; what `skip` leaves out (validations, saves) is not in it.
+
+    Attributes:
+        spent: {"seconds", "processor_seconds"} of the updates that the weights have in them (not
+            of those that a rollback or a kill has undone); the processor's are those of this
+            rank's process, of all its threads, also of one that writes a checkpoint meanwhile.
+    """
+
+    def __init__(self, flops_per_token: dict | None, world_size: int):
+        self.flops_per_token = flops_per_token  # length → (evaluations per token → FLOPs), or None
+        self.peak = peak_flops()
+        self.world_size = world_size
+        self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
+        self.restart()
+
+    def restart(self) -> None:
+        self.tokens: dict[int, int] = {}  # by the length of their sequences
+        self.since = self.last = _clocks()
+
+    def skip(self) -> None:
+        """What has happened since the last update does not count."""
+        now = _clocks()
+        for name in now:
+            self.since[name] += now[name] - self.last[name]
+        self.last = now
+
+    def count(self, tokens: int, length: int) -> None:
+        """An update of so many tokens, in sequences of this length, has ended."""
+        self.tokens[length] = self.tokens.get(length, 0) + tokens
+        now = _clocks()
+        for name in self.spent:
+            self.spent[name] += now[name] - self.last[name]
+        self.last = now
+
+    def read(self, evaluations: float) -> dict:
+        """Tokens per second since the last reading, MFU, and what all updates took.
+
+        Args:
+            evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
+        """
+        seconds = _clocks()["seconds"] - self.since["seconds"]
+        rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
+        values: dict[str, float | dict[str, float]] = {}
+        values["tokens_per_s"] = round(float(sum(rates.values())), 1)
+        if self.peak and self.flops_per_token:
+            each = self.flops_per_token
+            flops = sum(rate * each[length](evaluations) for length, rate in rates.items())
+            values["mfu"] = round(flops / (self.peak * self.world_size), 4)
+        values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
+        self.restart()
+        return values
+
+
+def _clocks() -> dict[str, float]:
+    return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """The records of `metrics.jsonl`. A line that holds none is passed over: the last
+    one, cut short by a kill, or one that the disk has spoilt."""
+    return read_log(run_dir)[0]
+
+
+def read_log(run_dir: Path) -> tuple[list[dict], int]:
+    """`read_metrics`, and how many lines are passed over."""
+    path = Path(run_dir) / "metrics.jsonl"
+    records, unread = [], 0
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        if (record := parse_record(line)) is not None:
+            records.append(record)
+        else:
+            unread += 1
+    return records, unread
+
+
+def parse_record(line: bytes) -> dict | None:
+    """The record that a line of `metrics.jsonl` holds, with its step; None where it holds none."""
+    try:
+        record = parse_json(line)
+    except ValueError:  # also of bytes that are no UTF-8
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return printable(record) if type(step) is int and step >= 0 else None
+
+
+def affine(
+    flops_per_token: Callable[..., float] | None, lengths: Iterable[int]
+) -> dict[int, Callable[[float], float]] | None:
+    """{length: evaluations a token → FLOPs in sequences of that length}, taken while the weights
+    are whole; None for a model that cannot say."""
+    if flops_per_token is None:
+        return None
+
+    def of(length: int) -> Callable[[float], float]:
+        at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
+        return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
+
+    return {length: of(length) for length in lengths}
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,284 @@
+"""A run directory: every name in it, who may write there, and what a continued run may change."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lm.config.load import Run, build, load_tree
+from lm.common.errors import DivergedAlone, UserError, exit_status, sentence
+from lm.runs.lease import Lease, LeaseError
+from lm.runs.metrics import read_metrics
+from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
+from lm.config.resuming import Resume, resume_rule
+
+
+class RunDirError(UserError, RuntimeError):
+    """A run directory that cannot be used as asked; the message says why."""
+
+
+def _named(name: str) -> property:
+    return property(lambda self: self.path / name)
+
+
+class RunDir:
+    """The directory of one run."""
+
+    config = _named("config.yaml")  # as it was trained, defaults and all
+    tokenizer = _named("tokenizer")  # a folder, as HuggingFace has them
+    data = _named("data")  # the prepared corpus
+    checkpoints = _named("checkpoints")  # lm/runs/checkpoint.py
+    metrics = _named("metrics.jsonl")  # the log
+    result = _named("result.json")  # what the finished run reached
+    failure = _named("failure.json")  # why it stopped before
+    environment = _named("environment.json")  # versions and devices
+    deepspeed = _named("deepspeed.json")  # DeepSpeed's configuration
+    init_from = _named("init_from.json")  # what its weights were taken from, where not at random
+    lease = _named("lease.json")  # who writes here now
+    stacks = _named("stacks")  # of a run that stood still
+    profile = _named("profile")  # a folder: what `log.profile` has written
+    wandb_id = _named("wandb_id")
+    tensorboard = _named("tensorboard")
+    export = _named("hf")  # where the demo exports to
+    figures = _named("figures")
+    summary = _named("summary.json")  # of `fprnn report`
+    evaluation = _named("eval.json")  # of `python -m synthetic eval`
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._lease: Lease | None = None
+        self.previous: Run | None = None  # the config of the run that is continued
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def holds_run(self) -> bool:
+        return self.config.is_file()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.result.exists()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether anything was trained there: a checkpoint, a logged step, or a result."""
+        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return logged or saved or self.is_finished
+
+    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
+        """Make the directory ours, new or the same run continued; it stays ours until `release`.
+        What a continued run may change is said by the fields of the schema (`lm.config.resuming`); its
+        config.yaml stays as it was until `confirm`.
+
+        A directory whose run never got to its first step (a start that failed) is made anew.
+
+        Raises:
+            RunDirError: it already holds a run and neither resume nor --overwrite was asked for;
+                it holds something else; the run to be continued is another one, or has lost its
+                config or its checkpoints.
+            LeaseError: another process is at work there.
+            OutputError: it cannot be written.
+        """
+        check_folder(self.path)
+        ours = self.holds_run or self.lease.exists()
+        if not self.holds_run and self.is_started and not (ours and overwrite):
+            raise RunDirError(
+                f"{self} holds what a run has left (a log, checkpoints or a result), and its"
+                " config.yaml is gone: bring it back (a checkpoint's manifest.json holds it), or"
+                " choose another `name`"
+            )
+        if not ours and self.path.exists() and any(self.path.iterdir()):
+            raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        lease = Lease(self.lease, say)
+        lease.acquire()
+        try:
+            self._take(cfg, overwrite, say)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+
+    def release(self) -> None:
+        """Leave the directory to whoever comes next."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def check_ours(self) -> None:
+        """Raises LeaseError when another process has taken the directory over."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def read_result(self, keys: tuple[str, ...]) -> dict:
+        """`result.json` of a finished run.
+
+        Raises:
+            RunDirError: the run has not finished. DamagedError: the file holds something else.
+        """
+        if not self.is_finished:
+            raise RunDirError(f"{self} has no result.json: training is unfinished")
+        return printable(read_json(self.result, keys))
+
+    def write_failure(self, sentence: str, exit_status: int) -> None:
+        """Leave word of why a run stopped, for `fprnn sweep --status`; taken back by `claim`."""
+        write_json(self.failure, {"sentence": sentence, "exit_code": exit_status})
+
+    def leave_word(self, error: Exception, is_main: bool) -> None:
+        """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank
+        knows better and was first."""
+        if isinstance(error, LeaseError) or self.failure.exists():
+            return
+        if is_main or isinstance(error, DivergedAlone):
+            with contextlib.suppress(Exception):  # the disk may be what failed
+                self.write_failure(sentence(error) or repr(error), exit_status(error))
+
+    def _take(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+        if self.holds_run and not overwrite and self.is_started:
+            if cfg.resume == "never":
+                raise RunDirError(
+                    f"{self} already holds a run: continue it with resume=auto, choose another"
+                    " `name`, or delete it with --overwrite"
+                )
+            self.previous = _continued(cfg, self.config, say)
+            if cfg.resume == "auto":
+                self._refuse_lost_checkpoints()
+            self.failure.unlink(missing_ok=True)
+            return
+        if self.holds_run or self.is_started:
+            self._clear()
+        self.failure.unlink(missing_ok=True)
+        self.confirm(cfg)
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """Raises RunDirError where a run that has saved has no checkpoint any more: it would begin
+        anew over its log."""
+        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        if any(not path.name.endswith(".partial") for path in there):
+            return
+        records = read_metrics(self.path)
+        if self.is_finished or any("checkpoint" in record for record in records):
+            made = max((record["step"] for record in records), default=None)
+            raise RunDirError(
+                f"{self} has {'finished' if made is None else f'made {made} updates'}, and its"
+                f" checkpoints are gone from {self.checkpoints.name}/: bring them back, or train"
+                " anew with --overwrite"
+            )
+
+    def confirm(self, cfg: Run) -> None:
+        """The run goes on with this config: nothing is left that could refuse it."""
+        with writing(self.checkpoints):
+            self.checkpoints.mkdir(exist_ok=True)
+        write_text(self.config, cfg.to_yaml())
+
+    def _clear(self) -> None:
+        """Delete everything but the lease; config.yaml last, so that what is left of a clearing
+        that was cut short is still known for a run."""
+        last = (self.config, self.lease)
+        with writing(self.path):
+            for path in self.path.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path not in last:
+                    path.unlink()
+            self.config.unlink(missing_ok=True)
+
+
+def comparable(cfg: Run) -> dict:
+    """A configuration by dotted keys, its model and solver sections `settled`."""
+    tree = cfg.model_dump(mode="json")
+    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+
+
+def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
+    """What two configurations say differently: dotted key → (then, now)."""
+    old, new = comparable(was), comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
+    """Refuse a config that says something else of what a run may not change than one of the run's
+    checkpoints. Where files lie it may say, and a tokenizer's files are compared themselves.
+
+    Args:
+        path: of the checkpoint, whose manifest says with which config it was trained; one of an
+            earlier version does not.
+    Raises:
+        RunDirError: naming each key.
+    """
+    if "config" not in manifest:
+        return
+    schema = type(cfg)
+    was = build(manifest["config"], f"{path}/manifest.json: config", schema)
+    other = [
+        f"{key} was {before!r}, is {now!r}"
+        for key, (before, now) in changed_keys(was, cfg).items()
+        if resume_rule(schema, key) is Resume.FIXED
+        and not key.startswith("tokenizer.")
+        and not key.endswith("path")
+    ]
+    if other:
+        raise RunDirError(
+            f"{run.config} is not what {path} was trained with ({'; '.join(other)}): bring it back"
+            " as it was (the checkpoint's manifest.json holds it)"
+        )
+
+
+def settled(model: dict) -> dict:
+    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
+    model are equal, whether they were written before there was an `auto` or after."""
+    from lm.model.configuration_fprnn import mixer_bounds
+
+    fields = {"block": "fp_mamba1", "mixer": "householder"}
+    fields |= {"kronecker_norm": "auto", "contractive": "auto"}
+    norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
+    return {**model, "kronecker_norm": norm, "contractive": kappa}
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        nested = isinstance(value, dict)
+        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+    return flat
+
+
+def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
+    """Refuse what a continued run may not change, and say what changes its training.
+
+    Args:
+        saved: the config.yaml that it was trained with so far.
+    Returns:
+        what it holds.
+    Raises:
+        RunDirError: it is a run of another config.
+    """
+    # Through the schema: a key that is newer than the run has its default there.
+    was = build(load_tree(saved), str(saved), type(cfg))
+    changed = changed_keys(was, cfg)
+    said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
+    for key, (before, now) in changed.items():
+        if key.startswith("solver.") and cfg.model.name != "fprnn":
+            continue  # a baseline has none
+        said[resume_rule(type(cfg), key)].append(f"{key} was {before!r}, is {now!r}")
+    if other := said[Resume.FIXED]:
+        raise RunDirError(
+            f"{saved.parent} holds a run of another config ({'; '.join(other)}): choose another"
+            " `name`, or delete it with --overwrite"
+        )
+    if noted := said[Resume.NOTED]:
+        say(f"note: {'; '.join(noted)}: training goes on with what it is now")
+    if "train.steps" in changed:
+        before, now = changed["train.steps"]
+        say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
+    return was

@@ -1,0 +1,214 @@
+"""The DeepSpeed JSON that a config means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from lm.common.errors import ConfigError
+from lm.common.files import parse_json
+from lm.config.load import Config
+
+
+def _merge(base: dict, over: dict) -> dict:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _own(cfg: Config) -> dict:
+    """What `engine.deepspeed` says, or the file that it names.
+
+    Raises:
+        ConfigError: the file is missing or is no JSON mapping.
+    """
+    own = cfg.engine.deepspeed
+    if not isinstance(own, str):
+        return own or {}
+    if Path(own).exists() and not Path(own).is_file():  # a device may have no end
+        raise ConfigError(f"engine.deepspeed: {own} is no file")
+    try:
+        found = parse_json(Path(own).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
+        raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: {e}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"engine.deepspeed: {own} must hold a mapping of keys to values")
+    return found
+
+
+def deepspeed_config(cfg: Config, world_size: int) -> dict:
+    """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
+
+    Raises:
+        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
+            what the config decides otherwise or DeepSpeed cannot take.
+    """
+    t = cfg.train
+    config = {
+        "train_micro_batch_size_per_gpu": t.micro_batch_size,
+        "gradient_accumulation_steps": t.accumulation(world_size),
+        "train_batch_size": t.sequences(world_size),
+        "gradient_clipping": cfg.optim.grad_clip,
+        "zero_optimization": {
+            "stage": cfg.engine.zero_stage,
+            "overlap_comm": torch.cuda.is_available(),
+            "contiguous_gradients": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if t.precision == "bf16":  # fp32 weights; matrix products in bf16
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    own = _own(cfg)
+    for key, section in (("optimizer", "optim"), ("scheduler", "optim.schedule")):
+        if key in own:
+            raise ConfigError(
+                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is"
+                f" given that of `{section}`: leave it out, and set `{section}`"
+            )
+    _check_kinds(config, own)
+    merged = _merge(config, own)
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+    ):
+        if merged[key] != config[key]:
+            raise ConfigError(
+                f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
+                " set train.global_batch_size and train.micro_batch_size instead"
+            )
+    zero = merged["zero_optimization"]
+    if zero["stage"] not in (0, 1, 2, 3, "auto"):
+        raise ConfigError(
+            f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
+            " one of 0, 1, 2, 3"
+        )
+    if '"auto"' in json.dumps(merged):
+        raise ConfigError(
+            'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
+            " numbers, or leave the key out"
+        )
+    return merged
+
+
+def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
+    """Raises ConfigError where a key that we set has a value of another kind in `own`."""
+    for key in ours.keys() & own.keys():
+        value, kind = own[key], type(ours[key])
+        if kind is dict and isinstance(value, dict):
+            _check_kinds(ours[key], value, f" of {key}")
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number if kind in (int, float) else isinstance(value, kind)) and value != "auto":
+            wanted = {dict: "a mapping", bool: "true or false", str: "text"}.get(kind, "a number")
+            raise ConfigError(
+                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {wanted}"
+            )
+
+
+def layout(cfg: Config, world_size: int) -> dict[str, int]:
+    """How weights and optimizer are laid out: a checkpoint says the same of itself."""
+    stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
+    return {"world_size": world_size, "zero_stage": stage}
+
+
+def highest_stage(cfg: Config) -> int:
+    """The highest ZeRO stage that a run can have: 3 has no whole matrix and no whole weights."""
+    return 2 if cfg.optim.name == "muon" or cfg.train.ema is not None else 3
+
+
+def check_average(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where a rank has not all weights to average, in fp32.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if cfg.train.ema is None:
+        return
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "train.ema averages whole weights, which no rank has under ZeRO-3: use"
+            " engine.zero_stage 0, 1 or 2 with it"
+        )
+    for kind in _low_precisions(config):
+        raise ConfigError(
+            f"train.ema averages weights in fp32, and engine.deepspeed sets {kind}.enabled: use"
+            " train.precision: bf16 instead, whose weights are fp32"
+        )
+
+
+def _low_precisions(config: dict) -> list[str]:
+    """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
+    kinds = ("fp16", "bf16", "bfloat16")
+    for kind in kinds:
+        if not isinstance(config.get(kind, {}), dict):
+            raise ConfigError(
+                f"engine.deepspeed sets {kind} to {config[kind]!r}: it must be a mapping, as in"
+                f" {{{kind}: {{enabled: true}}}}"
+            )
+    return [kind for kind in kinds if config.get(kind, {}).get("enabled")]
+
+
+def check_device(config: dict) -> None:
+    """Raises ConfigError for weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+
+    Args:
+        config: what `deepspeed_config` has made of a configuration.
+    """
+    if "fp16" in _low_precisions(config) and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
+            " out (train.precision: bf16 and fp32 run on a CPU)"
+        )
+
+
+def check_muon(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where Muon would not get whole matrices.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if cfg.optim.name != "muon":
+        return
+    zero = config["zero_optimization"]
+    if zero["stage"] == 3:
+        raise ConfigError(
+            "optim.name is muon, which steps whole matrices, and ZeRO-3 has cut them apart: use"
+            " engine.zero_stage 0, 1 or 2 with it"
+        )
+    where = None
+    if zero.get("offload_optimizer"):
+        where = "zero_optimization.offload_optimizer"
+    for kind in _low_precisions(config):
+        where = f"{kind}.enabled"
+    if where:
+        raise ConfigError(
+            f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
+            " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
+        )
+
+
+def check_contraction(cfg: Config, config: dict) -> None:
+    """Raises ConfigError where `log.contraction` has no blocks to look into.
+
+    Args:
+        config: what `deepspeed_config` has made of cfg.
+    """
+    if not cfg.log.contraction:
+        return
+    if not cfg.model.has_fixed_point:
+        raise ConfigError(
+            "log.contraction is for model.name fprnn:"
+            f" {cfg.model.layers or cfg.model.name} has no fixed point"
+        )
+    if config["zero_optimization"]["stage"] == 3:
+        raise ConfigError(
+            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
+            " zero_stage 0, 1 or 2 with it"
+        )

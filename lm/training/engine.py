@@ -1,0 +1,597 @@
+"""DeepSpeed: initialise, micro-step, accumulation, schedule, clip; only this file imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import math
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+
+from lm.common.errors import (
+    ConfigError,
+    Diverged,
+    DivergedAlone,
+    MachineError,
+    TrainingError,
+    UserError,
+)
+from lm.common.ranks import Ranks, check_address, launched
+from lm.config.load import Config
+from lm.config.warmups import Growth
+from lm.model.loss import log_z_sum, number_of
+from lm.runs.checkpoint import read_state
+from lm.runs.clock import UpdateTimes
+from lm.training.deepspeed_json import deepspeed_config
+from lm.training.muon import MatricesAndRest, Piece
+from lm.training.optim import lr_factor, optimizer
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _import_deepspeed():
+    """DeepSpeed, without the chatter and the compilation that a CPU would bring."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.filterwarnings("ignore", module="deepspeed")
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    # It would be compiled for 90 s at start, and nothing is lost without it on one host.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def deepspeed_facts() -> dict:
+    """DeepSpeed's version, and which operations of its own it could compile here."""
+    deepspeed = _import_deepspeed()
+    possible = deepspeed.ops.__compatible_ops__
+    return {
+        "version": deepspeed.__version__,
+        "operations": sorted(name for name, works in possible.items() if works),
+    }
+
+
+def read_zero(path: Path) -> dict:
+    """A file of a verified checkpoint that DeepSpeed has filled: `read_state`, with the classes of
+    DeepSpeed that there are in it.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    _import_deepspeed()
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+    return read_state(path, classes)
+
+
+def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a ZeRO checkpoint (stages 1 to 3) under the model's own names.
+
+    Raises:
+        CheckpointError: a file of it holds what `read_zero` does not read.
+    """
+    _import_deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for file in (Path(folder) / tag).glob("*.pt"):
+        read_zero(file)  # DeepSpeed would run whatever is in it
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
+
+
+def start(cfg: Config) -> Ranks:
+    """Join the process group; alone when no launcher has set RANK. Also fixes seed and threads."""
+    on_gpu = torch.cuda.is_available()
+    launched()  # refused before anything is set
+    if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    check_address()
+    rank, world, local_rank = launched()
+    if cfg.train.threads:
+        torch.set_num_threads(cfg.train.threads)
+    deepspeed = _import_deepspeed()
+    if on_gpu:
+        torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    try:
+        deepspeed.init_distributed(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=cfg.engine.timeout_s),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    except torch_dist.DistError as e:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(f"the ranks did not meet at {place}: {str(e).splitlines()[0]}") from e
+    torch.manual_seed(cfg.seed)
+    days = timedelta(days=7)
+    objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
+    return Ranks(rank, world, device, objects)
+
+
+def _limit_collectives(timeout: timedelta, but) -> None:
+    """Have every process group give up after so long, DeepSpeed's own among them, which it makes
+    with torch's default; but for the one whose waits may last."""
+    if not torch_dist.is_initialized():
+        return
+    for group in list(torch_dist.distributed_c10d._world.pg_map):
+        if group is not but:
+            torch_dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+Batch = dict[str, torch.Tensor]  # of a micro-batch: input_ids, labels (b,l)
+
+
+class Update(NamedTuple):
+    """What one update found.
+
+    Args:
+        loss: mean over all ranks and micro-batches. norm: of the gradient, before clipping.
+        stats: the FixedPointReport of each micro-batch of this rank; none of a baseline.
+        stopping: some rank was asked to stop. z_loss: what `train.z_loss` has added to the loss,
+            which is without it; mean as the loss. skipped: why weights and optimizer were left as
+            they were.
+    """
+
+    loss: float
+    norm: float
+    stats: list
+    stopping: bool
+    z_loss: float = 0.0
+    skipped: str | None = None
+
+
+def _slice(address) -> slice:
+    """Of DeepSpeed's fragment_address."""
+    return slice(address.start, address.start + address.numel)
+
+
+@contextlib.contextmanager
+def _own_keys_named(cfg: Config) -> Iterator[None]:
+    """Within the block what DeepSpeed says of keys that it does not take is a ConfigError, where a
+    configuration has keys of DeepSpeed's own."""
+    try:
+        yield
+    except (RuntimeError, UserError):  # of devices and ranks; a sentence already
+        raise
+    except Exception as e:
+        if not cfg.engine.deepspeed:
+            raise
+        said = " ".join(line.strip() for line in str(e).splitlines()[:3])
+        raise ConfigError(
+            f"DeepSpeed does not start with what engine.deepspeed says: {type(e).__name__}: {said}"
+        ) from e
+
+
+class _Files:
+    """Stands in for DeepSpeed's checkpoint engine: keeps what is to be written, and runs nothing of
+    what it reads."""
+
+    def __init__(self):
+        self.files: dict[str, object] = {}
+
+    def load(self, path: str, map_location=None) -> dict:
+        return read_zero(Path(path))
+
+    def save(self, state_dict, path: str) -> None:
+        self.files[Path(path).name] = state_dict
+
+    def is_data_parallel_writer(self, rank: int) -> bool:
+        return rank == 0
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # else DeepSpeed copies what we copy anyhow
+
+    def is_decoupled(self) -> bool:
+        return False
+
+    def makedirs(self, *_, **__) -> None: ...
+    def create(self, _) -> None: ...
+    def commit(self, _) -> None: ...
+
+
+class Engine:
+    """A model under DeepSpeed: one `step` is one update, over any number of micro-batches."""
+
+    def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
+        deepspeed = _import_deepspeed()
+        self.cfg, self.ranks = cfg, ranks
+        self.config = deepspeed_config(cfg, ranks.world_size)
+        self.zero_stage = self.config["zero_optimization"]["stage"]
+        self.losses_only = cfg.model.name == "fprnn"
+        if cfg.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.zero_stage == 3 and cfg.model.name == "fprnn":
+            # The number of iterations differs between ranks; a leaf is gathered once, whole.
+            from deepspeed.utils import set_z3_leaf_modules
+
+            from lm.model.residual import FPRNNLayer
+
+            blocks = (m.block for m in model.modules() if isinstance(m, FPRNNLayer))
+            set_z3_leaf_modules(model, list(dict.fromkeys(map(type, blocks))))
+        o = cfg.optim
+        self.base_optimizer = optimizer(model, o, ranks.device.type == "cuda")
+        # Each group's peak, asked now: a checkpoint that is loaded puts its own there.
+        self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
+        with _own_keys_named(cfg):
+            self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
+                model=model.to(ranks.device),
+                optimizer=self.base_optimizer,
+                lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
+                    opt, lambda done: lr_factor(o, cfg.train.steps, done + 1)
+                ),
+                config=self.config,
+            )
+        if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
+            self._lay_out_matrices()
+        # Of the update under way: () → why it is to be skipped, or None.
+        self._judge: Callable[[], str | None] | None = None
+        self._skip: str | None = None  # what it has said
+        if cfg.train.skip:
+            self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
+        self.times = self._timed(model)
+        _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
+
+    def _timed(self, model: torch.nn.Module) -> UpdateTimes:
+        """The clock of the parts of an update, which the model's solves tell when they happen."""
+        solving: list[torch.nn.Module] = getattr(model, "fixed_point_blocks", list)()
+        times = UpdateTimes(self.ranks.device, solves=bool(solving))
+        for block in solving:
+            block.around_solve = times.solving
+        return times
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update, before a parameter's own factor."""
+        peak = self.cfg.optim.lr
+        # Of a group without one, where there is such: the number is what it was to the last bit.
+        of_group, group = max(
+            zip(self.peaks, self.deepspeed.optimizer.param_groups),
+            key=lambda pair: pair[0] == peak,
+        )
+        return group["lr"] * (peak / of_group)
+
+    def forward(self, batch: Batch) -> ModelOutput:
+        """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
+        batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
+        log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
+        extra = {"loss_only": True, "log_z": log_z} if self.losses_only else {}
+        return self.deepspeed(
+            input_ids=batch["input_ids"],
+            labels=batch["labels"],
+            shift_labels=batch["labels"],
+            **extra,
+        )
+
+    def step(
+        self,
+        batches: list[Batch],
+        stop: bool = False,
+        alive: Callable[[], None] = lambda: None,
+        outlier: Callable[..., str | None] | None = None,
+    ) -> Update:
+        """One update.
+
+        Args:
+            batches: its micro-batches, on every rank as many.
+            stop: this rank was asked to stop. alive: called after each micro-batch.
+            outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
+                where `train.skip` is set.
+        Raises:
+            Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
+                spoilt.
+        """
+        self.deepspeed.train()
+        self._accumulate(len(batches))
+        total, stats = torch.zeros((), device=self.ranks.device), []
+        added = torch.zeros_like(total)  # by the z-loss
+        shares = self._shares(batches)
+        for i, (batch, share) in enumerate(zip(batches, shares)):
+            try:
+                with self.times.part("forward"):
+                    output = self.forward(batch)
+                    loss = output.loss * share
+                    z_loss = self._z_loss(output, batch) * share
+                if getattr(output, "fixed_point", None) is not None:
+                    stats.append(output.fixed_point)
+            except FloatingPointError as e:
+                loss, z_loss = self._spoilt(e), 0.0
+            total += loss.detach().float() / len(batches)
+            if self.cfg.train.z_loss:
+                added += torch.as_tensor(z_loss).detach().float() / len(batches)
+                loss = loss + z_loss
+            with self.times.part("backward"):
+                self._backward(loss)
+            alive()
+            if i < len(batches) - 1:
+                with self.times.part("optimizer"):
+                    self.deepspeed.step()
+        loss, added, asked = self.ranks.sum(total.item(), added.item(), stop)
+        loss, added = loss / self.ranks.world_size, added / self.ranks.world_size
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss is {loss}")
+        with self.times.part("optimizer"):
+            norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
+            self._skip, self._judge = None, self._judged_once(loss, norm, outlier)
+            self.deepspeed.step()
+            if norm is None:
+                norm = float(self.deepspeed.get_global_grad_norm())
+        if not math.isfinite(norm):
+            raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
+        return Update(loss, norm, stats, asked > 0, added, self._skip)
+
+    def _accumulate(self, count: int) -> None:
+        """Have DeepSpeed make the next update of so many micro-batches."""
+        engine = self.deepspeed
+        if count != engine.gradient_accumulation_steps():
+            at_once = engine.train_micro_batch_size_per_gpu() * self.ranks.world_size
+            engine.set_train_batch_size(count * at_once)
+            # The update ends where `count` divides the micro-batches since here.
+            engine.micro_steps = 0
+
+    def _unless_skipped(self, step: Callable) -> Callable:
+        """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
+        under ZeRO for each group, once the norm is known: what it does before and after (gradients,
+        counters, the schedule) is as in any update, and the weights that it copies are the same."""
+
+        @functools.wraps(step)
+        def step_or_not(*args, **kwargs):
+            assert self._judge is not None  # an update is under way
+            if self._judge() is None:
+                return step(*args, **kwargs)
+
+        return step_or_not
+
+    def _judged_once(
+        self, loss: float, norm: float | None, outlier: Callable[..., str | None] | None
+    ) -> Callable[[], str | None]:
+        """() → why this update is to be skipped, on every rank alike, or None."""
+        asked = False
+
+        def judge() -> str | None:
+            nonlocal asked
+            if not asked and outlier is not None:
+                found = self.deepspeed.optimizer._global_grad_norm if norm is None else norm
+                why = outlier(loss=loss, gradient_norm=float(found))
+                (votes,) = self.ranks.sum(why is not None)
+                self._skip = (why or "another rank found it so") if votes else None
+            asked = True
+            return self._skip
+
+        return judge
+
+    def _z_loss(self, output, batch: dict[str, torch.Tensor]) -> torch.Tensor | float:
+        """`train.z_loss` times the mean of log²Z over the targets of a micro-batch; 0: off."""
+        weight = self.cfg.train.z_loss
+        if not weight:
+            return 0.0
+        if self.losses_only:
+            return weight * output.log_z
+        labels = batch["labels"].to(self.ranks.device)
+        return weight * log_z_sum(output.logits, labels) / number_of(labels)
+
+    def _spoilt(self, error: FloatingPointError) -> torch.Tensor:
+        """A loss of NaN in the place of one that a forward pass has not come to. Its backward meets
+        the other ranks as theirs do, and its sum tells them.
+
+        Raises:
+            Diverged: there are no others. DivergedAlone: under ZeRO-3, whose forward already waits.
+        """
+        if self.ranks.world_size == 1:
+            raise Diverged(str(error)) from None
+        if self.zero_stage == 3:
+            raise DivergedAlone(f"rank {self.ranks.rank}: {error}") from None
+        parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
+        return sum(p.float().sum() for p in parameters) * float("nan")
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Raises Diverged, of one rank among several DivergedAlone, where the gradient of a solve
+        is NaN or infinite."""
+        try:
+            self.deepspeed.backward(loss)
+        except FloatingPointError as e:
+            kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
+            raise kind(f"rank {self.ranks.rank}: {e}") from None
+
+    def _shares(self, batches: list) -> list[float]:
+        """What each micro-batch's mean loss counts for in the mean of all: 1, but for one with
+        fewer targets (a corpus' last block). So the loss does not depend on how an update is cut
+        into micro-batches."""
+        counts = [float((batch["labels"] != -100).sum()) for batch in batches]
+        (targets,) = self.ranks.sum(sum(counts))
+        mean = targets / (len(batches) * self.ranks.world_size)
+        return [count / mean for count in counts]
+
+    @contextlib.contextmanager
+    def _in_place_of_its_files(self) -> Iterator[_Files]:
+        """Within the block DeepSpeed writes and reads through `_Files`."""
+        files = _Files()
+        own, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+        try:
+            yield files
+        finally:
+            self.deepspeed.checkpoint_engine = own
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What of this rank goes into a checkpoint: "the weights", and the optimizer's moments by
+        name."""
+        groups = self.base_optimizer.param_groups
+        stepped = [p for group in groups for p in group["params"]]  # under ZeRO flat, in fp32
+        held = {"the weights": [*self.deepspeed.module.parameters(), *stepped]}
+        for state in self.base_optimizer.state.values():
+            for name, moment in state.items():
+                if torch.is_tensor(moment):
+                    held.setdefault(name, []).append(moment)
+        return held
+
+    def state_files(self, folder: Path, step: int) -> dict[str, object]:
+        """What DeepSpeed would write of this rank into a checkpoint's folder, by file name. Every
+        rank calls it."""
+        # Else rank 0 writes a script there for which the others wait: a full disk would be an error
+        # of rank 0 alone.
+        self.deepspeed._copy_recovery_script = lambda _: None
+        with self._in_place_of_its_files() as taken:
+            self.deepspeed.save_checkpoint(
+                str(folder), tag="any", client_state={"step": step}, save_latest=False
+            )
+        return taken.files
+
+    def load(self, path: Path) -> None:
+        """Weights, optimizer and schedule of a verified checkpoint of this `layout`.
+
+        Raises:
+            CheckpointError: a file of it holds what `read_zero` does not read.
+            TrainingError: DeepSpeed could not load it.
+        """
+        with self._in_place_of_its_files():
+            loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise TrainingError(f"DeepSpeed could not load {path}")
+
+    def go_on(
+        self, moments: dict[str, dict[str, torch.Tensor]], updates: int, adamw_steps: float
+    ) -> None:
+        """Go on after so many updates with moments that were gathered from other ranks or another
+        ZeRO stage. The model had its weights before this engine was made.
+
+        Args:
+            moments: {"exp_avg", "exp_avg_sq" and, of Muon, "momentum_buffer": {parameter name: its
+                shape}}, each of the parameters that have it.
+            adamw_steps: that AdamW has made: updates, without those that were skipped.
+        """
+        on_gpu = self.ranks.device.type == "cuda"  # where AdamW is fused
+        for flat, parts in self._optimizer_parts():
+            own = {k: v for k, v in moments.items() if all(name in v for name, _, _ in parts)}
+            state = {}
+            if "exp_avg" in own:
+                state["step"] = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
+            for key, whole in own.items():
+                state[key] = torch.zeros_like(flat)
+                for name, target, source in parts:
+                    # Past the end of `whole` there is a partition's padding.
+                    piece = whole[name].flatten()[source].to(flat)
+                    state[key].view(-1)[target][: len(piece)] = piece
+            self.base_optimizer.state[flat] = state
+        self.deepspeed.global_steps = updates
+        self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
+        growth = Growth(self.cfg, self.ranks.world_size)
+        self.deepspeed.global_samples = growth.sequences_until(updates)
+        self.scheduler.last_epoch = updates - 1
+        self.scheduler.step()
+
+    def _lay_out_matrices(self) -> None:
+        shapes = {name: p.shape for name, p in self.deepspeed.module.named_parameters()}
+        pieces = {
+            flat: [Piece(shapes[name], place, part) for name, place, part in parts]
+            for flat, parts in self._optimizer_parts()
+        }
+        self.base_optimizer.laid_out(pieces, self.ranks.world_size, self.ranks.rank)
+
+    def _optimizer_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[str, slice, slice]]]]:
+        """(a tensor that is stepped, [(parameter name, slice of that tensor, slice of the whole
+        parameter)]) of this rank, as the ZeRO stage has laid them out."""
+        names = {p: n for n, p in self.deepspeed.module.named_parameters()}
+        optimizer = self.deepspeed.optimizer
+        if self.zero_stage == 0:
+            for p, name in names.items():
+                yield p, [(name, slice(None), slice(None))]
+        elif self.zero_stage < 3:
+            groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
+            for flat, params in groups:
+                mapped = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
+                yield (
+                    flat,
+                    [
+                        (name, _slice(part.hp_fragment_address), _slice(part.lp_fragment_address))
+                        for name, part in mapped
+                    ],
+                )
+        else:
+            parts: list[list[tuple[str, slice, slice]]]
+            parts = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+            for p, name in names.items():
+                group, start, count = optimizer.grad_position[optimizer.get_param_id(p)]
+                first = self.ranks.rank * count
+                own = slice(first, first + count)
+                parts[group].append((name, slice(start, start + count), own))
+            yield from zip(optimizer.fp32_partitioned_groups_flat, parts)
+
+    def release(self) -> None:
+        """Give up weights, gradients and optimizer: another engine takes this one's place."""
+        self.deepspeed.destroy()
+        self.deepspeed = self.base_optimizer = self.scheduler = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """The last call on every rank: nothing that the peers sent each other is still under way.
+
+        ZeRO-3 fetches parameters ahead; a process that ends with such a fetch pending may abort.
+        """
+        if self.zero_stage == 3:
+            self.deepspeed.empty_partition_cache()
+        self.ranks.barrier()
+
+    def contraction(self, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+        """Per layer, the mean over a micro-batch of ‖I − Q‖ and ‖∂f/∂y‖ (`log.contraction`)."""
+        model = self.deepspeed.module
+        mixing, lipschitz = model.backbone.contraction(batch["input_ids"].to(self.ranks.device))
+        return {
+            "mixing_norm": [round(v, 4) for v in mixing.float().mean(-1).tolist()],
+            "lipschitz": [round(v, 4) for v in lipschitz.float().mean(-1).tolist()],
+        }
+
+    def _norm_of_plain_gradients(self) -> float:
+        grads = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item()
+
+    @torch.no_grad()
+    def validate(
+        self, batches: list[Batch], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, float]:
+        """Mean loss and perplexity over all targets of all ranks' micro-batches."""
+        self.deepspeed.eval()
+        nll = count = 0.0
+        for i, batch in enumerate(batches):
+            output = self.forward(batch)
+            targets = (batch["labels"] != -100).sum().item()
+            if targets:
+                nll += output.loss.item() * targets
+                count += targets
+            if progress:
+                progress(i + 1, len(batches))
+        nll, count = self.ranks.sum(nll, count)
+        loss = nll / max(1.0, count)
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": int(count)}

@@ -1,0 +1,214 @@
+"""`init_from`: a training that starts from the weights of another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.common.errors import ConfigError
+from lm.common.ranks import Ranks
+from lm.config.load import Config, InitFrom
+from lm.runs.run_dir import RunDir
+from lm.training import foreign, upcycle
+from lm.training.foreign import Source, SourceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHOWN = 3  # tokens that a message gives
+
+
+def read(path: str | Path, shapes_only: bool = False) -> Source:
+    """The language model in a folder: one of our runs (its newest checkpoint) or checkpoints, an
+    export, or a Mamba of transformers or state-spaces.
+
+    Raises:
+        SourceError: no such folder, or it holds none of these. CheckpointError, RunDirError,
+            LoadError: a run or an export that is damaged, or was changed.
+    """
+    from lm.model.configuration_fprnn import MODEL_TYPES
+    from lm.runs.checkpoint import MANIFEST
+
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise SourceError(
+            f"{path} is no folder: it must be a run, a checkpoint, an export, or a Mamba of"
+            " transformers or state-spaces (of a name on the hub `fprnn import-mamba` makes one)"
+        )
+    if RunDir(path).holds_run:
+        return _of_run(RunDir(path), None, shapes_only)
+    if (path / MANIFEST).is_file():
+        return _of_run(RunDir(path.parent.parent), path, shapes_only)
+    if foreign.read_config(path).get("model_type") in MODEL_TYPES:
+        return _of_export(path)
+    return foreign.read_folder(path, shapes_only)
+
+
+def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
+    """Of a run's checkpoint; None: the newest."""
+    import torch
+
+    from lm.config.load import load
+    from lm.data.corpus.tokenizer import load_tokenizer
+    from lm.runs import checkpoint as checkpoints
+    from lm.training.build import build_model, vocabulary
+    from lm.training.reshard import consolidated
+    from lm.training.resume import check_made_of
+
+    if not run.holds_run:
+        raise SourceError(f"{path} is no checkpoint of a run: {run} has no config.yaml")
+    path = path or checkpoints.newest(run.checkpoints)
+    if path is None:
+        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to start from")
+    cfg = load(run.config)
+    if cfg.model.name not in ("fprnn", "mamba", "mamba2"):
+        raise SourceError(
+            f"{run} is of model.name {cfg.model.name}: it must be fprnn, mamba or mamba2"
+        )
+    manifest = checkpoints.verify(path)
+    what = f"our run, update {manifest['step']}"
+    if not run.tokenizer.is_dir():
+        raise SourceError(f"{run} has no tokenizer: it was never trained")
+    check_made_of(path, manifest, run, cfg)
+    tokenizer = load_tokenizer(cfg, run.path)
+    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if shapes_only else "cpu"):
+        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
+    if not shapes_only:
+        trained = consolidated(path)
+        try:
+            model.load_state_dict(trained)
+        except RuntimeError as e:
+            first = str(e).partition("\n")[2].partition("\n")[0].strip()
+            raise SourceError(f"{path} is not of {run.config}: {first}") from None
+    weights, config, conv_bias = foreign.ours(model.state_dict()), model.config, True
+    if cfg.model.name != "fprnn":
+        config, conv_bias = foreign.of_transformers(config)
+    weights = foreign.settled(weights, config, path, shapes_only, conv_bias)
+    return Source(path, what, config, weights, run.tokenizer)
+
+
+def _of_export(path: Path) -> Source:
+    from lm.runs.exported import load_model
+
+    model = load_model(path)
+    weights = foreign.settled(model.state_dict(), model.config, path)
+    has_tokenizer = any((path / name).is_file() for name in foreign.TOKENIZER)
+    return Source(path, "our export", model.config, weights, path if has_tokenizer else None)
+
+
+def goes_on(cfg: Config) -> bool:
+    """Whether the run goes on from a checkpoint of its own, and so reads nothing of `init_from`.
+
+    Raises:
+        ConfigError: `resume` names a checkpoint of another run.
+    """
+    from lm.runs.checkpoint import listed
+
+    own = RunDir(cfg.run_dir).checkpoints
+    if cfg.resume in ("never", "auto"):
+        return cfg.resume == "auto" and bool(listed(own))
+    if Path(cfg.resume).resolve().parent != own.resolve():
+        raise ConfigError(
+            f"init_from and resume ({cfg.resume}) both say where the weights come from: leave one"
+            " of them out (init_from=null, or resume=never)"
+        )
+    return True
+
+
+def check(cfg: Config, model: PreTrainedModel) -> list[str]:
+    """Refuse, before anything trains, what cannot be started from → what would be taken, in words.
+
+    Args:
+        model: of the config, on the meta device, of any vocabulary.
+    Raises:
+        ConfigError: a baseline, the run itself, another checkpoint to resume, a model that does not
+            match. SourceError, CheckpointError, LoadError: as `read`.
+    """
+    if cfg.init_from is None:
+        return []
+    wanted = cfg.init_from
+    if cfg.model.name != "fprnn":
+        raise ConfigError(
+            f"init_from is of model.name fprnn, not of {cfg.model.name}: a Mamba on our scan is"
+            " `model.layers: mamba` (or mamba2)"
+        )
+    own = Path(cfg.run_dir).resolve()
+    if Path(wanted.path).expanduser().resolve().is_relative_to(own):
+        raise ConfigError(
+            f"init_from.path is {wanted.path}, which is this run's own: choose another `name`, or"
+            " continue it with resume=auto"
+        )
+    if goes_on(cfg):
+        return [f"{wanted.path}: not read, the run goes on from its own checkpoint"]
+    tokens = cfg.model.vocab_size
+    source = read(wanted.path, shapes_only=True)
+    found = upcycle.match(
+        source, model, wanted.layers, wanted.partial, None if tokens == "auto" else tokens
+    )
+    lines = upcycle.described(found, source, model.config)
+    if tokens == "auto":
+        there = source.config.vocab_size
+        lines.append(f"its vocabulary is of {there} tokens: compared when the run has its own")
+    return lines
+
+
+def begin(
+    cfg: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    run: RunDir,
+) -> None:
+    """Give a new run's model the weights of `init_from`, where there is one, and write down what
+    was taken. Every rank reads them.
+
+    Raises:
+        as `check`; ConfigError: a source of another tokenizer.
+    """
+    if cfg.init_from is not None:
+        ranks.each(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
+
+
+def _begin(
+    wanted: InitFrom,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    is_main: bool,
+    run: RunDir,
+) -> None:
+    from lm.common.console import say
+    from lm.common.files import write_json
+
+    source = read(wanted.path)
+    found = upcycle.match(
+        source,
+        model,
+        wanted.layers,
+        wanted.partial,
+        model.config.vocab_size,
+        _other_tokens(source, tokenizer),
+    )
+    upcycle.apply(found, source, model)
+    for line in upcycle.described(found, source, model.config):
+        say(f"init     {line}")
+    if is_main:
+        write_json(run.init_from, upcycle.record(found, source, model.config))
+
+
+def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+    """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
+    the same number here, or it has none beside it."""
+    from lm.runs.exported import load_tokenizer
+
+    if source.tokenizer is None:
+        return ""
+    theirs, ours = load_tokenizer(source.tokenizer).get_vocab(), tokenizer.get_vocab()
+    others = [token for token, number in theirs.items() if ours.get(token) != number]
+    if not others:
+        return ""
+    shown = ", ".join(map(repr, sorted(others)[:SHOWN])) + (", …" if len(others) > SHOWN else "")
+    return (
+        f"its tokenizer is another: {len(others)} of its {len(theirs)} tokens have another number"
+        f" here, or none ({shown}); tokenizer.name={source.tokenizer} is its own"
+    )

@@ -1,0 +1,197 @@
+"""What the optimizer steps, and how fast: parameter groups, the schedule of the learning rate."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, NamedTuple
+
+from lm.common.errors import ConfigError
+from lm.config.load import Optim, number_of_updates
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Group(NamedTuple):
+    """Parameters that are stepped alike."""
+
+    method: str  # "adamw" or "muon"
+    decays: bool  # weight decay acts on them
+    factor: float  # on the learning rate (optim.lr_factors)
+    names: list[str]
+    params: list[torch.nn.Parameter]
+
+
+def lr_factor(optim: Optim, steps: int, update: int) -> float:
+    """Learning rate of an update as a fraction of the peak.
+
+    Linear warm-up to the peak at update W, then by `optim.schedule` to min_lr at update `steps`:
+    cosine; linear; wsd, the peak up to the last D updates and then linear; constant, the peak.
+
+    Args:
+        update: 1 for the first.
+    """
+    warmup = min(max(1, number_of_updates(optim.warmup, steps)), steps)
+    if update <= warmup:
+        return update / warmup
+    floor = optim.min_lr / optim.lr
+    if optim.schedule == "constant":
+        return 1.0
+    begin = warmup
+    if optim.schedule == "wsd":
+        decay = max(1, number_of_updates(optim.decay_of_wsd, steps))
+        begin = max(warmup, steps - decay)
+    done = min(1.0, max(0, update - begin) / max(1, steps - begin))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    return floor + (1 - floor) * shape
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay acts on a parameter: not on A_log, D, biases, norms and the gains of
+    weight normalisation."""
+    *path, leaf = name.split(".")
+    owner = path[-1] if path else ""
+    kept = leaf in ("A_log", "D", "gain", "dt_bias") or leaf.startswith("bias")
+    return not (kept or "norm" in owner)
+
+
+def matrices(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that Muon is for: 2-D weights of hidden layers of more than one row
+    and column, where decay acts. Not embedding and head, A_log, norms, gains, biases, convolutions.
+    What a layer stacks in one weight (in_proj: x and z) is one matrix, and of a weight-normalised
+    map the matrix is its direction."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    of_ends = {id(module.weight) for module in ends if module is not None}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and decays(name)
+        if id(p) not in of_ends
+    }
+
+
+def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
+    """The trainable parameters in the optimizer's groups: with decay and without, and of each those
+    that Muon steps, and those with a factor of their own, apart.
+
+    Raises:
+        ConfigError: a pattern of `optim.lr_factors` matches no parameter, or two match one.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    factors = _factors([name for name, _ in named], optim.lr_factors)
+    by_muon = matrices(model) if optim.name == "muon" else set()
+    found: dict[tuple, Group] = {}
+    for name, p in named:
+        method = "muon" if name in by_muon else "adamw"
+        key = (method, not decays(name), factors.get(name, 1.0))
+        group = found.setdefault(key, Group(method, decays(name), key[2], [], []))
+        group.names.append(name)
+        group.params.append(p)
+    return [found[key] for key in sorted(found)]
+
+
+def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
+    """{parameter: its factor} of those that a pattern matches."""
+    taken: dict[str, str] = {}
+    for pattern in patterns:
+        matched = _matched(names, pattern)
+        if not matched:
+            raise ConfigError(
+                f"optim.lr_factors: `{pattern}` matches no parameter; there are, for example,"
+                f" {', '.join(names[:: max(1, len(names) // 6)][:6])}"
+            )
+        for name in matched:
+            if name in taken:
+                raise ConfigError(
+                    f"optim.lr_factors: `{taken[name]}` and `{pattern}` both match {name}: each"
+                    " parameter has one factor"
+                )
+            taken[name] = pattern
+    return {name: patterns[pattern] for name, pattern in taken.items()}
+
+
+def _matched(names: list[str], pattern: str) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
+    """`groups` as torch's optimizers take them, each with its peak learning rate.
+
+    Raises:
+        ConfigError: as `groups`.
+    """
+    peaks = {"adamw": optim.lr, "muon": optim.muon.lr or optim.lr}
+    return [
+        {
+            "params": group.params,
+            "method": group.method,
+            "weight_decay": optim.weight_decay if group.decays else 0.0,
+            "lr": peaks[group.method] * group.factor,
+        }
+        for group in groups(model, optim)
+    ]
+
+
+def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
+    """What steps a model: AdamW, or Muon for its matrices and AdamW for the rest.
+
+    Raises:
+        ConfigError: as `groups`.
+    """
+    import torch
+
+    taken = parameter_groups(model, optim)
+    adamw = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    adamw["fused"] = True if on_gpu else None
+    if optim.name == "adamw":
+        return torch.optim.AdamW(taken, **adamw)
+    from lm.training.muon import MatricesAndRest
+
+    m = optim.muon
+    muon = {"lr": m.lr or optim.lr, "momentum": m.momentum, "nesterov": m.nesterov}
+    return MatricesAndRest(taken, muon | {"adjust_lr_fn": m.scale}, adamw)
+
+
+def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
+    """The names of the parameters in the order in which the optimizer has them."""
+    return [name for group in groups(model, optim) for name in group.names]
+
+
+def moments(model: torch.nn.Module, optim: Optim) -> dict[str, list[str]]:
+    """What the optimizer keeps of parameters, in their shape: {its key: names of those}."""
+    of_method = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+    kept: dict[str, list[str]] = {}
+    for group in groups(model, optim):
+        for key in of_method[group.method]:
+            kept.setdefault(key, []).extend(group.names)
+    return kept
+
+
+def signature(optim: Optim) -> dict:
+    """What a checkpoint's manifest says of its optimizer: a state goes on under the same alone."""
+    muon = optim.muon.model_dump() if optim.name == "muon" else {}
+    return {"lr_factors": optim.lr_factors, "muon": muon}
+
+
+def described(model: torch.nn.Module, optim: Optim) -> list[str]:
+    """What a run says of its optimizer beside the default: which parameters Muon and each pattern
+    took."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    lines = []
+    if optim.name == "muon":
+        own = matrices(model)
+        of_each = ([n for n in sizes if (n in own) == by_muon] for by_muon in (True, False))
+        muon, rest = (_counted(names, sizes) for names in of_each)
+        lines.append(f"Muon: {muon}; AdamW: {rest}")
+    for pattern, factor in optim.lr_factors.items():
+        matched = _matched(list(sizes), pattern)
+        lines.append(f"learning rate × {factor:g}: `{pattern}`, {_counted(matched, sizes)}")
+    return lines
+
+
+def _counted(names: list[str], sizes: dict[str, int]) -> str:
+    """'2 tensors, 32 numbers (a.weight, b.weight)'."""
+    shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+    count = sum(sizes[name] for name in names)
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers ({shown})"

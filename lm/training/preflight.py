@@ -1,0 +1,155 @@
+"""What is refused before a training reads or writes anything, and what it will run on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import lm
+from lm.common.errors import ConfigError, require
+from lm.common.ranks import Ranks
+from lm.config.load import Config, check_warmup
+from lm.config.warmups import check_batch_warmup
+from lm.data.sources.mixture import naming, parts
+from lm.data.sources.open import SUFFIXES, source_files
+from lm.kernels import asked
+from lm.runs.checkpoint import check_resume
+from lm.training import init_from
+from lm.training.build import check_section
+from lm.training.deepspeed_json import (
+    check_average,
+    check_contraction,
+    check_device,
+    check_muon,
+    deepspeed_config,
+)
+from lm.training.optim import groups
+
+MOST_ON_CPU = 20e6  # parameters, beside the embedding
+WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
+
+
+def environment(ranks: Ranks) -> dict:
+    """What the run ran on: versions and devices, and which accelerators were missing."""
+    from importlib.metadata import version
+
+    from lm.kernels import available
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "fprnn": lm.__version__,
+        "commit": commit() if ranks.is_main else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "deepspeed": version("deepspeed"),
+        "device": gpu or f"CPU, {torch.get_num_threads()} threads",
+        "world_size": ranks.world_size,
+        "kernels": available("cuda" if gpu else "cpu"),
+    }
+
+
+def commit() -> str | None:
+    """The git commit of this package's checkout, with a + where files of it were changed since;
+    None where it is none, or git is not there."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
+    """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
+
+    Returns: the model on the meta device, for a vocabulary of 8.
+    Raises:
+        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
+            be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
+            of parameters that are not there, a ZeRO stage that the optimizer or train.ema cannot
+            have.
+        CheckpointError: no checkpoint of the name that `resume` gives.
+        SourceError, LoadError: nothing to start from at `init_from`.
+        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
+    """
+    wanted = cfg.train.world_size
+    if wanted and wanted != world_size:
+        raise ConfigError(
+            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
+            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
+            " train.global_batch_size to train alike on any number"
+        )
+    asked()
+    check_warmup(cfg)
+    check_resume(cfg.resume)
+    config = deepspeed_config(cfg, world_size)
+    check_contraction(cfg, config)
+    check_muon(cfg, config)
+    check_average(cfg, config)
+    check_batch_warmup(cfg, world_size, config)
+    model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    groups(model, cfg.optim)
+    init_from.check(cfg, model)
+    for name, part in parts(cfg).items():
+        if part.data.path is not None and part.data.source in SUFFIXES:
+            with naming(name):
+                source_files(part.data)
+    return model
+
+
+def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
+    """Raises ConfigError where there is no GPU and the model is not one for a CPU, or the reverse.
+
+    Args:
+        model: as of `check_config`; its embedding, which costs no time, is hardly there.
+    """
+    if torch.cuda.is_available():
+        if cfg.train.device == "cpu":
+            raise ConfigError(
+                "train.device is cpu, and there is a GPU: leave it out to train on the GPU, or hide"
+                " that (CUDA_VISIBLE_DEVICES='')"
+            )
+        return
+    size = sum(p.numel() for p in model.parameters())
+    if cfg.train.device == "auto" and size > MOST_ON_CPU:
+        raise ConfigError(
+            f"PyTorch finds no GPU here, and the model has {size / 1e6:.0f} M parameters beside its"
+            f" embedding (more than {MOST_ON_CPU / 1e6:.0f} M): start it where there is one"
+            " (`fprnn doctor` says what was found), or say train.device=cpu if that is meant"
+        )
+
+
+def check(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be, before anything is read or written.
+
+    Raises:
+        ConfigError, CheckpointError, BackendError, DataError: as `check_config`; no GPU for a
+            large model; a WANDB_MODE that wandb does not know.
+        MissingPackageError: something that the config asks for is not installed.
+    """
+    check_gpu(cfg, check_config(cfg, world_size))
+    check_device(deepspeed_config(cfg, world_size))
+    sources = {part.data.source for part in parts(cfg).values()}
+    for package, key, wanted in [
+        ("wandb", "log.wandb", cfg.log.wandb),
+        ("tensorboard", "log.tensorboard", cfg.log.tensorboard),
+        ("pyarrow", "data.source: parquet", "parquet" in sources),
+        ("datasets", "data.source: fineweb", "fineweb" in sources),
+    ]:
+        if wanted:
+            require(package, key)
+    mode = os.environ.get("WANDB_MODE")
+    if cfg.log.wandb and mode and mode not in WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")

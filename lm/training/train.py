@@ -1,0 +1,618 @@
+"""The training run, top to bottom: data, model, engine, resume, steps, validation, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lm.common.console import Progress, say
+from lm.common.errors import Diverged, DivergedAlone, Stopped, UserError
+from lm.common.files import DamagedError, write_json
+from lm.common.ranks import Ranks, of_lost_peer
+from lm.common.signals import StopSignals
+from lm.common.watchdog import Watchdog
+from lm.config.load import Config
+from lm.config.warmups import Growth
+from lm.report.memory import out_of_memory
+from lm.runs.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    drop_after,
+    not_finite,
+    read_state,
+    step_of,
+    to_go_back_to,
+    to_resume,
+)
+from lm.runs.log import Writer, describe, iterations, probed
+from lm.runs.metrics import (
+    FailureWatch,
+    Outliers,
+    Spikes,
+    Throughput,
+    adjoint_metrics,
+    affine,
+    fixed_point_metrics,
+    imbalance,
+    is_due,
+    mean,
+    peak_memory,
+    read_metrics,
+)
+from lm.runs.profile import Profile
+from lm.runs.run_dir import RunDir
+from lm.training import engine as ds
+from lm.training import init_from
+from lm.training.build import build_model, missing_kernels, vocabulary
+from lm.training.ema import Average
+from lm.training.optim import described, moments, optimizer_order, signature
+from lm.training.preflight import check, environment
+from lm.training.reshard import gathered
+from lm.training.resume import (
+    check_batch,
+    check_made_of,
+    check_optimizer,
+    check_tokenizer,
+    identity,
+    made_of,
+)
+from lm.training.validation import Validation
+
+RANK_FILE = "loader-rank{:04d}.pt"  # what a rank keeps in a checkpoint besides DeepSpeed's files
+QUIET_S = 60.0  # seconds between lines on a pipe while no record is due
+
+
+def train(cfg: Config, overwrite: bool = False) -> Path:
+    """Train (or continue) the run that `cfg` describes, and return its run directory.
+
+    Raises:
+        ConfigError, DataError, RunDirError, LeaseError, CheckpointError, SourceError: something
+            asked for cannot be had. OutputError, CheckpointError: something cannot be written.
+        Diverged: the loss or gradient became NaN or infinite, more often than `train.rollbacks`;
+            the last checkpoint stands. Stopped: a signal asked for a stop.
+    """
+    ranks = ds.start(cfg)
+    say.enabled = ranks.is_main
+    run = RunDir(cfg.run_dir)
+    with contextlib.ExitStack() as on_exit:  # also on an error: what was logged is written out
+        on_exit.callback(ds.stop)
+        on_exit.callback(run.release)
+        check(cfg, ranks.world_size)
+        ranks.first(run.claim, cfg, overwrite, say)
+        try:
+            training = Training(cfg, ranks, run, on_exit)
+            training.resume()
+            training.introduce()
+            training.fit()
+            training.conclude()
+        except torch.OutOfMemoryError as e:
+            refused = out_of_memory(cfg, ranks.world_size)
+            run.leave_word(refused, ranks.is_main)
+            raise refused from e
+        except Exception as e:
+            error = of_lost_peer(e) or e
+            run.leave_word(error, ranks.is_main)
+            if error is e:
+                raise
+            raise error from None
+    say(f"next     fprnn report {run}, or fprnn export {run} {run}/hf")
+    return run.path
+
+
+class Training:
+    """A run under way: `resume`, `fit`, `conclude`, on every rank alike.
+
+    Args:
+        on_exit: of what is open while it trains.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks, run: RunDir, on_exit: contextlib.ExitStack):
+        self.cfg, self.ranks, self.run, self.on_exit = cfg, ranks, run, on_exit
+        self.step = 0  # updates made
+        self.seconds = 0.0  # of training, of the processes before this one
+        self.rollbacks = 0
+        self.went_back_to: int | None = None  # an update, and nothing was saved since
+        self.began = time.perf_counter()
+        self.writer: Writer | None = None  # on rank 0
+        self.signals = on_exit.enter_context(StopSignals())
+        self.spikes = Spikes(cfg.train.spike)
+        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
+        self.stats: list = []  # reports of the solver since the last record
+        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
+        self.growth = Growth(cfg, ranks.world_size)
+        profiled = cfg.log.profile if ranks.is_main else None
+        self.profile = Profile(profiled, run.profile, say, self._paused)
+        on_exit.callback(self.profile.close)
+        say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
+        about = identity(cfg, ranks.world_size)
+        self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
+        on_exit.callback(self.checkpoints.close)
+        self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
+        self._open_data()
+        self._build_with_finite_weights(named=cfg.resume != "auto")
+
+    def _open_data(self) -> None:
+        """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
+        cache of its own, one of them does so again."""
+        from lm.data.batches import loader
+        from lm.data.corpus import corpora
+        from lm.data.corpus.tokenizer import load_tokenizer
+        from lm.data.sources import mixture
+
+        cfg, ranks, folder = self.cfg, self.ranks, self.run.path
+        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+        ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
+        ranks.first(self._check_made_of)
+        self.tokenizer = load_tokenizer(cfg, folder)
+        with Progress("tokenised", unit="documents") as bar:
+            progress = lambda documents, _: bar.update(documents)  # noqa: E731
+            prepare = corpora.prepare_sources
+            ranks.first(lambda: bool(prepare(cfg, self.tokenizer, folder, progress)))
+        ranks.first(self._check_made_of)  # the corpora may be new
+        self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
+        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
+        built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
+        self.batches, self.held_out = built
+
+    def _check_made_of(self) -> None:
+        """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
+        of; one of another run need only have this one's tokenizer."""
+        if self.found is None:
+            return
+        path, manifest = self.found
+        if path.resolve().parent == self.run.checkpoints.resolve():
+            check_made_of(path, manifest, self.run, self.cfg)
+        else:
+            check_tokenizer(path, manifest, self.run)
+
+    def _build_with_finite_weights(self, named: bool) -> None:
+        """The model as `found` has it, or where that holds NaN as the newest checkpoint before it
+        that does not: versions before this one saved what they had.
+
+        Args:
+            named: `found` is what was asked for, and no other will do.
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        self._build_model()
+        while self.found is not None:
+            path = self.found[0]
+            try:
+                self._check_finite(f"checkpoint {path}: ")
+                return
+            except Diverged as e:
+                if named:
+                    raise CheckpointError(f"{e}: resume an older one") from None
+                say(f"passed over: {e}")
+            folder = self.run.checkpoints
+            self.found = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
+            if self.found is None:
+                raise CheckpointError(
+                    f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
+                    " --overwrite"
+                )
+            self.engine.release()
+            self._build_model()
+
+    def _check_finite(self, where: str = "") -> None:
+        """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
+        held = self.engine.held()
+        if self.average:
+            held["the average of the weights"] = list(self.average.weights.values())
+        what = not_finite(held)
+        self.ranks.raise_any(Diverged(where + what) if what else None)
+
+    def _build_model(self) -> None:
+        cfg, tokenizer = self.cfg, self.tokenizer
+        self.average = None  # a rollback's, with the model that it is of
+        self.vocab_size = vocabulary(cfg, len(tokenizer))
+        self.model = build_model(
+            cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
+        )
+        # ZeRO-3 leaves none to count.
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.solves = cfg.model.has_fixed_point
+        flops = affine(getattr(self.model, "flops_per_token", None), self.growth.lengths)
+        self.engine = self._engine()
+        decay = cfg.train.ema
+        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
+        self.speed = Throughput(flops, self.ranks.world_size)
+        self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
+        watch = self.watch if self.solves else None
+        self.validation = Validation(
+            cfg, self.ranks, self.held_out, self.batches.shares, watch, tokenizer
+        )
+
+    def _engine(self) -> ds.Engine:
+        """With the weights and the optimizer of the checkpoint that is resumed, where there is
+        one."""
+        cfg, ranks = self.cfg, self.ranks
+        if self.found is None:
+            init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
+            return ds.Engine(cfg, self.model, ranks)
+        path, manifest = self.found
+        check_optimizer(path, manifest, signature(cfg.optim))
+        if self._fits(manifest):
+            engine = ds.Engine(cfg, self.model, ranks)
+            engine.load(path)
+            return engine
+        was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
+        say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
+        names = optimizer_order(self.model, cfg.optim)
+        whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
+        self.model.load_state_dict(whole.weights)
+        engine = ds.Engine(cfg, self.model, ranks)
+        engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
+        return engine
+
+    def _fits(self, manifest: dict) -> bool:
+        """Whether a checkpoint is laid out over ranks as this run is."""
+        about = self.checkpoints.about
+        return all(manifest[key] == about[key] for key in ("world_size", "zero_stage"))
+
+    def resume(self) -> None:
+        """Go on where `resume:` says, and open the log there.
+
+        Raises:
+            CheckpointError, DataError: the checkpoint cannot be used.
+        """
+        folder = self.run.checkpoints
+        if self.found is not None:
+            path, manifest = self.found
+            check_batch(path, manifest, self.checkpoints.about, self.run, self.ranks)
+            self._restore(path, manifest)
+            if self.step > self.cfg.train.steps:
+                raise CheckpointError(
+                    f"{path} has {self.step} updates, and train.steps is only"
+                    f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
+                )
+            if self.cfg.resume != "auto":
+                self.ranks.first(drop_after, folder, self.step)
+            say(f"resumed  {path} at update {self.step}")
+        self.ranks.first(self.run.confirm, self.cfg)
+        if self.ranks.is_main:
+            if self.step < self.cfg.train.steps:
+                self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
+            self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
+            self.on_exit.callback(self.writer.close)
+
+    def _restore(self, path: Path, manifest: dict) -> None:
+        """Where a checkpoint stands, beside weights and optimizer."""
+        from lm.data.batches.loader import merge_states
+
+        self.step = manifest["step"]
+        if manifest["world_size"] == self.ranks.world_size:
+            state = read_state(path / self._own_file)
+            torch.set_rng_state(state["rng"])
+            if "cuda_rng" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_rng"])
+        else:  # the ranks of then are not those of now
+            of_all = range(manifest["world_size"])
+            states = [read_state(path / RANK_FILE.format(rank)) for rank in of_all]
+            state = states[0] | {"loader": merge_states([s["loader"] for s in states])}
+            seed = self.cfg.seed + self.step * 1_000_003 + self.ranks.rank
+            torch.manual_seed(seed % 2**64)
+        self.batches.load_state_dict(state["loader"])
+        self.seconds = state["seconds"]
+        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
+        self.rollbacks = state.get("rollbacks", 0)
+        if "outliers" in state:
+            self.outliers.load_state_dict(state["outliers"])
+        if self.average:
+            self.average.load(path, say)
+        self.checkpoints.published = self.step
+
+    @property
+    def _own_file(self) -> str:
+        return RANK_FILE.format(self.ranks.rank)
+
+    def _state_files(self) -> dict:
+        """What a checkpoint holds of this rank."""
+        state = {
+            "loader": self.batches.state_dict(),
+            "seconds": self.seconds + time.perf_counter() - self.began,
+            "spent": dict(self.speed.spent),
+            "rollbacks": self.rollbacks,
+            "outliers": self.outliers.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda_rng"] = torch.cuda.get_rng_state()
+        files = self.engine.state_files(self.run.checkpoints, self.step)
+        if self.average and self.ranks.is_main:
+            files |= self.average.files()
+        return {**files, self._own_file: state}
+
+    def introduce(self) -> None:
+        """Say, and write down, what trains on what."""
+        cfg, env = self.cfg, environment(self.ranks)
+        if self.ranks.is_main:
+            write_json(self.run.deepspeed, self.engine.config)
+            write_json(self.run.environment, env)
+        say(f"device   {env['device']}; kernels: {env['kernels']}")
+        size = f"{self.parameters / 1e6:.2f} M parameters"
+        say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
+        for line in described(self.model, cfg.optim):
+            say(f"optim    {line}")
+        if warning := missing_kernels(cfg):
+            say(warning)
+        per_step = cfg.tokens_per_step(self.ranks.world_size)
+        stage = self.engine.zero_stage
+        say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
+        self.growth.announce(say)
+
+    def fit(self) -> None:
+        """The updates that are left, with records, probes, validations and checkpoints when due.
+
+        Raises:
+            Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
+        """
+        steps, engine_settings = self.cfg.train.steps, self.cfg.engine
+        if self.step >= steps:
+            say(f"complete already: {self.step} of {steps} updates; --overwrite trains anew")
+            return
+        watchdog = Watchdog(engine_settings.hang_s, self.run.stacks, self.ranks.rank)
+        self.alive = watchdog.alive
+        self.began = time.perf_counter()
+        self.profile.begin_at(self.step)
+        self._skip_time()
+        bar = Progress("training", steps, self.step, "updates", QUIET_S)
+        with watchdog, bar:
+            self._catch_up()
+            while self.step < steps:
+                self.run.check_ours()
+                number = self.step + 1
+                try:
+                    with self.profile.update(number):
+                        update = self._update()
+                    self._record(update, bar)
+                    self._probe_if_due()
+                    self._save_if_due(update.stopping)
+                except DivergedAlone:
+                    raise
+                except Diverged as e:
+                    self._roll_back(e, number)
+                    continue
+                if self.step % self.cfg.eval.every == 0 and self.step < steps:
+                    self._validate()
+            self.checkpoints.finish()
+            self._log_saves()
+        self.seconds += time.perf_counter() - self.began
+
+    def _catch_up(self) -> None:
+        """What a stop or a kill has left undone.
+
+        Raises:
+            Stopped: a signal came before the first update.
+        """
+        (asked,) = self.ranks.sum(self.signals.asked)
+        if asked:
+            raise Stopped(f"stopped by a signal at update {self.step}: continue with resume=auto")
+        if (
+            self.step
+            and self.step % self.cfg.eval.every == 0
+            and not self.ranks.first(
+                lambda: any(
+                    r["step"] == self.step and "validation" in r
+                    for r in read_metrics(self.run.path)
+                )
+            )
+        ):
+            self._validate()
+
+    def _micro_batches(self) -> list:
+        """Of the next update.
+
+        Raises:
+            DataError: on every rank, where one cannot read.
+        """
+        micro, error = [], None
+        try:
+            with self.engine.times.part("data"):
+                for _ in range(self.growth.micro_batches(self.step + 1)):
+                    micro.append(next(self.batches))
+                    self.alive()
+        except UserError as e:
+            error = e
+        (failed,) = self.ranks.sum(error is not None)
+        if failed:
+            self.ranks.raise_any(error)
+        return self.growth.cut(micro, self.step + 1)
+
+    def _update(self) -> ds.Update:
+        self.lr = self.engine.lr
+        self.engine.times.annotate = self.profile.is_on
+        micro = self._micro_batches()
+        update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
+        if not update.skipped and (what := self.spikes.look(update.loss)):
+            raise Diverged(what)
+        self.first_micro_batch = micro[0]
+        self.step += 1
+        if update.skipped:
+            self._note_skip(update.skipped)
+        if self.average:
+            self.average.update()
+        self.stats += update.stats
+        self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
+        self.engine.times.end_update()
+        return update
+
+    def _skip_time(self) -> None:
+        """What has happened since the last update is part of none."""
+        self.speed.skip()
+        self.engine.times.skip()
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """What happens within is part of no update."""
+        yield
+        self._skip_time()
+
+    def _note_skip(self, why: str) -> None:
+        self.outliers.number += 1
+        say(f"note: update {self.step} is skipped: {why}")
+        self._write({"step": self.step, "skip": {"number": self.outliers.number, "why": why}})
+
+    def _roll_back(self, error: Exception, failed: int) -> None:
+        """Take weights and optimizer from the last checkpoint, or where that did not help from the
+        one before, and go on with the data after the batches that spoilt them.
+
+        Args:
+            failed: the number of the update.
+        Raises:
+            Diverged: there is none, or `train.rollbacks` of them were made.
+        """
+        most, folder = self.cfg.train.rollbacks, self.run.checkpoints
+        self.checkpoints.finish()
+        found = None
+        if self.rollbacks < most:
+            found = self.ranks.first(to_go_back_to, folder, self.went_back_to, say)
+        if found is None:
+            stands = self.checkpoints.published
+            kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
+            raise Diverged(
+                f"stopped at update {failed}: {error}; {kept}, {self.rollbacks} of {most} rollbacks"
+                " (train.rollbacks) made"
+            ) from None
+        after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
+        self.engine.release()  # with the gradients that are spoilt
+        self.found = found
+        try:
+            self._build_with_finite_weights(named=False)
+        except CheckpointError as e:
+            raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
+        self._restore(*self.found)
+        self.went_back_to = self.step
+        self.batches.load_state_dict(after)
+        self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
+        self.spikes.forget()
+        say(
+            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
+            f" the data that comes next (rollback {self.rollbacks} of {most})"
+        )
+        if self.writer:
+            rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
+            self.writer.keep_until(self.step)
+            self.writer.write({"step": self.step, "rollback": rollback})
+        self._skip_time()
+
+    def _record(self, update: ds.Update, bar: Progress) -> None:
+        """Every `log.every` updates a record of what they cost and reached."""
+        cfg, steps = self.cfg, self.cfg.train.steps
+        if self.step % cfg.log.every and self.step != steps:
+            bar.update(self.step, steps)
+            return
+        solver = fixed_point_metrics(self.stats, self.ranks.gather)
+        breakdown = self.engine.times.read()
+        record = {
+            "step": self.step,
+            "loss": update.loss,
+            "perplexity": math.exp(min(update.loss, 700.0)),
+            "lr": self.lr,
+            "grad_norm": update.norm,
+            **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
+            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
+            "tokens": self.growth.tokens_until(self.step),
+            **self.growth.record(self.step),
+            **self.speed.read(mean(solver.get("evaluations", []))),
+            **solver,
+            **adjoint_metrics(self.model, self.ranks.gather),
+            **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
+            "breakdown": breakdown,
+            **self.batches.drawn(),
+            "peak_memory_bytes": self._peak_memory(),
+        }
+        if cfg.log.contraction:
+            record |= self.engine.contraction(self.first_micro_batch)
+        self.stats = []
+        self._write(record)
+        self._log_saves()
+        bar.update(self.step, steps, describe(record, self.num_iters))
+        self.watch.look(record, f"update {self.step}")
+        self._skip_time()  # a record is no update
+
+    def _peak_memory(self) -> int:
+        """Of the rank that has held the most."""
+        own = torch.tensor([peak_memory(self.ranks.device)], dtype=torch.float64)
+        return int(self._gather_host(own).max())
+
+    def _gather_host(self, t: torch.Tensor) -> torch.Tensor:
+        return self.ranks.gather(t.to(self.ranks.device)).cpu()
+
+    def _probe_if_due(self) -> None:
+        """Between validations, which probe as well."""
+        validates = self.step % self.cfg.eval.every == 0 or self.step == self.cfg.train.steps
+        if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
+            return
+        record = {"step": self.step, **self.validation.probed(self.engine)}
+        self.num_iters = probed(record)
+        self._write(record)
+        say(f"update {self.step:>6}{iterations(record)}")
+        self._skip_time()
+
+    def _save_if_due(self, stopping: bool) -> None:
+        last = self.step == self.cfg.train.steps
+        if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
+            self._check_finite()
+            self.checkpoints.save(self.step, self._state_files)
+            self.went_back_to = None
+            self._skip_time()
+        if stopping and not last:
+            self.checkpoints.finish()
+            self._log_saves()
+            raise Stopped(
+                f"stopped by a signal after update {self.step}, checkpoint saved: continue with"
+                " resume=auto"
+            )
+
+    def _validate(self) -> None:
+        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        self.num_iters = probed(measured)
+        self._write(measured)
+        self._skip_time()
+
+    def conclude(self) -> None:
+        """The last validation, and result.json, where they are not there yet."""
+        steps = self.cfg.train.steps
+        if not self.ranks.first(lambda: self._has_result(steps)):
+            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
+            if self.ranks.is_main:
+                final |= self.validation.ngrams(self.run, self.vocab_size)
+            self._write(final)
+            tokens = self.growth.tokens_until(steps)
+            result = {
+                "updates": steps,
+                "tokens": tokens,
+                "training_seconds": round(self.seconds, 1),
+                "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
+                "parameters": self.parameters,
+                "vocab_size": self.vocab_size,
+                **self.batches.drawn(),
+                **{k: v for k, v in final.items() if k != "step"},
+            }
+            self.ranks.first(write_json, self.run.result, result)
+        self.engine.close()
+
+    def _has_result(self, steps: int) -> bool:
+        """Whether result.json is there, whole, and of so many updates."""
+        try:
+            return (
+                self.run.is_finished
+                and self.run.read_result(("updates", "validation"))["updates"] == steps
+            )
+        except DamagedError as e:
+            say(f"note: {e}: it is written anew")
+            return False
+
+    def _write(self, record: dict) -> None:
+        if self.writer:
+            self.writer.write(record)
+
+    def _log_saves(self) -> None:
+        for saved in self.checkpoints.news():
+            self._write({"step": self.step, "checkpoint": saved.record()})

@@ -1,0 +1,172 @@
+"""What a training is measured by on held-out text: loss, bits per byte, ℓ*, n-grams beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lm.common.console import Progress, say
+from lm.common.ranks import Ranks
+from lm.config.load import Config
+from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.runs.log import iterations
+from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
+from lm.runs.run_dir import RunDir
+from lm.training.ema import Average
+from lm.training.engine import Engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Validation:
+    """The held-out micro-batches of this rank, and what is measured on them.
+
+    Args:
+        held_out: the micro-batches of this rank of each source; of a single one under "".
+        shares: of the sources in training; they weigh the mean.
+        watch: is told of tokens that were not solved; None of a model without a solver.
+        tokenizer: of the corpus, for bits per byte.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        ranks: Ranks,
+        held_out: dict[str, list],
+        shares: dict[str, float],
+        watch: FailureWatch | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self.cfg, self.ranks, self.watch = cfg, ranks, watch
+        self.held_out, self.shares = held_out, shares
+        self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
+
+    def measure(
+        self, engine: Engine, step: int, alive: Callable[[], None], average: Average | None = None
+    ) -> dict:
+        """The record of a validation after update `step`: loss, perplexity, bits per byte,
+        ℓ*.
+
+        Args:
+            alive: called after each micro-batch. average: of the weights; its loss and perplexity
+                are measured as well ("ema").
+        """
+        scores = self._scores(engine, alive)
+        record = {"step": step, "validation": scores, **self.probed(engine)}
+        of_sources = ""
+        for name, of in scores.get("sources", {}).items():
+            of_sources += f"  {name} {of['perplexity']:.2f}"
+        say(
+            f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
+            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{of_sources}"
+            f"{iterations(record)}"
+        )
+        if average is not None:
+            with average.in_place():
+                record["ema"] = self._scores(engine, alive)
+            say(f"update {step:>6}  … of the average of the weights {record['ema']['loss']:.4f}")
+        if self.watch is not None:
+            self.watch.look(record["probe"], f"validation after update {step}")
+        return record
+
+    def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
+        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`."""
+        total = sum(len(batches) for batches in self.held_out.values())
+        done, found = 0, {}
+        with Progress("validating", unit="batches") as bar:
+
+            def progress(of_source, _):
+                alive()
+                bar.update(done + of_source, total)
+
+            for name, batches in self.held_out.items():
+                scores = engine.validate(batches, progress)
+                text = self.bytes[name]
+                bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
+                found[name] = scores | {"bits_per_byte": bits, "bytes": text}
+                done += len(batches)
+        return pooled(found, self.shares)
+
+    def probed(self, engine: Engine) -> dict:
+        """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:
+        what changes is the model. Of a mixture it is one of the source with the largest share."""
+        if self.watch is None:
+            return {}
+        batch = self.held_out[max(self.shares, key=self.shares.__getitem__)][0]
+        report = probe(engine.deepspeed, batch["input_ids"].to(self.ranks.device))
+        rows = (batch["labels"] != -100).any(-1)
+        return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
+
+    def ngrams(self, run: RunDir, vocab_size: int) -> dict[str, dict]:
+        """{"baselines": perplexities of unigrams and bigrams on the same text}: what a model must
+        beat. Of a mixture they are counted and measured source by source, and their means beside
+        them are made as those of the model."""
+        from lm.data.batches import loader
+        from lm.data.batches.ngram import ngram_baselines
+        from lm.data.corpus.corpora import open_sources
+
+        size, of_sources = self.cfg.train.micro_batch_size, {}
+        for name, corpus in open_sources(self.cfg, run.path).items():
+            targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
+            of_sources[name] = ngram_baselines(corpus.train, targets, vocab_size)
+        if self.cfg.data.mixture is None:
+            return {"baselines": of_sources[""]}
+        means = {
+            kind: math.exp(
+                sum(share * math.log(of_sources[name][kind]) for name, share in self.shares.items())
+            )
+            for kind in next(iter(of_sources.values()))
+        }
+        return {"baselines": means, "baselines_of_sources": of_sources}
+
+
+def pooled(found: dict[str, dict], shares: dict[str, float]) -> dict:
+    """The scores of all sources as one: the mean of their losses, each weighed by its share in
+    training (the loss that training lowers, on held-out text), its perplexity, and its bits per
+    byte of text that is mixed so. A single source has its own.
+
+    Args:
+        found: of each source its loss (nats a token), perplexity, tokens and bytes.
+    """
+    if list(found) == [""]:
+        return found[""]
+    loss = math.fsum(shares[name] * scores["loss"] for name, scores in found.items())
+    bits = text = None
+    if all(scores["bytes"] for scores in found.values()):
+        text = sum(scores["bytes"] for scores in found.values())
+        bits = bits_per_byte(
+            loss,
+            sum(shares[name] * of["bytes"] / of["tokens"] for name, of in found.items()),
+        )
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "tokens": sum(scores["tokens"] for scores in found.values()),
+        "bits_per_byte": bits,
+        "bytes": text,
+        "sources": found,
+    }
+
+
+def text_bytes_of(
+    held_out: dict[str, list], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> dict[str, int | None]:
+    """Of each source the UTF-8 bytes of the text that the targets of all ranks' micro-batches stand
+    for, see data/batches/text_bytes.py; None, which is said, where the tokenizer does not tell.
+    Every rank calls it."""
+    try:
+        of_ids = TextBytes(tokenizer)
+    except UncountableError as e:
+        say(f"note: no bits per byte: {e}")
+        return dict.fromkeys(held_out)
+    found = {}
+    for name, batches in held_out.items():
+        counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
+        known = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(known), len(counts) - len(known))
+        found[name] = None if unknown else int(total)
+    if None in found.values():
+        say("note: no bits per byte: the validation text has tokens that may stand for any text")
+    return found

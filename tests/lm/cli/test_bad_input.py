@@ -1,0 +1,519 @@
+"""Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
+
+import argparse
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lm.common.errors
+from lm.cli.arguments import Number, Whole, names
+from lm.cli.main import main, parser
+from lm.common.errors import UserError, sentence
+from lm.evaluation.generate import GenerationError, generate
+from tests.refusals import refused
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "configs/tiny/lm.yaml")
+WEIGHT = "backbone.layers.0.block.in_proj.weight"
+
+
+def dry_run(*overrides) -> list[str]:
+    return ["train", "--config", TINY, "--dry-run", f"data.path={ROOT}/none", *overrides]
+
+
+# The base class of errors.
+
+# Not the user's: a kernel that passes a size on to another, and lm/model, which carries no package.
+OTHERS = {"Unsupported", "NonFiniteError", "MixerError"}
+
+
+def error_classes() -> dict[str, list[str]]:
+    """name → bases of every class in lm and synthetic that is an error by name or base."""
+    found = {}
+    for top in ("lm", "synthetic"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    bases = [ast.unparse(base) for base in node.bases]
+                    if any(b.endswith(("Error", "Exception")) for b in [node.name, *bases]):
+                        found[node.name] = bases
+    return found
+
+
+def test_every_error_of_ours_is_known_by_its_base_class():
+    classes = error_classes()
+    assert {"ConfigError", "TaskError", "Stopped", "BabiError", "BackendError"} <= classes.keys()
+
+    def is_users(name):
+        bases = classes.get(name, [])
+        return "UserError" in bases or any(is_users(base) for base in bases)
+
+    rest = {name for name in classes if name != "UserError" and not is_users(name)}
+    assert rest == OTHERS
+
+
+def test_what_is_the_users_to_mend_and_what_is_a_bug():
+    assert sentence(UserError("so it is")) == "so it is"
+    assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
+    assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
+        "this command needs the package wandb, which is not installed: pip install 'fprnn[train]'"
+    )
+    wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
+    wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
+    assert sentence(wrapped).endswith("is not installed: pip install 'fprnn'")
+    bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
+    assert [sentence(bug) for bug in bugs] == [None] * 4
+
+
+@pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
+def test_a_bug_keeps_its_traceback(monkeypatch, command):
+    def broken(*_):
+        raise ValueError("a bug")  # the base of many errors of ours
+
+    monkeypatch.setattr("lm.config.load.load_tree", broken)
+    monkeypatch.setattr("lm.report.report.report", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(command)
+
+
+# Sizes of models.
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
+        (["model.mixer=selective_dense", "model.d_model=512"], "d_inner = expand · d_model may be"),
+        (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide d_inner"),
+        (
+            ["model.block=fp_mamba2", "model.headdim=8", "model.ngroups=3"],
+            "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
+        ),
+        (["model.block=fp_rnn"], "glu_in_loop is for fp_mamba1 and fp_mamba2"),
+        (
+            ["model.mixer=kronecker", "model.mixer_proj_rank=4"],
+            "mixer_proj_rank is for householder",
+        ),
+        (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide d_model"),
+        (["model=transformer", "model.n_heads=3"], "model.n_heads is 3: it must divide d_model"),
+        (["model=mamba2", "model.headdim=7"], "model.headdim is 7: it must divide expand"),
+        (["model=gated_deltanet", "model.headdim=6"], "model.headdim is 6: it must divide"),
+    ],
+)
+def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
+    assert words in refused(capsys, *dry_run(*overrides))
+
+    from lm.training.build import check_section
+
+    cfg = tiny(*overrides)
+    before = torch.get_rng_state()
+    with pytest.raises(lm.common.errors.ConfigError) as e:
+        check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    assert words in str(e.value)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mixer", ["householder", "monarch"])
+def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
+    from lm.training.build import check_section
+
+    cfg = tiny(f"model.mixer={mixer}")
+    before = torch.get_rng_state()
+    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What training refuses before it reads or writes anything.
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7"),
+        (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
+        (["resume=runs/step-000001"], "and there is no such folder"),
+        (
+            ["optim.warmup=50", "train.steps=8"],
+            "optim.warmup is 50 updates, and train.steps is only 8",
+        ),
+        (
+            ["data.source=text", "data.path=/nonexist"],
+            "data.path /nonexist: no such file or folder",
+        ),
+        (["model=mamba", "log.contraction=true"], "log.contraction is for model.name fprnn: mamba"),
+        (
+            ["log.contraction=true", "engine.deepspeed={zero_optimization: {stage: 3}}"],
+            "use zero_stage 0, 1 or 2 with it",
+        ),
+        (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
+        (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
+        (
+            ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
+            "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
+        ),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
+    ],
+)
+def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
+    from lm.training.preflight import check
+
+    with pytest.raises(UserError) as e:
+        check(tiny(*overrides), 1)
+    assert words in str(e.value)
+    assert words in refused(capsys, *dry_run(*overrides))
+
+
+def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monkeypatch):
+    from lm.training.preflight import check
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    large = ["model.d_model=1024", "model.n_layer=12"]
+    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*device=cpu"):
+        check(tiny(*large), 1)
+    check(tiny(*large, "train.device=cpu"), 1)
+    check(tiny(), 1)
+
+
+def test_a_cpu_is_not_asked_for_where_there_is_a_gpu(tiny, monkeypatch):
+    from lm.training.preflight import check
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"train\.device is cpu, and there is a GPU"):
+        check(tiny("train.device=cpu"), 1)
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        (
+            {"WORLD_SIZE": "abc"},
+            "WORLD_SIZE is 'abc' in the environment: it must be a whole number",
+        ),
+        ({"WORLD_SIZE": "0"}, "from 1 to 1000000"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"RANK": "0"}, "the environment has RANK but no WORLD_SIZE"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2' in the environment: it must be a whole"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "started 4 tasks (SLURM_STEP_NUM_TASKS) but no RANK"),
+    ],
+)
+def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert words in refused(capsys, *dry_run())
+    assert words in refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "address, words",
+    [
+        ({}, "the environment has RANK but no MASTER_ADDR"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT is 'x' in the environm"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is '0' in the environment"),
+    ],
+)
+def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
+    from lm.training.engine import start
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        start(tiny())
+
+
+def test_a_terminal_that_has_few_characters(tmp_path):
+    """What it cannot print is printed by its number, and ends no command."""
+    from tests.running import ENV
+
+    config = tmp_path / "sweep.yaml"
+    config.write_text("name: ℓ\nsweep: {seed: [1]}\n", encoding="utf-8")
+    words = [sys.executable, "-m", "lm", "sweep", config]
+    env = ENV | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "\\u2113/000-seed=1\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [(">/dev/full", "error: the output, or a file: No space left on device\n"), ("| true", "")],
+)
+def test_an_output_that_takes_no_more(output, said):
+    from tests.running import ENV
+
+    command = f"{sys.executable} -m lm train --config {TINY} --dry-run {output}"
+    line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.stderr == said and (done.returncode == 1 or output == "| true"), done
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
+        *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
+        *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+    ],
+)
+def test_sizes_that_no_machine_has(capsys, override):
+    assert "it must be a whole number above 0 and at most" in refused(capsys, *dry_run(override))
+
+
+def test_a_number_of_workers_that_no_machine_has(capsys):
+    words = "`data.workers` is 100000: it must be a whole number of at least 0 and at most 1024"
+    assert words in refused(capsys, *dry_run("data.workers=100000"))
+
+
+def test_a_sweep_of_a_million_points(capsys, tmp_path):
+    values = list(range(1, 101))
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
+    for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
+        assert "its sweep has 1,000,000 points: at most 10,000" in refused(capsys, *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
+def test_fp16_on_a_cpu(tiny):
+    from lm.training.preflight import check
+
+    with pytest.raises(UserError, match=r"fp16\.enabled, which needs a GPU, and there is none"):
+        check(tiny("engine.deepspeed={fp16: {enabled: true}}"), 1)
+    with pytest.raises(UserError, match=r"engine.deepspeed sets fp16 to True: it must be a map"):
+        check(tiny("engine.deepspeed={fp16: true}"), 1)
+
+
+def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
+    from lm.training.preflight import check
+
+    monkeypatch.setattr("lm.training.preflight.require", lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
+        check(tiny("log.wandb=true"), 1)
+    check(tiny(), 1)
+
+
+def test_a_sweep_needs_an_index(capsys, tmp_path):
+    path = str(ROOT / "configs/lm/sweep_mixers.yaml")
+    for more in ([], ["--dry-run"]):
+        assert refused(capsys, "train", "--config", path, f"out_dir={tmp_path}/runs", *more) == (
+            f"{path} is a sweep: say which of its points to train, --job-index 0 to 5; or"
+            " sweep={} for the config without it"
+        )
+    assert not (tmp_path / "runs").exists()
+    assert "outside the sweep: 0 to 5" in refused(
+        capsys, "train", "--config", path, "--dry-run", "--job-index", 6
+    )
+    assert main(["train", "--config", path, "--dry-run", "--job-index", "5"]) == 0
+    assert "sweep: {}\n" in capsys.readouterr().out  # what it writes down is one run
+    assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
+
+
+def test_kernels_that_we_do_not_have(capsys, monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "nope")
+    assert "FPRNN_KERNELS is `nope`: it must be auto, plain or one of" in refused(
+        capsys, *dry_run()
+    )
+
+
+def test_a_sweep_over_nothing(capsys):
+    assert refused(capsys, *dry_run("sweep={model.mixer: []}")) == (
+        f"{TINY}: sweep.model.mixer must be a non-empty list"
+    )
+
+
+def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
+    assert "and train.steps is only 10" in refused(capsys, "sweep", path)
+
+
+def test_gpus_are_those_of_a_plan(capsys, tmp_path):
+    for wrong in ("0", "-3", "two"):
+        assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
+    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
+    assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
+    assert not (tmp_path / "runs").exists()
+    message = refused(capsys, *dry_run("--gpus", 2, "train.world_size=4"))
+    assert message.startswith("train.world_size is 4 but 2 process(es) were asked for: launch 4")
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
+def test_a_name_stays_inside_out_dir(capsys, name):
+    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
+
+
+@pytest.mark.parametrize("key", ["name", "out_dir"])
+@pytest.mark.parametrize("character", [r"\e", r"\x9b", r"\n", r"\u202e"])
+def test_control_characters_are_in_no_name(capsys, key, character):
+    message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
+    assert "holds a character that no folder's name should have" in message
+
+
+@pytest.mark.parametrize("key", ["data.cache", "data.path", "tokenizer.name", "init_from"])
+def test_no_place_holds_a_nul(capsys, key):
+    assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
+    assert "holds the character NUL, which no place of a file has" in message
+
+
+def test_control_characters_of_an_argument_are_written_out(capsys):
+    assert refused(capsys, "sweep", "\x1b[31m.yaml") == r"no config file at \x1b[31m.yaml"
+
+
+# Options.
+
+
+def options() -> list[tuple[str, argparse.Action]]:
+    """(command, option) of every option that takes a value."""
+    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    return [
+        (command, action)
+        for command, below in commands.choices.items()
+        for action in below._actions
+        if action.option_strings and action.nargs != 0
+    ]
+
+
+def test_every_number_has_a_range_that_its_help_states():
+    numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
+    assert len(numbers) > 20
+    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
+    for command, action in numbers:
+        stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
+        assert stated, f"{command} {action.option_strings}: {action.help}"
+
+
+@pytest.mark.parametrize("command, action", options(), ids=lambda v: getattr(v, "dest", v))
+def test_no_number_is_taken_beyond_its_range(capsys, command, action):
+    if not isinstance(action.type, Whole | Number):
+        return
+    wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
+    if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+        wrong.append("0")
+    for text in wrong:
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+            action.type(text)
+    assert action.default is None or action.type(str(action.default)) == action.default
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number from 1 on"),
+        (["--max-new-tokens", "-3"], "'-3' is no whole number from 1 on"),
+        (["--top-k", "-1"], "argument --top-k: '-1' is no whole number from 0 on"),
+        (["--temperature", "-1"], "argument --temperature: '-1' is no finite number from 0 on"),
+        (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
+        (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
+        (["--tol", "0"], "argument --tol: '0' is no finite number above 0"),
+        (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
+        (["--schedule", "windows:4"], "schedule is `windows:4`"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
+        (["--temperature", "1e-300"], "temperature is 1e-300: it must be 0 (greedy) or a finite"),
+    ],
+)
+def test_generate(capsys, small_export, args, words):
+    assert words in refused(capsys, "generate", small_export, "--prompt", "a", *args)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1: it must be 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"tol": float("inf")}, "tol is inf"),
+    ],
+)
+def test_generate_called_from_python(small_export, options, words):
+    with pytest.raises(GenerationError, match=words):
+        generate(small_export, "a", **options)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
+        (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
+        (["eval", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: '-1' is no whole"),
+        (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
+        (["agree", "--schedules", ""], "argument --schedules: the list is empty"),
+        (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
+        (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
+        (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
+    ],
+)
+def test_eval_and_agree(capsys, small_export, args, words):
+    assert words in refused(capsys, args[0], small_export, *args[1:])
+
+
+def test_evaluate_called_from_python(small_export):
+    from lm.evaluation.evaluate import EvaluationError, evaluate
+
+    with pytest.raises(EvaluationError, match="batch_size is 0"):
+        evaluate(small_export, ["catbabi_mini"], batch_size=0)
+    with pytest.raises(EvaluationError, match="num_fewshot is -1"):
+        evaluate(small_export, ["catbabi_mini"], num_fewshot=-1)
+
+
+# Configuration files.
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"- 1\n", "must hold a mapping of keys to values"),
+        (b"hello\n", "must hold a mapping of keys to values"),
+        (b"seed: 1\nseed: 2\n", "is not valid YAML, line 2, column 1: key `seed` appears twice"),
+        (b"train:\n\tsteps: 1\n", "line 2, column 1: it is indented with a tab"),
+        (b"a: [1", "is not valid YAML, line 1, column 6: "),
+        (b"a: 1\n---\nb: 2\n", "is not valid YAML, line 2"),
+        (b"name: !!python/object:os.system ls\n", "is not valid YAML, line 1, column 7"),
+        (b"? [a, b]\n: 2\n", "is not valid YAML, line 1"),
+        (b"name: a\0b\n", "is not valid YAML: character 8 is '\\x00', which must be escaped"),
+        (b"a: " + b"[" * 3000, "is nested too deep"),
+        (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
+        (b"1: 2\n", "keys should be strings"),
+        (b"name: 2020-01-01\n", "`name` is 2020-01-01: it must be text"),
+        (b"sweep: {a: [1]}\n", "sweep over unknown key `a`"),
+        (b"sweep: 3\n", "`sweep` is 3: it must be a mapping of keys to lists"),
+    ],
+)
+def test_a_bad_file(capsys, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text)
+    point = ["--job-index", "0"] if words.startswith("sweep over") else []
+    message = refused(capsys, "train", "--config", path, "--dry-run", *point)
+    assert message.startswith(f"{path}") and words in message
+
+
+def test_a_folder_in_place_of_a_file(capsys, tmp_path):
+    for command in (["train", "--dry-run", "--config"], ["sweep"]):
+        message = refused(capsys, *command, tmp_path)
+        assert message == f"{tmp_path} is a folder: name a YAML file in it"
+
+
+def test_an_override_without_a_value(capsys):
+    assert "override `lr` must read key=value" in refused(capsys, *dry_run("lr"))
+
+
+def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
+    """Of a tracker's service, say: it may not end a training without a word."""
+    from lm.cli.arguments import run
+
+    def broken(args):
+        raise BrokenPipeError("of a service")
+
+    with pytest.raises(BrokenPipeError, match="of a service"):
+        run(argparse.Namespace(run_command=broken))

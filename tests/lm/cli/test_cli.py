@@ -1,0 +1,337 @@
+"""The command line in fresh processes: fast to start, errors in a sentence, no network."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lm import __version__
+from lm.cli.main import main, parser
+from lm.common.errors import BAD_CONFIG
+from tests.running import REFUSED
+
+ROOT = Path(__file__).parents[3]
+LM = ROOT / "configs/lm"
+COMMANDS = (
+    "train", "plan", "prepare", "tokenizer", "sweep", "compare", "export", "import-reference",
+    "import-mamba", "eval", "generate", "inspect", "agree", "report", "watch",
+    "doctor", "check-mixer",
+)  # fmt: skip
+
+# Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
+NO_NETWORK = """\
+import socket
+import sys
+
+
+def refuse(*args, **kwargs):
+    sys.stderr.write("network used\\n")
+    raise OSError("network used")
+
+
+socket.getaddrinfo = socket.create_connection = refuse
+socket.socket.connect = socket.socket.connect_ex = refuse
+"""
+
+
+def python(*args: str, cwd: Path, path: Path | None = None, **env: str):
+    """A fresh Python with the repository on its path, in `cwd`."""
+    places = [str(p) for p in (path, ROOT) if p]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WORLD_SIZE", "RANK"))}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, capture_output=True, text=True, timeout=120,
+        env={**kept, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **env},
+    )  # fmt: skip
+
+
+def lm(*args: str, cwd: Path, **options):
+    return python("-m", "lm", *args, cwd=cwd, **options)
+
+
+def refused(result) -> str:
+    """The one line a refused command leaves."""
+    assert result.returncode in REFUSED, result
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    assert result.stdout == ""
+    return lines[0].removeprefix("error: ")
+
+
+def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        result = lm("--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - began)
+        assert result.returncode == 0 and result.stdout.startswith("usage: fprnn")
+    assert min(seconds) < 1
+
+    code = (
+        "import sys, lm.cli.main\n"
+        "try:\n    lm.cli.main.main(['train', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "print('\\nIMPORTED', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    result = python("-c", code, cwd=tmp_path)
+    imported = set(result.stdout.split("IMPORTED")[1].split())
+    assert {"lm", "argparse"} <= imported
+    heavy = {"torch", "transformers", "pydantic", "deepspeed", "numpy", "yaml", "rich", "wandb"}
+    assert not imported & heavy
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as e:
+        main([command, "--help"])
+    assert e.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: fprnn {command}")
+
+
+def test_these_are_all_commands(capsys):
+    with pytest.raises(SystemExit) as e:
+        main([])
+    assert e.value.code == 2
+    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    assert tuple(commands.choices) == COMMANDS
+
+
+def config(folder: Path, text: str) -> str:
+    (folder / "c.yaml").write_text(text)
+    return str(folder / "c.yaml")
+
+
+def test_an_unknown_key_is_one_line_without_a_traceback(tmp_path):
+    path = config(tmp_path, "train: {lr: 1.0e-3}")
+    message = refused(lm("train", "--config", path, cwd=tmp_path))
+    assert message == f"{path}: unknown key `train.lr`; did you mean `optim.lr`?"
+
+
+@pytest.mark.parametrize(
+    "text, overrides, words",
+    [
+        ("a: [1", [], "is not valid YAML"),
+        ("", ["optim.lr"], "must read key=value"),
+        ("", ["name=[1"], "is not valid YAML"),
+        ("", ["--job-index", "0"], "has no `sweep:` section"),
+        ("tokenizer: {name: gpt2}", ["--dry-run"], "set model.vocab_size (50264 for gpt2)"),
+    ],
+)
+def test_other_mistakes_are_one_line_too(tmp_path, capsys, text, overrides, words):
+    assert main(["train", "--config", config(tmp_path, text), *overrides]) in REFUSED
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+def test_a_missing_config_is_one_line(tmp_path):
+    message = refused(lm("train", "--config", "nope.yaml", "--dry-run", cwd=tmp_path))
+    assert message == "no config file at nope.yaml"
+    assert refused(lm("sweep", "nope.yaml", cwd=tmp_path)) == message
+
+
+def test_sweep_lists_the_grid(tmp_path):
+    result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    expected = [(m, lr) for m in ("householder", "dplr", "kronecker") for lr in ("0.002", "0.004")]
+    assert result.stdout.splitlines() == [
+        f"sweep_mixers/{i:03d}-mixer={m}-lr={lr}" for i, (m, lr) in enumerate(expected)
+    ]
+
+
+@pytest.fixture
+def offline(tmp_path) -> dict:
+    """Options of `lm` under which any use of the network fails, and says so."""
+    folder = tmp_path / "offline"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(NO_NETWORK)
+    return {"path": folder, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+
+
+def test_the_network_is_really_blocked(tmp_path, offline):
+    code = "import urllib.request as u; u.urlopen('http://127.0.0.1:9')"
+    result = python("-c", code, cwd=tmp_path, **offline)
+    assert result.returncode == 1 and "network used" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name, parameters, flops",
+    [
+        ("fpmamba_160m_fineweb2b", "169.4 M", "evaluations = 10"),
+        ("mamba_160m_fineweb2b", "83.9 M", "mamba"),
+    ],
+)
+def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **offline)
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began  # of the processor
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = {}
+    for line in result.stdout.splitlines():
+        if line.startswith("│"):
+            key, value = (cell.strip() for cell in line.strip("│").split("│"))
+            rows[key] = value
+    assert rows["parameters"] == parameters
+    assert rows["sequences per update"] == "256 of 2,048 tokens"
+    assert rows["tokens trained on"] == "2.517 B in 4,800 updates"
+    assert rows["passes over the data"] == "0.26: nothing is read twice"
+    assert rows[f"FLOPs per token, {flops}"].endswith("in all)")
+    assert "GiB (estimate): fits" in rows["memory per GPU, ZeRO-1"]
+    assert f"name: {name}\n" in result.stdout  # the resolved config, defaults and all
+    assert "  weight_decay: 0.1\n" in result.stdout and "  timeout_s: 1800\n" in result.stdout
+    assert list(cwd.iterdir()) == []
+    assert seconds < 10
+
+
+def test_a_dry_run_counts_the_gpus_it_is_asked_for(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    assert main(["train", "--config", path, "--dry-run", "--gpus", "5", "data.seq_len=7"]) == 0
+    assert "15 of 7 tokens" in capsys.readouterr().out
+
+
+def test_plan_prints_what_a_dry_run_prints_after_the_configuration(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    options = ["--gpus", "8", "--gpu", "h200", "--nodes", "2", "data.seq_len=7"]
+    assert main(["plan", path, *options]) == 0
+    planned = capsys.readouterr().out
+    assert "8 × h200 in 2 hosts" in planned and "seq_len" not in planned
+    assert main(["train", "--config", path, "--dry-run", *options]) == 0
+    assert capsys.readouterr().out.endswith(planned)
+
+
+def test_what_is_planned_for_is_refused_where_something_is_trained(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    assert main(["train", "--config", path, "--gpu", "h200"]) == BAD_CONFIG
+    assert "--gpu is for `fprnn plan` and a --dry-run" in capsys.readouterr().err
+    assert main(["plan", path, "--gpu", "h9000"]) == BAD_CONFIG
+    assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
+
+
+def test_local_rank_is_accepted_before_the_command(tmp_path):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    result = lm("--local_rank=0", "train", "--config", path, "--dry-run", "seed=4", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "seed: 4\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["export", "there", "out"], "there holds no run (it has no config.yaml)"),
+        (["export", "missing", "out"], "missing holds no run (it has no config.yaml)"),
+        (["report", "there"], "there holds no run (it has no config.yaml)"),
+        (["report", "missing"], "missing holds no run (it has no config.yaml)"),
+        (
+            ["generate", "there", "--prompt", "a"],
+            "no export at there: make one with `fprnn export RUN there`",
+        ),
+        (
+            ["generate", "./missing", "--prompt", "a"],
+            "no export at ./missing: make one with `fprnn export RUN ./missing`",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("not a run")
+    assert main(args) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_has_a_report_but_no_summary(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("name: x")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "config.yaml", "report.html", "report.markdown", "report.tex",
+    }  # fmt: skip
+
+
+def test_an_error_that_is_not_ours_is_not_swallowed(monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("lm.config.load.load_tree", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["sweep", "any.yaml"])
+
+
+def test_an_interrupt_has_its_own_status(monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lm.config.load.load_tree", interrupt)
+    assert main(["sweep", "any.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+REGISTERED = """
+config = transformers.AutoConfig.for_model("fprnn", d_model=16, n_layer=1, vocab_size=8)
+lm_class = type(transformers.AutoModelForCausalLM.from_config(config))
+model_class = type(transformers.AutoModel.from_config(config))
+print(type(config).__module__, lm_class.__name__, model_class.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param("import lm, transformers", marks=pytest.mark.slow),
+        pytest.param("import transformers, lm", marks=pytest.mark.slow),
+        "import transformers; transformers.AutoConfig; import lm",
+        "import transformers; transformers.AutoModelForCausalLM; import lm",
+        pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
+    ],
+)
+def test_import_lm_registers_the_auto_classes(tmp_path, imports):
+    result = python("-c", imports + REGISTERED, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    printed = result.stdout.split()
+    assert printed == ["lm.model.configuration_fprnn", "FPRNNForCausalLM", "FPRNNModel"]
+
+
+def test_without_lm_transformers_does_not_know_the_model(tmp_path):
+    result = python("-c", "import transformers" + REGISTERED, cwd=tmp_path)
+    assert result.returncode == 1 and "fprnn" in result.stderr
+
+
+def test_importing_lm_alone_does_not_import_transformers(tmp_path):
+    code = "import json, sys, lm; print(json.dumps([m in sys.modules for m in sys.argv[1:]]))"
+    result = python("-c", code, "lm", "transformers", "torch", cwd=tmp_path)
+    assert json.loads(result.stdout) == [True, False, False]
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fprnn {__version__}\n"
+
+
+@pytest.mark.parametrize("micro, status", [(8, 0), (64, BAD_CONFIG)])
+def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys):
+    """With a dry run alike, on the card that is named."""
+    path = config(tmp_path, "model: {d_model: 256, n_layer: 2}")
+    options = ["--gpu", "a100-40g", f"train.micro_batch_size={micro}", "data.seq_len=32768"]
+    if status == 0:
+        options[-1] = "data.seq_len=128"
+    assert main(["plan", path, *options]) == status
+    assert ("to make it fit" in capsys.readouterr().out) == bool(status)
+    assert main(["train", "--config", path, "--dry-run", *options]) == status
+
+
+@pytest.mark.parametrize("name", ["fpmamba_160m", "mamba_160m", "mamba_169m"])
+def test_the_160m_configurations_fit_the_card_they_are_launched_on(name):
+    from lm.config import load as configs
+    from lm.report.plan import plan, where
+
+    cfg = configs.load(LM / f"{name}_fineweb2b.yaml")
+    planned = plan(cfg, where(cfg, 4, "a100-40g"))
+    assert planned["fits"] and planned["sequences_per_step"] == 256

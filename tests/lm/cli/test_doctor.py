@@ -1,0 +1,230 @@
+"""`fprnn doctor`: what is absent, crashes or hangs is found, in time, with what mends it."""
+
+import http.server
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from lm.cli import doctor
+from tests.running import ENV, ROOT
+
+CRASH = "import os\nos.abort()\n"
+HANG = "import time\ntime.sleep(100)\n"
+RAISE = "raise ImportError('libcudart.so.99: cannot open shared object file')\n"
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A function (package, source): what a probe's process imports in the package's stead."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}:{ROOT}")
+
+    def put(package, source):
+        folder = tmp_path / "broken" / package
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(source)
+
+    return put
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that makes packages look as if they were not installed."""
+    find = importlib.util.find_spec
+
+    def hide(*packages):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda n, *a: None if n in packages else find(n, *a)
+        )
+
+    return hide
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A function (name → what it does) that leaves only these programs on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def put(**scripts):
+        for name, text in scripts.items():
+            path = folder / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+
+    return put
+
+
+def run_doctor(*args, **environment):
+    command = [sys.executable, "-m", "lm", "doctor", *args]
+    return subprocess.run(
+        command, env=ENV | environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_this_machine_trains(tmp_path):
+    """Offline and in seconds; nothing is written."""
+    began = time.monotonic()
+    done = run_doctor("--out-dir", str(tmp_path / "runs"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 60
+    assert "Training works here." in done.stdout and "BAD" not in done.stdout
+    for name in ("torch", "kernels", "gloo", "deepspeed", "g++", "memory", "out_dir"):
+        assert f"  {name} " in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
+    """Not one package of ours can be imported: exit status 1, what to do, and no traceback."""
+    for package in ("torch", "deepspeed", "pydantic", "yaml", "rich", "transformers", "numpy"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(RAISE)
+    done = run_doctor(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert "BAD   torch" in done.stdout and "libcudart.so.99: cannot open" in done.stdout
+    assert "BAD   deepspeed" in done.stdout and "pip install 'fprnn[train]'" in done.stdout
+    assert "Training does not work here: mend torch, deepspeed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [(CRASH, "it crashed (SIGABRT)"), (HANG, "no answer within 2 s"), (RAISE, "libcudart.so.99")],
+)
+@pytest.mark.parametrize("package", ["torch", "deepspeed"])
+def test_an_import_that_crashes_hangs_or_fails(broken, package, source, words):
+    broken(package, source)
+    began = time.monotonic()
+    look = {"torch": doctor._torch_and_what_needs_it, "deepspeed": lambda t: [doctor.deepspeed(t)]}
+    (finding,) = look[package](2.0 if source == HANG else 60.0)
+    assert finding.state == "bad" and words in finding.text and "pip install" in finding.cure
+    assert source != HANG or time.monotonic() - began < 20
+
+
+def test_packages_that_are_not_installed(without):
+    without("torch", "deepspeed", "wandb", "lm_eval", "mamba_ssm", "causal_conv1d", "pydantic")
+    (torch,) = doctor._torch_and_what_needs_it(1)
+    assert (torch.state, torch.text) == ("bad", "not installed") and "pip install" in torch.cure
+    assert doctor.deepspeed(1).state == "bad"
+    extras, mamba = doctor.packages()
+    assert extras.state == "bad" and extras.cure == "pip install 'fprnn[train,eval]'"
+    assert all(name in extras.text for name in ("deepspeed", "lm_eval", "pydantic", "wandb"))
+    assert mamba.state == "note" and "--no-build-isolation 'causal-conv1d" in mamba.cure
+    without("wandb")
+    assert doctor.packages()[0].state == "note", "training does without it"
+
+
+def test_a_gpu_that_torch_does_not_see(programs):
+    facts = {"version": "2.13.0+cpu", "devices": [], "bf16": False, "cuda": None, "threads": 2}
+    assert doctor.gpu(facts).state == "note"
+    programs(nvidia_smi="echo 'GPU 0: NVIDIA H100 (UUID: x)'; echo 'GPU 1: NVIDIA H100 (UUID: y)'")
+    finding = doctor.gpu(facts)
+    assert (
+        finding.state == "bad" and "the machine has 2, torch 2.13.0+cpu sees none" in finding.text
+    )
+    seen = facts | {"devices": ["NVIDIA H100, 80 GiB"], "bf16": True, "cuda": "12.8"}
+    assert doctor.gpu(seen).text == "CUDA 12.8: NVIDIA H100, 80 GiB"
+
+
+def test_no_compilers(programs):
+    gcc, nvcc = doctor.compilers()
+    assert (gcc.state, nvcc.state) == ("note", "note") and "apt-get install -y g++" in gcc.cure
+    programs(**{"g++": "echo 'g++ 12.2.0'; echo more", "nvcc": "exit 1"})
+    gcc, nvcc = doctor.compilers()
+    assert (gcc.state, gcc.text, nvcc.state) == ("ok", "g++ 12.2.0", "note")
+
+
+def test_kernels_that_do_not_compile_are_named(monkeypatch):
+    found = {"device": "cpu", "words": "plain PyTorch (cpu: g++ is missing)"}
+    found["found"] = dict.fromkeys(("selective_scan", "ssd_scan", "step", "short_conv", "cell"))
+    monkeypatch.setattr(doctor, "run_probe", lambda *_: (found, ""))
+    finding = doctor.kernels({}, 1)
+    assert finding.state == "note" and "g++ is missing" in finding.text
+    assert "apt-get install" in finding.cure
+    monkeypatch.undo()
+    monkeypatch.setenv("FPRNN_KERNELS", "nonsense")
+    finding = doctor.kernels({}, 60)
+    assert finding.state == "bad" and "FPRNN_KERNELS is `nonsense`" in finding.text
+
+
+def test_processes_that_do_not_reach_each_other(monkeypatch):
+    assert doctor.group("gloo", 2, 60).state == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
+    finding = doctor.group("gloo", 2, 60)
+    assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.cure
+
+
+class NotFound(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_hub(monkeypatch):
+    """It answers; nobody listens; it never answers; it is not to be asked."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    server = http.server.HTTPServer(("127.0.0.1", 0), NotFound)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    assert doctor.hub() == doctor.Finding("hub", "ok", f"{address} answers")
+    server.shutdown()
+    server.server_close()
+    assert doctor.hub().state == "note" and "refused" in doctor.hub().text
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(doctor, "HUB_TIMEOUT_S", 0.3)
+        began = time.monotonic()
+        assert "timed out" in doctor.hub().text and time.monotonic() - began < 3
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert doctor.hub().cure == "unset HF_HUB_OFFLINE"
+
+
+def test_disks(tmp_path, monkeypatch):
+    assert doctor.disk("out_dir", tmp_path / "a/b").state in ("ok", "note")
+    (tmp_path / "file").touch()
+    finding = doctor.disk("out_dir", tmp_path / "file")
+    assert finding.state == "bad" and "is a file" in finding.text and "out_dir=" in finding.cure
+    assert "HF_HOME" in doctor.disk("cache", tmp_path / "file").cure
+    for free, state in ((0.5, "bad"), (5, "note"), (500, "ok")):
+        usage = SimpleNamespace(free=free * 2**30)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert doctor.disk("out_dir", tmp_path).state == state
+
+
+def test_memory_of_a_container(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
+        "/sys/fs/cgroup/memory.max": f"{8 * 2**30}\n",
+    }
+    monkeypatch.setattr(doctor, "_text", lambda path: files[path])
+    finding = doctor.memory()
+    assert finding.text == "32 of 64 GiB free; this container may have 8 GiB"
+    files["/proc/meminfo"] = "MemTotal: 67108864 kB\nMemAvailable: 1048576 kB\n"
+    assert doctor.memory().state == "bad"
+    usage = SimpleNamespace(total=64 * 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    finding = doctor.shared_memory()
+    assert (
+        finding.state == "note" and "only 64 MiB" in finding.text and "--shm-size" in finding.cure
+    )
+
+
+def test_slurm(programs, monkeypatch):
+    assert "no sbatch here" in doctor.slurm(1).text
+    programs(sbatch="exit 0", sinfo="echo '16 nodes in gpu*'; echo '4 nodes in debug'")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert doctor.slurm(1).text == "16 nodes in gpu*; 4 nodes in debug; inside job 12"
+    programs(sinfo="exec /bin/sleep 100")
+    began = time.monotonic()
+    assert doctor.slurm(0.3).state == "note" and time.monotonic() - began < 5

@@ -1,0 +1,142 @@
+"""Packages that are not installed: each is named with the extra that has it."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.common.errors import BAD_CONFIG, EXTRAS, MissingPackageError, missing_package, require
+from tests.refusals import refused
+from tests.running import ENV
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "configs/tiny/lm.yaml")
+
+
+def test_the_extras_are_those_of_the_project():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        asked = [r.partition(">")[0].partition("[")[0].lower() for r in extras[extra]]
+        through = {"accelerate": "lm_eval", "pyarrow": "datasets", "yaml": "pyyaml"}
+        assert through.get(package, package) in asked, package
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that makes a package look as if it were not installed."""
+    find = importlib.util.find_spec
+
+    def hide(package):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *a: None if name.partition(".")[0] == package else find(name, *a),
+        )
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    "package, override, key",
+    [
+        ("wandb", "log.wandb=true", "log.wandb"),
+        ("tensorboard", "log.tensorboard=true", "log.tensorboard"),
+        ("pyarrow", "data.source=parquet", "data.source: parquet"),
+        ("datasets", "data.source=fineweb", "data.source: fineweb"),
+    ],
+)
+def test_training_says_what_is_missing_before_it_begins(tiny, without, package, override, key):
+    from lm.training.preflight import check
+
+    check(tiny(override), 1)
+    without(package)
+    check(tiny(), 1)
+    with pytest.raises(MissingPackageError) as e:
+        check(tiny(override), 1)
+    assert str(e.value) == str(missing_package(package, key))
+    assert str(e.value).startswith(f"{key} needs the package {package}, which is not installed")
+
+
+def test_figures_say_that_matplotlib_is_missing(capsys, without, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    without("matplotlib")
+    words = "fprnn report needs the package matplotlib, which is not installed"
+    assert refused(capsys, "report", tmp_path).startswith(words)
+
+
+def test_a_sentencepiece_model_says_what_it_needs(tiny, without, tmp_path):
+    from lm.data.corpus.tokenizer import load_tokenizer
+
+    (tmp_path / "sp").mkdir()
+    (tmp_path / "sp" / "tokenizer.model").write_bytes(b"x")
+    without("sentencepiece")
+    with pytest.raises(MissingPackageError, match=r"a tokenizer\.model needs the package"):
+        load_tokenizer(tiny(f"tokenizer.name={tmp_path / 'sp'}"), tmp_path / "run")
+
+
+def test_require(without):
+    require("torch", "everything")
+    require("torch.nn", "everything")
+    with pytest.raises(MissingPackageError, match=r"it needs .*'fprnn\[train\]'"):
+        without("wandb")
+        require("wandb", "it")
+
+
+# Runs `python -m lm` in a Python in which a package is not installed.
+WITHOUT = """
+import runpy, sys
+from importlib.machinery import PathFinder
+
+absent, find = sys.argv[1], PathFinder.find_spec
+
+
+def find_spec(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] == absent else find(name, path, target)
+
+
+PathFinder.find_spec = classmethod(find_spec)
+sys.argv[:2] = ["lm"]
+runpy.run_module("lm", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "package, command",
+    [
+        ("pydantic", ["sweep", "configs/lm/sweep_mixers.yaml"]),
+        ("yaml", ["sweep", "configs/lm/sweep_mixers.yaml"]),
+        ("rich", ["train", "--config", TINY, "--dry-run"]),
+        ("deepspeed", ["train", "--config", TINY, "out_dir=OUT"]),
+        ("tokenizers", ["train", "--config", TINY, "out_dir=OUT"]),
+        ("lm_eval", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
+        ("accelerate", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
+        ("torch", ["generate", "EXPORT", "--prompt", "a"]),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, small_export, package, command):
+    places = {"EXPORT": str(small_export), "out_dir=OUT": f"out_dir={tmp_path / 'runs'}"}
+    command = [places.get(word, word) for word in command]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, package, *command], cwd=ROOT, env=ENV, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == BAD_CONFIG, done.stderr
+    assert last.startswith("error: ") and f"needs the package {package}, which is not" in last
+    assert last.endswith(f"pip install 'fprnn{extra}'") and "Traceback" not in done.stderr
+
+
+def test_generating_needs_nothing_but_the_base(small_export):
+    """pydantic, rich, deepspeed, … are for training; the base is what generation needs."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "pydantic", "generate", str(small_export), "--prompt", "a",
+         "--max-new-tokens", "1"],
+        cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,411 @@
+"""Places that cannot be written, and runs and exports that are damaged: one sentence each."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lm.cli.main import main
+from lm.common.files import CONTROL, OutputError, check_file, check_folder, write_text, writing
+from lm.export.export import _locked, write_export
+from lm.model.checksums import SUMS
+from lm.runs.exported import LoadError, load_model, load_tokenizer
+from tests.refusals import refused
+from tests.running import as_before
+
+TINY = Path(__file__).parents[3] / "configs/tiny/lm.yaml"
+WEIGHT = "backbone.layers.0.block.in_proj.weight"
+
+
+@pytest.fixture
+def copy(small_export, tmp_path):
+    """A copy of an export, to be damaged; without checksums, as version 0.1 made them."""
+    return Path(
+        shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
+    )
+
+
+# Places that cannot be written. (Root may write where permissions say no: a file in place of a
+# folder, and /proc, refuse it as well.)
+
+
+@pytest.fixture
+def blocked(tmp_path):
+    """A place below a file."""
+    (tmp_path / "file").write_text("x")
+    return tmp_path / "file" / "below"
+
+
+def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
+    check_folder(tmp_path / "a" / "b")
+    check_file(tmp_path / "a" / "b.json")
+    (tmp_path / "there.json").write_text("as it was")
+    check_file(tmp_path / "there.json")
+    assert (tmp_path / "there.json").read_text() == "as it was"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "there.json"]
+
+    for place in (blocked, blocked / "deeper"):
+        with pytest.raises(OutputError, match=r"cannot be a folder to write to: .*file is a file"):
+            check_folder(place)
+    with pytest.raises(OutputError, match="is a folder: name a file in it"):
+        check_file(tmp_path)
+    full = OSError(28, "No space left on device")
+    with (
+        pytest.raises(OutputError, match=r"x\.json cannot be written: No space"),
+        writing("x.json"),
+    ):
+        raise full
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a place that even root cannot write")
+def test_a_place_that_even_root_cannot_write():
+    with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
+        check_folder("/proc/fprnn/a")
+
+
+def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys):
+    """Not replaced by a file of that name."""
+    (tmp_path / "there").write_text("old")
+    for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(leads_to)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "dangling"):
+        check_file(tmp_path / name)
+        write_text(tmp_path / name, name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / name).read_text() == name
+    for write in (check_file, lambda path: write_text(path, "x")):
+        with pytest.raises(OutputError, match="loop cannot be written: Too many levels"):
+            write(tmp_path / "loop")
+    check_file(tmp_path / "pipe")  # nobody reads there yet
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert Path("/dev/full").is_char_device()
+    words = ("generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out")
+    assert main([str(word) for word in (*words, "/dev/full")]) != 0
+    assert (
+        capsys.readouterr().err == "error: /dev/full cannot be written: No space left on device\n"
+    )
+    assert Path("/dev/full").is_char_device()
+
+
+def test_an_export_through_a_link_and_after_one_that_was_killed(tmp_path, small_export):
+    model, real = load_model(small_export), tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "out").symlink_to("real")
+    for _ in range(2):  # made, and replaced
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert (tmp_path / "out").is_symlink() and (real / "config.json").is_file()
+    left, busy = tmp_path / ".real-killed00", tmp_path / ".real-busy0000"
+    for folder in (left, busy):
+        (folder / "export").mkdir(parents=True)
+    with _locked(busy):
+        write_export(model, tmp_path / "out", small_export, "x", "")
+    assert not left.exists() and busy.exists()
+
+
+LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
+
+
+def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
+    from lm.runs.run_dir import RunDir
+
+    for check in (check_folder, check_file):
+        for place in (tmp_path / LONG, tmp_path / LONG / "below"):
+            with pytest.raises(OutputError, match="cannot be written: File name too long"):
+                check(place)
+    with pytest.raises(OutputError, match="File name too long"):
+        cfg = tiny(f"name={LONG}")
+        RunDir(cfg.run_dir).claim(cfg, False)
+    with pytest.raises(OutputError, match="File name too long"):
+        write_export(None, tmp_path / LONG, None, "x", "")
+    train = ["train", "--config", TINY, "--dry-run", f"out_dir={tmp_path}", f"name={LONG}"]
+    generate = ["generate", small_export, "--prompt", "a", "--out", tmp_path / LONG]
+    for command in (train, generate):
+        assert "cannot be written: File name too long" in refused(capsys, *command)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_path, blocked):
+    command = ["generate", small_export, "--prompt", "a", "--max-new-tokens", "1", "--out"]
+    assert "is a file" in refused(capsys, *command, blocked)
+    assert "is a folder: name a file in it" in refused(capsys, *command, tmp_path)
+    assert main([*map(str, command), str(tmp_path / "new" / "text.txt")]) == 0
+    assert (tmp_path / "new" / "text.txt").read_text().startswith("a")
+
+
+def test_agree_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+    assert "is a file" in refused(capsys, "agree", small_export, "--out", blocked / "x")
+
+
+def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+    pytest.importorskip("lm_eval")
+    message = refused(
+        capsys, "eval", small_export, "--tasks", "catbabi_mini", "--out", blocked / "x"
+    )
+    assert "is a file" in message
+
+
+def test_training_in_a_place_that_cannot_be_written(tiny, blocked):
+    from lm.runs.run_dir import RunDir
+
+    cfg = tiny(f"out_dir={blocked}")
+    with pytest.raises(OutputError, match="is a file"):
+        RunDir(cfg.run_dir).claim(cfg, False)
+
+
+def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path, blocked, byte_tokenizer):
+    (tmp_path / "config.yaml").write_text("name: x")
+    assert "is a file" in refused(capsys, "export", tmp_path, blocked)
+    assert "is a file" in refused(capsys, "export", tmp_path, blocked.parent)
+    with pytest.raises(OutputError, match="is a file"):
+        write_export(None, blocked, byte_tokenizer, "x", "")
+
+
+def test_a_report_in_a_place_that_cannot_be_written(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    (tmp_path / "figures").write_text("x")
+    assert "figures cannot be a folder to write to: it is a file" in refused(
+        capsys, "report", tmp_path
+    )
+
+
+# Damaged runs and exports.
+
+
+def rewritten(folder: Path, change) -> None:
+    """Change the weights of an export."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+DAMAGES = {
+    "missing": (lambda w: w.pop(WEIGHT), f"1 weight missing ({WEIGHT})"),
+    "extra": (
+        lambda w: w.update({"backbone.extra": torch.zeros(2)}),
+        "1 weight unknown to the model (backbone.extra)",
+    ),
+    "shape": (
+        lambda w: w.update({WEIGHT: torch.zeros(5, 5)}),
+        f"1 weight of another shape than config.json says ({WEIGHT} [5, 5], not [64, 16])",
+    ),
+    "nan": (lambda w: w[WEIGHT].fill_(float("nan")), f"1 weight NaN or infinite ({WEIGHT})"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy, damage):
+    change, words = DAMAGES[damage]
+    rewritten(copy, change)
+    for command in (
+        ["generate", copy, "--prompt", "a"],
+        ["agree", copy, "--length", 8],
+    ):
+        assert words in refused(capsys, *command)
+
+
+def test_evaluation_refuses_a_damaged_export(capsys, copy):
+    pytest.importorskip("lm_eval")
+    rewritten(copy, DAMAGES["missing"][0])
+    message = refused(capsys, "eval", copy, "--tasks", "catbabi_mini", "--limit", "1")
+    assert DAMAGES["missing"][1] in message
+    assert not (copy / "eval").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 7, 0.5])
+def test_weights_that_are_cut_short(copy, kept):
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(LoadError, match=r"the weights in .* are cut short or damaged"):
+        load_model(copy)
+
+
+def test_a_whole_export_is_loaded_quietly(capsys, small_export):
+    model = load_model(small_export)
+    saved = load_file(small_export / "model.safetensors")
+    assert torch.equal(model.state_dict()[WEIGHT], saved[WEIGHT])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("model.safetensors", None, "cannot load"),
+        ("config.json", "{", "is not a valid JSON file"),
+        ("config.json", "[]", "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "n_layer": "two"}', "cannot load"),
+        ("config.json", '{"model_type": "fprnn", "d_model": -5}', "cannot load"),
+        ("tokenizer.json", "{", "cannot load the tokenizer of"),
+        ("tokenizer.json", "{}", "cannot load the tokenizer of"),
+    ],
+)
+def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, words):
+    if text is None:
+        (copy / name).unlink()
+    else:
+        (copy / name).write_text(text)
+    assert words in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+def test_evaluation_refuses_a_damaged_tokenizer(capsys, copy):
+    pytest.importorskip("lm_eval")
+    path = copy / "tokenizer.json"
+    path.write_text(path.read_text()[:100])
+    message = refused(capsys, "eval", copy, "--tasks", "catbabi_mini", "--limit", "1")
+    assert "cannot load the tokenizer of" in message
+
+
+def test_a_config_that_no_model_can_have(capsys, copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"mixer": "monarch", "mixer_rank": 5}))
+    assert "mixer_rank is 5" in refused(capsys, "generate", copy, "--prompt", "a")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}'])
+def test_a_damaged_manifest_is_passed_over(tmp_path, text):
+    from lm.runs.checkpoint import CheckpointError, newest, verify
+
+    step = tmp_path / "checkpoints" / "step-000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        verify(step)
+    said = []
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoint in"):
+        newest(step.parent, said.append)
+    assert "is damaged" in said[0]
+
+
+def test_a_damaged_result(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "result.json").write_text(text)
+        assert "result.json is damaged" in refused(capsys, "report", tmp_path)
+
+
+def test_a_result_without_its_numbers(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text("name: x")
+    result = {"updates": 1, "tokens": 1, "training_seconds": 1, "tokens_per_s": 1}
+    for validation in ({}, [], {"perplexity": 1.0}):
+        (tmp_path / "result.json").write_text(json.dumps(result | {"validation": validation}))
+        message = refused(capsys, "report", tmp_path)
+        wrong = "`validation` is []" if validation == [] else "its validation must hold perplexity"
+        assert f"result.json is damaged: {wrong}" in message
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("updates", "x"), ("tokens", [1]), ("training_seconds", {}), ("tokens_per_s", True)],
+)
+def test_a_result_of_other_kinds(capsys, tiny_run, tmp_path, key, value):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {key: value}))
+    assert f"result.json is damaged: `{key}` is {value!r}, and was" in refused(
+        capsys, "report", run
+    )
+
+
+def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
+    """Of a failure, a result, and records: their control characters are written out."""
+    escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    result = json.loads((run / "result.json").read_text()) | {"solver": escapes}
+    result["validation"]["sources"] = {escapes: {"perplexity": 2.0, "tokens": 3}}
+    (run / "result.json").write_text(json.dumps(result))
+    record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(record | {"event": escapes, "warning": escapes}) + "\n")
+    failed = shutil.copytree(run, tmp_path / "failed")
+    (failed / "result.json").unlink()
+    (failed / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
+    for folder in (run, failed):
+        for words in (("report", "--out", tmp_path / "page"), ("watch", "--once")):
+            assert main([str(word) for word in (*words, folder)]) == 0
+            shown = capsys.readouterr()
+            assert not CONTROL.search(shown.out + shown.err)
+            assert (words[0], folder) != ("report", failed) or r"\x1b]0;title" in shown.out
+        for page in (tmp_path / "page").iterdir():
+            assert not CONTROL.search(page.read_text())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_without_end(capsys, tiny_run, tmp_path, text):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "result.json").write_text(text)
+    assert "result.json is damaged: it is not JSON" in refused(capsys, "report", run)
+
+
+def test_a_report_of_damaged_records(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    scores = run / "hf" / "eval" / "results.json"
+    scores.parent.mkdir(parents=True)
+    for tasks in ([], {"a": []}, {"a": {"metrics": {"acc": {}}}}, {"a": {"metrics": {"acc": 1}}}):
+        scores.write_text(json.dumps({"tasks": tasks}))
+        assert "results.json is damaged: its tasks must hold" in refused(capsys, "report", run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"evaluations"', '"evaluation"'))
+    assert "its last record of the solver has no evaluations" in refused(capsys, "report", run)
+
+
+def test_a_damaged_record_of_the_tokenizer(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    (run / "tokenizer" / "made_from.json").write_text("{")
+    assert "made_from.json is damaged" in refused(capsys, "export", run, tmp_path / "out")
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    config = run / "config.yaml"
+    as_before(run)
+    config.write_text(config.read_text().replace("d_model: 16", "d_model: 32"))
+    assert f"is of another model than {config} describes" in refused(
+        capsys, "export", run, tmp_path / "out"
+    )
+    config.write_text((tiny_run / "config.yaml").read_text())
+    (run / "tokenizer" / "tokenizer.json").write_text("{")
+    assert "the tokenizer in" in refused(capsys, "export", run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_a_warmup_that_is_refused_now_is_still_exported(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    as_before(run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("warmup: 0.1", "warmup: 50"))
+    assert "warmup: 50" in config.read_text()
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
+    message = refused(capsys, "import-reference", "x", "--config", tmp_path / "c.yaml", "out")
+    assert "is neither JSON nor YAML" in message
+
+
+def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):
+    import transformers
+
+    asked = []
+
+    def from_pretrained(path, **options):
+        asked.append(options["trust_remote_code"])
+        raise OSError("asked enough")
+
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+    for load in (load_model, load_tokenizer):
+        for path in ("owner/name", tmp_path):
+            for trust in (False, True):
+                with pytest.raises(LoadError, match="asked enough"):
+                    load(path, trust)
+    assert asked == 2 * [False, False, False, True]

@@ -1,0 +1,214 @@
+"""A rank that dies or stands still: the others end, in time, and what was saved stands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lm.common.errors import BAD_DATA, DIVERGED, HANG, MACHINE
+from lm.runs.metrics import read_metrics
+from lm.training.engine import _free_port
+from tests.running import ENV, ROOT, command, losses, run
+
+TINY = ("train", "--config", "configs/tiny/lm.yaml")
+
+
+def two_ranks(out, *settings, fault=None):
+    """Both ranks of a run, each a process of ours, without a launcher; rank 1 with a fault."""
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    started = []
+    for rank in range(2):
+        module = ["tests.faults", fault] if fault and rank == 1 else ["lm"]
+        env = ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+        args = [sys.executable, "-m", *module, *TINY, f"out_dir={out}", *settings]
+        started.append(
+            subprocess.Popen(
+                args,
+                cwd=ROOT,
+                env=env,
+                stderr=subprocess.PIPE,
+                text=True,
+                stdout=subprocess.DEVNULL,
+            )
+        )
+    return started
+
+
+@pytest.fixture
+def stopped_rank(tmp_path):
+    processes = []
+
+    def start(*settings):
+        processes.extend(two_ranks(tmp_path, "train.grad_accum_steps=1", *settings,
+                                   fault="stop_at=6"))  # fmt: skip
+        return processes
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_is_suspended_is_a_hang_of_the_other(tmp_path, stopped_rank):
+    first, _ = stopped_rank("engine.hang_s=4")
+    error = first.communicate(timeout=120)[1]
+    assert first.returncode == HANG, error
+    assert "rank 0 has stood still" in error
+    stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
+    assert "all_reduce" in stacks  # what it waited in
+    assert (tmp_path / "tiny/checkpoints/step-000004/manifest.json").exists()
+
+
+def test_a_collective_that_takes_too_long_is_an_error(stopped_rank):
+    first, _ = stopped_rank("engine.timeout_s=4")
+    began = time.monotonic()
+    error = first.communicate(timeout=120)[1]
+    assert first.returncode == HANG and time.monotonic() - began < 90
+    assert "error: another rank does not answer (" in error and "Traceback" not in error
+
+
+def test_a_rank_that_is_killed_is_a_sentence_of_the_other(tmp_path):
+    """Without a launcher, which would end it."""
+    first, second = two_ranks(tmp_path, "train.steps=5000", "checkpoint.every=2", "log.every=1")
+    began = time.monotonic()
+    while not list(tmp_path.glob("tiny/checkpoints/step-*/manifest.json")):
+        assert time.monotonic() - began < 120 and first.poll() is None
+        time.sleep(0.1)
+    second.kill()
+    error = first.communicate(timeout=60)[1]
+    assert first.returncode == MACHINE, error
+    assert "error: another rank is gone: it was killed" in error and "Traceback" not in error
+    word = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert word["exit_code"] == MACHINE and word["sentence"] in error
+
+
+def ended(processes):
+    """(exit status, stderr) of each rank, once all have ended by themselves."""
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    return [(process.returncode, error) for process, error in zip(processes, errors)]
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
+def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
+    settings = ("train.grad_accum_steps=2", f"engine.zero_stage={stage}", "log.every=1")
+    ends = ended(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
+    assert [status for status, _ in ends] == [0, 0], ends
+    (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
+    assert (rollback["from"], rollback["number"]) == (6, 1)
+    assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
+
+
+def test_nan_in_one_ranks_moment_is_not_saved_by_any(tmp_path):
+    settings = ("train.grad_accum_steps=1", "checkpoint.every=2", "log.every=1")
+    ends = ended(two_ranks(tmp_path, *settings, fault="moment_nan_at=4"))
+    assert [status for status, _ in ends] == [0, 0], ends
+    (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
+    assert rollback == {"number": 1, "from": 4, "why": "NaN or infinity in exp_avg_sq"}
+
+
+@pytest.mark.slow
+def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
+    """The others wait inside the same forward pass: nobody can go back with them."""
+    settings = ("train.grad_accum_steps=1", "engine.zero_stage=3", "engine.timeout_s=20")
+    first, second = two_ranks(tmp_path, *settings, fault="nonfinite_at=6")
+    error = second.communicate(timeout=120)[1]
+    assert second.returncode == DIVERGED and "rank 1: block 0 has made NaN" in error
+    assert first.wait(timeout=60) != 0
+
+
+def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
+    ends = ended(two_ranks(tmp_path, "train.grad_accum_steps=1", fault="no_data_at=6"))
+    assert [status for status, _ in ends] == [BAD_DATA, BAD_DATA], ends
+    assert all("error: the disk with the text is gone" in error for _, error in ends)
+    word = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert word == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
+
+
+GROUPS = """
+import json, torch.distributed as dist
+from datetime import timedelta
+from lm.training import engine as ds
+from lm.training.build import build_model
+from lm.config.load import load
+cfg = load("configs/tiny/lm.yaml", ["engine.timeout_s=77", "train.grad_accum_steps=1"])
+ranks = ds.start(cfg)
+engine = ds.Engine(cfg, build_model(cfg, 304), ranks)
+waits = [
+    group._get_backend(ranks.device).options._timeout.total_seconds()
+    for group in dist.distributed_c10d._world.pg_map
+]
+if ranks.is_main:
+    print(json.dumps(sorted(waits)))
+ranks.barrier()
+"""
+
+
+def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
+    """But for one that may wait for days, for what rank 0 does alone."""
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUPS], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            env=ENV | address | {"RANK": str(r), "LOCAL_RANK": str(r), "DS_ACCELERATOR": "cpu"},
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    shown = [process.communicate(timeout=120)[0] for process in started]
+    waits = json.loads(shown[0].splitlines()[-1])
+    assert len(waits) > 2 and set(waits[:-1]) == {77.0} and waits[-1] == 7 * 86400
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_takes_the_run_down_and_it_goes_on(tmp_path):
+    """Under the launcher, while it trains; then the same run to its end."""
+    long = ("train.steps=60", "checkpoint.every=7", "train.global_batch_size=4",
+            "train.grad_accum_steps=null", "eval.every=60", "log.every=1")  # fmt: skip
+    out = tmp_path / "runs"
+    env = ENV | {
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{os.path.dirname(sys.executable)}:{ENV['PATH']}",
+    }
+    process = subprocess.Popen(
+        command(out, *long, processes=2), cwd=ROOT, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    metrics = out / "tiny/metrics.jsonl"
+    until = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 12:
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    lease = json.loads((out / "tiny/lease.json").read_text())
+    others = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
+    ranks = [int(pid) for pid in others.stdout.split() if is_rank(int(pid))]
+    (second,) = set(ranks) - {lease["pid"]}
+    os.kill(second, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not any(alive(pid) for pid in ranks)
+    resumed, _ = run(out, *long, "resume=auto", processes=2)
+    whole, _ = run(tmp_path / "whole", *long)
+    assert [r["step"] for r in resumed] == list(range(1, 61))
+    for ours, theirs in zip(resumed, whole):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    assert len(losses(out / "tiny")) == 60
+
+
+def is_rank(pid):
+    """Whether a process was told a rank (the launcher was not)."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as f:
+            return b"\0RANK=" in b"\0" + f.read()
+    except OSError:
+        return False
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,61 @@
+"""A training that stands still ends, and says where each thread stood."""
+
+import signal
+import subprocess
+import sys
+import time
+
+from lm.common.errors import HANG
+from tests.running import ENV, ROOT
+
+PROGRAM = """
+import sys, threading, time
+from lm.common.watchdog import Watchdog
+
+def stuck_in_a_collective():
+    time.sleep(60)
+
+with Watchdog(float(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3])) as watchdog:
+    for _ in range(int(sys.argv[4])):
+        time.sleep(0.1)
+        watchdog.alive()
+    if sys.argv[5] == "hang":
+        stuck_in_a_collective()
+"""
+
+
+def start(folder, rank, limit=0.5, steps=3, end="hang"):
+    args = [sys.executable, "-c", PROGRAM, limit, folder, rank, steps, end]
+    return subprocess.Popen([str(a) for a in args], cwd=ROOT, env=ENV, stderr=subprocess.PIPE,
+                            text=True)  # fmt: skip
+
+
+def test_a_hang_leaves_the_stacks_of_all_ranks(tmp_path):
+    """The second rank would wait for long yet; the first one's mark is enough."""
+    ranks = [start(tmp_path / "stacks", 0, 1.0), start(tmp_path / "stacks", 1, 5.0)]
+    for rank, process in enumerate(ranks):
+        error = process.communicate(timeout=30)[1]
+        assert process.returncode == HANG
+        assert f"error: rank {rank} has stood still" in error and "engine.hang_s" in error
+        stacks = (tmp_path / f"stacks/rank000{rank}.txt").read_text()
+        assert "in stuck_in_a_collective" in stacks and "in _watch" in stacks
+
+
+def test_a_training_that_moves_is_left_alone(tmp_path):
+    process = start(tmp_path / "stacks", 0, limit=0.6, steps=15, end="finish")
+    assert process.wait(timeout=30) == 0
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_a_mark_of_an_earlier_hang_does_not_end_the_next(tmp_path):
+    (tmp_path / "hang").touch()
+    assert start(tmp_path, 0, steps=5, end="finish").wait(timeout=30) == 0
+
+
+def test_a_process_that_was_suspended_as_a_whole_is_no_hang(tmp_path):
+    process = start(tmp_path / "stacks", 0, limit=1.0, steps=20, end="finish")
+    time.sleep(1.5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=30) == 0

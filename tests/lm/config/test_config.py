@@ -1,0 +1,632 @@
+"""The YAML schema: what is refused and how, overrides, sweeps, shipped YAMLs, docs/config.md."""
+
+import datetime
+import inspect
+import itertools
+import re
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import synthetic.config
+from lm.baselines import FIELDS
+from lm.config import load as config
+from lm.config.load import Config, ConfigError, Model, Section, Solver
+from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
+from lm.config.yaml_text import Loader
+from lm.training.build import build_model
+
+ROOT = Path(__file__).parents[3]
+# But comparisons, which tests/lm/report/test_compare.py reads.
+YAMLS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "compare")
+# Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
+OURS = {"name", "gradient_checkpointing", *FIELDS}
+HUGGINGFACE = {
+    "max_position_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "use_cache",
+}
+
+
+def load(folder: Path, text: str, *overrides: str, job_index: int | None = None) -> Config:
+    path = folder / "c.yaml"
+    path.write_text(text, encoding="utf-8")
+    return config.load(path, overrides, job_index)
+
+
+def refused(tree: dict) -> str:
+    with pytest.raises(ConfigError) as e:
+        config.build(tree)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_defaults_are_a_config():
+    cfg = config.build({})
+    assert cfg == Config()
+    # Defaults are not validated by pydantic: read them back as if they had been written out.
+    assert config.build(cfg.model_dump(mode="json")) == cfg
+    assert str(cfg.run_dir) == "runs/run"
+
+
+@pytest.mark.parametrize(
+    "tree, key, meant",
+    [
+        ({"optm": {}}, "optm", "optim"),
+        ({"sed": 1}, "sed", "seed"),
+        ({"model": {"d_modle": 3}}, "model.d_modle", "model.d_model"),
+        ({"train": {"micro_batch": 3}}, "train.micro_batch", "train.micro_batch_size"),
+        ({"lr": 1e-3}, "lr", "optim.lr"),
+        ({"train": {"lr": 1e-3}}, "train.lr", "optim.lr"),
+        ({"optim": {"steps": 3}}, "optim.steps", "train.steps"),
+        ({"train": {"seq_len": 3}}, "train.seq_len", "data.seq_len"),
+        ({"data": {"mixer_rnk": 3}}, "data.mixer_rnk", "model.mixer_rank"),
+        ({"train": {"tol": 3}}, "train.tol", "solver.tol"),
+        ({"model": {"token": "exact"}}, "model.token", "solver.token"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
+    assert refused(tree) == f"config: unknown key `{key}`; did you mean `{meant}`?"
+
+
+def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
+    message = refused({"checkpoint": {"zzzz": 1}})
+    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
+
+
+def test_a_comparison_is_not_taken_for_a_run():
+    path = ROOT / "configs/lm/report/compare/tiny.yaml"
+    with pytest.raises(ConfigError) as refused_file:
+        config.load(path)
+    assert str(refused_file.value).endswith(f"not the config of one run: fprnn compare {path}")
+
+
+def test_every_error_is_named_at_once():
+    message = refused({"optim": {"lr": -1}, "train": {"steps": "many", "stps": 3}})
+    assert all(key in message for key in ("`optim.lr`", "`train.steps`", "`train.stps`"))
+
+
+@pytest.mark.parametrize(
+    "tree, words",
+    [
+        # Wrong types.
+        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "a whole number above 0"]),
+        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "a whole number above 0"]),
+        ({"train": {"steps": None}}, ["`train.steps` is null", "a whole number above 0"]),
+        ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
+        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be true or false"]),
+        (
+            {"model": {"vocab_size": "many"}},
+            ["`model.vocab_size` is 'many'", "a whole number above 0 and at most 16777216 or auto"],
+        ),
+        (
+            {"optim": {"betas": [0.9]}},
+            [
+                "`optim.betas` is [0.9]",
+                "a list of 2, each a finite number of at least 0 and below 1",
+            ],
+        ),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, ["is [0.9, 0.9, 0.9]", "a list of 2"]),
+        ({"optim": {"betas": 0.9}}, ["`optim.betas` is 0.9", "a list of 2"]),
+        ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
+        ({"optim": 3}, ["`optim` is 3", "a section with keys of lr, min_lr, warmup"]),
+        ({"optim": None}, ["`optim` is null", "a section with keys"]),
+        ({"model": 3}, ["`model` is 3", "a section with keys of name, vocab_size"]),
+        ({"name": 7}, ["`name` is 7", "text"]),
+        ({"name": datetime.date(2020, 1, 2)}, ["`name` is 2020-01-02", "text"]),
+        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3", "a mapping", "or text"]),
+        ({"sweep": 3}, ["`sweep` is 3", "a mapping of keys to lists"]),
+        ({1: 2}, ["keys should be strings"]),
+        # Wrong choices.
+        ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
+        ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
+        ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
+        ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
+        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),
+        (
+            {"solver": {"schedule": "windows:4"}},
+            ["`solver.schedule` is 'windows:4'", "window:W", "did you mean `window:4`?"],
+        ),
+        ({"solver": {"schedule": "window:0"}}, ["is 'window:0'", "W: a number of tokens above 0"]),
+        ({"solver": {"schedule": 4}}, ["`solver.schedule` is 4", "window:W"]),
+        ({"solver": {"schedule": "mixed"}}, ["is 'mixed'", "auto, sequential, parallel"]),
+        ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
+        ({"solver": {"stopping": "papre"}}, ["is 'papre'", "did you mean `paper`?"]),
+        (
+            {"solver": {"gradient": "phantom"}},
+            ["is 'phantom'", "phantom:K or implicit (K: a whole"],
+        ),
+        ({"solver": {"gradient": "adjoint:-1"}}, ["is 'adjoint:-1'", "adjoint:K"]),
+        ({"solver": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`?"]),
+        ({"solver": {"adjoint_clip": 0}}, ["is 0", "a finite number above 0 or null"]),
+        # Out of range.
+        ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
+        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 and at most"]),
+        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "at most 65536 or auto"]),
+        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "65536 or null"]),
+        ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "at least 0 and at most 1"]),
+        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "above 0 and below 1"]),
+        ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
+        ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
+        ({"optim": {"lr": 0}}, ["`optim.lr` is 0", "above 0"]),
+        ({"optim": {"warmup": -1}}, ["`optim.warmup` is -1", "at least 0"]),
+        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas` is [0.9, 1.0]", "below 1"]),
+        ({"seed": -1}, ["`seed` is -1", "at least 0"]),
+        ({"seed": 2**64}, [f"`seed` is {2**64}", f"at least 0 and at most {2**64 - 1}"]),
+        ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "above 0"]),
+        ({"name": ""}, ["`name` is ''", "not empty"]),
+        ({"out_dir": ""}, ["`out_dir` is ''", "not empty"]),
+        ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
+        ({"tokenizer": {"name": ""}}, ["`tokenizer.name` is ''", "not empty"]),
+        *(
+            ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
+            for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
+        ),
+        ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
+        ({"name": "a\0b"}, ["`name`: 'a\\x00b' holds the character NUL"]),
+        # Right one by one, wrong together.
+        ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
+        ({"optim": {"lr": 1e-6}}, ["`optim`", "min_lr 1e-05 is above the peak lr 1e-06"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_a_sentence(tree, words):
+    message = refused(tree)
+    assert [w for w in words if w not in message] == [], message
+
+
+def test_out_dir_may_lie_in_the_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert str(config.build({"out_dir": "~/x"}).run_dir) == "/somewhere/x/run"
+
+
+def test_assignment_is_validated_too():
+    cfg = Config()
+    with pytest.raises(ValueError):
+        cfg.train.steps = -1
+    with pytest.raises(ValueError):
+        cfg.train.stps = 3
+    assert cfg.train.steps == 4800
+
+
+@pytest.mark.parametrize("key", ["mamba", "fprnn"])
+def test_model_may_be_a_name(tmp_path, key):
+    cfg = load(tmp_path, f"model: {key}")
+    assert cfg.model == Model(name=key)
+
+
+def test_model_by_name_takes_overrides(tmp_path):
+    cfg = load(tmp_path, "model: mamba", "model.d_model=64", "model.n_layer=3")
+    assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
+
+
+def test_overriding_the_model_by_name_keeps_its_sizes(tmp_path):
+    cfg = load(tmp_path, "model: {d_model: 64}", "model=mamba", "model.n_layer=3")
+    assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
+
+
+def test_an_empty_section_takes_overrides(tmp_path):
+    text = "model:\nengine: {deepspeed: null}\n"
+    cfg = load(tmp_path, text, "model.d_model=8", "engine.deepspeed.a.b=1")
+    assert cfg.model.d_model == 8
+    assert cfg.engine.deepspeed == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", ".001", "0.001", "+1e-3", "10e-4"])
+def test_numbers_are_numbers(tmp_path, text):
+    assert load(tmp_path, f"optim: {{lr: {text}}}").optim.lr == 1e-3
+    assert load(tmp_path, "", f"optim.lr={text}").optim.lr == 1e-3
+
+
+def test_a_leading_zero_is_not_octal(tmp_path):
+    """As in YAML 1.2; 1.1 reads 010 as 8."""
+    assert load(tmp_path, "train: {steps: 010}").train.steps == 10
+    assert load(tmp_path, "", "name=007").name == "007"
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    assert load(tmp_path, "train: {steps: 1e4}").train.steps == 10_000
+    assert load(tmp_path, "", "train.steps=2e3").train.steps == 2000
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("train.steps=12", 12),
+        ("optim.lr=2.5e-4", 2.5e-4),
+        ("optim.min_lr=0", 0),
+        ("model.glu_in_loop=true", True),
+        ("model.bc_norm=false", False),
+        ("data.val_tokens=null", None),
+        ("data.val_tokens=", None),
+        ("optim.betas=[0.8, 1e-1]", [0.8, 0.1]),
+        ("engine.deepspeed={a: {b: 1}}", {"a": {"b": 1}}),
+        ("name=a long name", "a long name"),
+        ("data.path=/data/*.jsonl", "/data/*.jsonl"),
+        ("data.path=a=b", "a=b"),
+        ("name=nan", "nan"),
+        ("name='007'", "007"),
+        ('name="1e-3"', "1e-3"),
+    ],
+)
+def test_override(text, value):
+    key, parsed = config.parse_override(text)
+    assert key == text.partition("=")[0]
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_overrides_win_over_the_yaml_and_the_last_wins(tmp_path):
+    cfg = load(tmp_path, "optim: {lr: 1.0, warmup: 7}", "optim.lr=2", "optim.lr=3")
+    assert (cfg.optim.lr, cfg.optim.warmup) == (3, 7)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("optim.lr", "override `optim.lr` must read key=value"),
+        ("=3", "override `=3` must read key=value"),
+        ("train.lr=3", "unknown key `train.lr`; did you mean `optim.lr`?"),
+        ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
+        ("name=[1", "override `name=[1`: the value is not valid YAML"),
+        ("optim.lr=abc", "`optim.lr` is 'abc'"),
+        ("train.steps=-1", "`train.steps` is -1"),
+    ],
+)
+def test_a_bad_override_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, "", text)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+def test_an_override_below_a_value_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="`deepspeed` is a value, not a section"):
+        load(tmp_path, "engine: {deepspeed: ds.json}", "engine.deepspeed.a=1")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a: [1", "is not valid YAML"),
+        ("- 1\n- 2\n", "must hold a mapping"),
+        ("seed: 1\nseed: 2\n", "key `seed` appears twice"),
+        ("optim:\n  lr: 1\n  lr: 2\n", "key `lr` appears twice"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, text)
+    assert words in str(e.value) and str(tmp_path / "c.yaml") in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config file at .*nope\.yaml"):
+        config.load(tmp_path / "nope.yaml")
+    (tmp_path / "c.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        config.load(tmp_path / "c.yaml")
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load(tmp_path, "# nothing\n") == Config()
+
+
+# Sweeps.
+
+SWEEP = "name: s\nsweep:\n  model.mixer: [householder, dplr]\n  optim.lr: [1e-3, 2e-3, 4e-3]\n"
+
+
+def test_the_last_key_of_a_sweep_varies_fastest():
+    points = config.sweep_points(yaml.load(SWEEP, Loader))
+    expected = [(m, lr) for m in ("householder", "dplr") for lr in (1e-3, 2e-3, 4e-3)]
+    assert [(p["model.mixer"], p["optim.lr"]) for p in points] == expected
+
+
+def test_job_index_picks_a_point_and_overrides_come_last(tmp_path):
+    cfg = load(tmp_path, SWEEP, job_index=4)
+    assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 2e-3)
+    assert cfg.name == "s/004-mixer=dplr-lr=0.002"
+    cfg = load(tmp_path, SWEEP, "optim.lr=1", "name=mine", job_index=4)
+    assert (cfg.model.mixer, cfg.optim.lr) == ("dplr", 1.0)
+    assert cfg.name == "mine/004-mixer=dplr-lr=0.002"
+
+
+def test_a_sweep_point_can_be_a_model_by_name(tmp_path):
+    text = "model: {d_model: 64}\nsweep: {model: [fprnn, mamba]}"
+    assert load(tmp_path, text, job_index=1).model == Model(name="mamba", d_model=64)
+
+
+@pytest.mark.parametrize("index", [-1, 6])
+def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
+    with pytest.raises(ConfigError, match=f"--job-index {index} is outside the sweep: 0 to 5"):
+        load(tmp_path, SWEEP, job_index=index)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("seed: 1", "has no `sweep:` section"),
+        ("sweep: {train.lr: [1]}", "sweep over unknown key `train.lr`; did you mean `optim.lr`?"),
+        ("sweep: {1: [1]}", "sweep over unknown key `1`"),
+        ("sweep: {optim.lr: 1}", "sweep.optim.lr must be a non-empty list"),
+        ("sweep: {optim.lr: []}", "sweep.optim.lr must be a non-empty list"),
+        # A bad value is found by every job, not by the job it belongs to.
+        ("sweep: {optim.lr: [1, -1]}", "`optim.lr` is -1"),
+        ("sweep: {model.mixer: [dplr, dprl]}", "did you mean `dplr`"),
+    ],
+)
+def test_a_bad_sweep_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        load(tmp_path, text, job_index=0)
+    assert words in str(e.value)
+
+
+# Written and read back.
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+places = texts.map(lambda text: config.UNSEEN.sub("_", text))
+names = places.map(lambda text: re.sub(r"[/\\]", "_", text)).filter(lambda n: n not in (".", ".."))
+trees = st.fixed_dictionaries(
+    {},
+    optional={
+        "out_dir": places.filter(lambda text: not text.startswith("~")),
+        "name": names | st.sampled_from(["1e-3", "5E3", ".1e1", "off", "007", "2024-01-01"]),
+        "seed": st.integers(0, 2**64 - 1),
+        "model": st.fixed_dictionaries(
+            {},
+            optional={
+                "vocab_size": st.integers(1, 10**6) | st.just("auto"),
+                "mixer": st.sampled_from(["householder", "dplr", "kronecker"]),
+                "mixer_proj_rank": st.none() | st.integers(1, 99),
+            },
+        ),
+        "solver": st.fixed_dictionaries(
+            {},
+            optional={
+                "tol": st.floats(0, 1e300, exclude_min=True),
+                "adjoint_clip": st.none() | st.floats(0, 1e300, exclude_min=True),
+                "schedule": st.sampled_from(["auto", "window:7", "parallel"]),
+            },
+        ),
+        "optim": st.fixed_dictionaries(
+            {
+                "betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
+                "min_lr": st.just(0.0),
+                "lr": st.floats(0, 1e300, exclude_min=True),
+            }
+        ),
+        "engine": st.fixed_dictionaries(
+            {"deepspeed": st.none() | places | st.dictionaries(texts, st.integers() | texts)}
+        ),
+        "sweep": st.dictionaries(st.just("optim.lr"), st.lists(st.floats(1e-4, 1), min_size=1)),
+    },
+)
+
+
+@given(tree=trees)
+@example(tree={"engine": {"deepspeed": "\x85"}})
+@example(tree={"engine": {"deepspeed": {"a": "\0"}}})
+@example(tree={"engine": {"deepspeed": "a\u2028 b\n"}})
+@settings(max_examples=150, deadline=None)
+def test_to_yaml_reads_back_as_the_same_config(tmp_path_factory, tree):
+    cfg = config.build(tree)
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(cfg.to_yaml(), encoding="utf-8")
+    assert config.load(path) == cfg
+
+
+# The model section and FPRNNConfig.
+
+
+def huggingface_defaults() -> dict:
+    from lm.model.configuration_fprnn import FPRNNConfig
+
+    parameters = inspect.signature(FPRNNConfig.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_model_and_solver_have_the_names_and_defaults_of_fprnn_config():
+    from lm.model.configuration_fprnn import SOLVER_FIELDS
+
+    ours = {name: field.default for name, field in Model.model_fields.items()}
+    solver = {name: field.default for name, field in Solver.model_fields.items()}
+    assert not ours.keys() & solver.keys()
+    assert tuple(solver) == SOLVER_FIELDS
+    ours |= solver
+    theirs = huggingface_defaults()
+    assert ours.keys() - theirs.keys() == OURS
+    assert theirs.keys() - ours.keys() == HUGGINGFACE
+    assert ours["vocab_size"] == "auto"  # the one default that differs
+    shared = ours.keys() & theirs.keys() - {"vocab_size"}
+    assert len(shared) > 25
+    assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
+
+
+def choices() -> list[tuple[str, str, object]]:
+    """(section, field, value) for every choice of every Literal in the two sections."""
+    return [
+        (section, name, value)
+        for section, schema in (("model", Model), ("solver", Solver))
+        for name, field in schema.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    ]
+
+
+@pytest.mark.parametrize("section, field, value", choices())
+def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
+    import torch
+
+    tree = {"model": {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8}}
+    if field == "position":
+        tree["model"]["name"] = "transformer"
+    tree.setdefault(section, {})[field] = value
+    model = build_model(config.build(tree), 16).train()
+    ids = torch.arange(8).reshape(1, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    if value != "mamba":
+        assert value == "auto" or getattr(model.config, field, value) == value
+
+
+CHOICES = {
+    "token": ("auto", "exact", "iterate"),
+    "schedule": ("auto", "parallel", "sequential"),
+    "stopping": ("auto", "causal", "paper"),
+    "gradient": ("auto", "exact", "adjoint:0", "one_step", "implicit"),
+}
+
+
+@pytest.mark.parametrize("values", itertools.product(*CHOICES.values()))
+def test_the_autos_of_the_solver_are_those_of_the_model(values):
+    """`Solver.settled`, by which runs are compared, and what a model makes of the same fields."""
+    from lm.model.configuration_fprnn import FPRNNConfig
+
+    solver = Solver(**dict(zip(CHOICES, values)))
+    try:
+        made = FPRNNConfig(**solver.model_dump())
+    except ValueError:
+        return  # they do not go together
+    assert {k: solver.settled()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
+    assert solver.iterates == (made.token == "iterate")
+
+
+def test_what_does_not_go_together_in_the_solver_is_named_as_the_solvers():
+    cfg = config.build(
+        {"model": {"d_model": 16}, "solver": {"token": "exact", "stopping": "paper"}}
+    )
+    with pytest.raises(ConfigError, match=r"^solver: stopping `paper`"):
+        build_model(cfg, 16)
+    with pytest.raises(ConfigError, match=r"^model: headdim is 50"):
+        build_model(config.build({"model": {"block": "fp_mamba2", "headdim": 50}}), 16)
+
+
+def test_a_baseline_reads_nothing_of_the_solver():
+    tree = {"model": {"name": "lstm", "d_model": 16, "n_layer": 1}}
+    cfg = config.build({**tree, "solver": {"token": "iterate", "stopping": "paper"}})
+    assert (
+        build_model(cfg, 16).config.to_dict()
+        == build_model(config.build(tree), 16).config.to_dict()
+    )
+
+
+# The shipped YAMLs.
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
+def test_every_shipped_yaml_parses(path):
+    schema = synthetic.config.Config if "synthetic" in path.parts else config.Config
+    tree = config.load_tree(path)
+    cfg = config.load(path, schema=schema)
+    assert cfg.name == tree["name"]
+    if "sweep" in tree:
+        points = config.sweep_points(tree, str(path), schema)
+        names = {config.load(path, (), i, schema).name for i in range(len(points))}
+        assert len(names) == len(points)
+
+
+def test_there_are_shipped_yamls():
+    assert {p.name for p in YAMLS} >= {"demo.yaml", "fpmamba_160m_fineweb2b.yaml"}
+
+
+def test_the_papers_language_model_has_the_papers_constants():
+    """The table 'Constants of the paper's experiments', row 'language model', written out."""
+    cfg = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    m, d, o, t = cfg.model, cfg.data, cfg.optim, cfg.train
+    assert (d.source, d.dataset, d.val_tokens) == ("fineweb", "HuggingFaceFW/fineweb", 200_000)
+    assert (cfg.tokenizer.name, d.leading_eos) == ("gpt2", True)  # EOS text EOS
+    assert (m.name, m.block, m.mixer, m.mixer_rank) == ("fprnn", "fp_mamba1", "householder", 1)
+    assert (m.n_layer, m.d_model, m.d_state, m.expand, d.seq_len) == (12, 768, 16, 2, 2048)
+    assert m.vocab_size == -(-50257 // 8) * 8 == 50264
+    assert (t.global_batch_size, t.micro_batch_size) == (256, 8)
+    assert [t.accumulation(ranks) for ranks in (1, 4, 16)] == [32, 8, 2]
+    assert cfg.tokens_per_step(4) == cfg.tokens_per_step(16) == 256 * 2048
+    assert (t.steps, t.precision) == (4800, "bf16")
+    # The paper names a set of 2 B tokens; its own updates train on more.
+    assert cfg.tokens_per_step(4) * t.steps == 2_516_582_400
+    assert (o.lr, o.min_lr, o.betas) == (4e-3, 1e-5, (0.9, 0.95))
+    assert (o.weight_decay, o.grad_clip) == (0.1, 1.0)
+    assert (o.warmup, o.schedule) == (0.1, "cosine")
+    # The paper's solver (App. B.4).
+    s = cfg.solver
+    assert (s.token, s.schedule, s.stopping) == ("iterate", "parallel", "paper")
+    assert (s.tol, s.stepsize, s.stepsize_decay, s.patience) == (0.1, 0.99, 0.9, 15)
+    assert (s.quantile, s.eval_max_iters) == (0.75, 1000)
+    assert (s.gradient, s.n_backwards) == ("one_step", 1)
+
+
+def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_solver():
+    ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    baseline = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
+    changes = {"name": ours.name, "model": ours.model, "solver": ours.solver}
+    assert baseline.model.name == "mamba"
+    assert baseline.model_copy(update=changes) == ours
+    for field in ("vocab_size", "d_model", "n_layer", "d_state"):
+        assert getattr(baseline.model, field) == getattr(ours.model, field)
+
+
+def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_layers():
+    papers = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
+    matched = config.load(ROOT / "configs/lm/mamba_169m_fineweb2b.yaml")
+    matched.name, matched.model.n_layer = papers.name, papers.model.n_layer
+    assert matched == papers
+
+
+# docs/config.md.
+
+
+def documented() -> dict[str, str]:
+    """Dotted key → default, from the page's tables."""
+    rows, section = {}, ""
+    for line in (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            name = re.fullmatch(r"## `([\w.]+)`", line)
+            section = f"{name[1]}." if name else ""
+        row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
+        if row:
+            assert section + row[1] not in rows, f"{section + row[1]} is there twice"
+            rows[section + row[1]] = row[2]
+    return rows
+
+
+def schema(section: Section, prefix: str = "") -> dict:
+    """Dotted key → default, from the schema."""
+    leaves = {}
+    for name, default in section.model_dump(mode="json").items():
+        value = getattr(section, name)
+        below = isinstance(value, Section)
+        leaves |= schema(value, f"{prefix}{name}.") if below else {prefix + name: default}
+    return leaves
+
+
+def test_the_page_has_every_key_with_its_default():
+    page = {k: yaml.load(v, Loader) for k, v in documented().items()}
+    assert page == schema(Config())
+
+
+def test_the_page_says_what_a_resumed_run_may_change():
+    text = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    part = text.partition("## Resuming")[2].partition("\n## ")[0]
+    items = [
+        set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
+    ]
+    said = dict(zip((FIXED, NOTED, FREE), items))
+    said[FREE] -= {"train.steps"}
+    tops = {name: resume_rule(Config, name) for name in Config.model_fields}
+    rules = {key: resume_rule(Config, key) for key in schema(Config()) if "." in key} | tops
+    for key, rule in rules.items():
+        inherited = FREE if key in tops else tops[key.partition(".")[0]]
+        named = [kind for kind, keys in said.items() if key in keys]
+        assert named == ([] if rule is inherited else [rule]), key
+
+
+def test_every_sweep_point_has_its_own_directory_under_any_name():
+    path = ROOT / "configs/lm/sweep_mixers.yaml"
+    names = {config.load(path, ["name=exp2"], i).name for i in range(6)}
+    assert len(names) == 6 and all(n.startswith("exp2/00") for n in names)

@@ -1,0 +1,312 @@
+"""evaluate: tiny random models through lm-eval in process, the results file, each refusal."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+pytest.importorskip("rich")
+
+from lm.common.errors import MissingPackageError
+from lm.evaluation.evaluate import EvaluationError, evaluate, table, write_json
+from lm.evaluation.tasks import TASKS_DIR
+
+REPOSITORY = TASKS_DIR.parent.parent
+SHARED_EVAL = REPOSITORY.parent / "shared" / "data" / "eval"
+OWN_TASK = """\
+task: own_task
+custom_dataset: !function own.load
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_choice: ["yes", "no"]
+doc_to_target: 0
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random transformers Mamba with a byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        ["Mary went to the kitchen. Where is the apple? John picked up the milk."] * 3,
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=["<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        state_size=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    MambaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = {
+        "lambada_openai": [{"text": f"the cat number {i} saw the dog"} for i in range(5)],
+        "arc_easy_val": [
+            {
+                "question": f"What is {i}?",
+                "choices": {"text": ["one", "two"], "label": ["A", "B"]},
+                "answerKey": "AB"[i % 2],
+            }
+            for i in range(5)
+        ],
+    }
+    folder = tmp_path_factory.mktemp("data")
+    for name, lines in rows.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    monkeypatch.setenv("FPRNN_EVAL_DATA", str(folder))
+
+
+def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
+    results = evaluate(checkpoint, ["catbabi", "local_eval"], limit=4, device="cpu")
+    assert capsys.readouterr().out == ""
+    written = checkpoint / "eval" / "results.json"
+    assert json.loads(written.read_text()) == results
+    assert list(written.parent.iterdir()) == [written]
+    assert str(checkpoint.parent) not in written.read_text()
+    assert str(REPOSITORY) not in written.read_text()
+    assert (results["checkpoint"], results["limit"], results["device"]) == ("tiny", 4, "cpu")
+    assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
+    assert (results["solver"], results["fixed_point"]) == ("none", {})
+    metrics = {name: set(task["metrics"]) for name, task in results["tasks"].items()}
+    assert metrics == {
+        "arc_easy_local": {"acc", "acc_norm"},
+        "catbabi_mini": {"acc", "acc_norm"},
+        "catbabi_mini_gen": {"exact_match"},
+        "lambada_local": {"acc", "perplexity", "bits_per_byte"},
+    }
+    for task in results["tasks"].values():
+        assert task["samples"] == 4 and task["version"] == 1.0
+        for name, entry in task["metrics"].items():
+            of_text = name in ("perplexity", "bits_per_byte")
+            assert entry["stderr"] is None if name == "bits_per_byte" else entry["stderr"] >= 0
+            assert entry["value"] > 1 if of_text else 0 <= entry["value"] <= 1
+            assert entry["higher_is_better"] is not of_text
+
+
+def test_what_a_fixed_point_model_needed_is_in_the_results(small_export, tmp_path):
+    results = evaluate(
+        small_export, ["catbabi_mini"], limit=2, device="cpu", out=tmp_path / "r.json"
+    )
+    assert results["solver"]["token"] == "exact"
+    assert results["fixed_point"].keys() == {
+        "evaluations", "failed", "bisected", "limited", "residual",
+    }  # fmt: skip
+    assert results["fixed_point"]["evaluations"][0] >= 1 and results["fixed_point"]["failed"] == [0]
+    assert table(results).caption is None
+
+
+def test_same_numbers_again_and_in_the_file_asked_for(checkpoint, tmp_path):
+    out = tmp_path / "deep" / "down" / "r.json"
+    first = evaluate(checkpoint, ["catbabi_mini"], limit=6, batch_size=4, device="cpu", out=out)
+    assert json.loads(out.read_text()) == first
+    second = evaluate(checkpoint, ["catbabi_mini"], limit=6, batch_size=1, device="cpu", out=out)
+    assert first["tasks"] == second["tasks"]
+
+
+def test_fewshot_reaches_the_task(checkpoint, tmp_path):
+    results = evaluate(
+        checkpoint, ["catbabi_mini"], limit=1, num_fewshot=1, device="cpu", out=tmp_path / "r.json"
+    )
+    task = results["tasks"]["catbabi_mini"]
+    assert task["num_fewshot"] == 1 and task["metrics"]["acc"]["stderr"] is None
+
+
+def test_the_choice_task_scores_a_model_that_knows(checkpoint, monkeypatch, tmp_path):
+    """Likelihoods that favour the true answer give accuracy 1, and the opposite 0."""
+    from lm_eval.models.huggingface import HFLM
+
+    sign = 1.0
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return [(sign * (r.args[1] == " " + r.doc["answer"]), False) for r in requests]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        return [f" {r.doc['answer']}" for r in requests]
+
+    monkeypatch.setattr(HFLM, "loglikelihood", loglikelihood)
+    monkeypatch.setattr(HFLM, "generate_until", generate_until)
+    where = {"device": "cpu", "out": tmp_path / "r.json"}
+    tasks = evaluate(checkpoint, ["catbabi"], **where)["tasks"]
+    assert tasks["catbabi_mini"]["metrics"]["acc"]["value"] == 1
+    assert tasks["catbabi_mini_gen"]["metrics"]["exact_match"]["value"] == 1
+    sign = -1.0
+    tasks = evaluate(checkpoint, ["catbabi_mini"], **where)["tasks"]
+    assert tasks["catbabi_mini"]["metrics"]["acc"]["value"] == 0
+
+
+def test_tasks_from_include_path(checkpoint, tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.yaml").write_text(OWN_TASK)
+    (folder / "own.py").write_text(
+        "from datasets import Dataset, DatasetDict\n"
+        "def load(**_):\n"
+        "    return DatasetDict(test=Dataset.from_list([{'text': 'well'}] * 3))\n"
+    )
+    results = evaluate(
+        checkpoint, ["own_task"], include_path=folder, device="cpu", out=tmp_path / "r.json"
+    )
+    assert results["tasks"]["own_task"]["samples"] == 3
+
+
+def test_table_shows_each_metric_with_its_error():
+    from rich.console import Console
+
+    results = {
+        "checkpoint": "tiny",
+        "limit": 20,
+        "solver": {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None},
+        "fixed_point": {"evaluations": [1.0, 1.0], "failed": [0.0, 0.02], "residual": [0.0, 0.0]},
+        "tasks": {
+            "catbabi_mini": {
+                "samples": 20,
+                "metrics": {
+                    "acc": {"value": 0.25, "stderr": 0.0994, "higher_is_better": True},
+                    "perplexity": {"value": None, "stderr": None, "higher_is_better": False},
+                },
+            }
+        },
+    }
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table(results))
+    text = capture.get()
+    for part in ("tiny (first 20 documents)", "catbabi_mini", "acc ↑", "0.25 ± 0.099"):
+        assert part in text
+    assert "perplexity ↓" in text and "not finite" in text
+    text = " ".join(text.split())
+    assert "warning: the token's equation was not solved for 2.00% of the tokens of layer 1" in text
+
+
+def test_a_results_file_survives_a_failed_write(tmp_path):
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+def test_refusals_that_need_no_model(checkpoint, tmp_path, monkeypatch):
+    with pytest.raises(EvaluationError, match=r"no checkpoint folder at .*nowhere"):
+        evaluate(tmp_path / "nowhere", ["catbabi_mini"])
+    with pytest.raises(EvaluationError, match=r"has no config\.json.*python -m lm export"):
+        evaluate(tmp_path, ["catbabi_mini"])
+    with pytest.raises(EvaluationError, match="no tasks given"):
+        evaluate(checkpoint, [])
+    with pytest.raises(EvaluationError, match="limit is 0"):
+        evaluate(checkpoint, ["catbabi_mini"], limit=0)
+    with pytest.raises(EvaluationError, match=r"include_path .* is not a folder"):
+        evaluate(checkpoint, ["catbabi_mini"], include_path=tmp_path / "nowhere")
+    monkeypatch.delenv("FPRNN_EVAL_DATA")
+    with pytest.raises(EvaluationError, match=r"`lambada_local` could not.*FPRNN_EVAL_DATA is not"):
+        evaluate(checkpoint, ["lambada_local"])
+
+
+@pytest.mark.parametrize("absent", ["lm_eval", "accelerate"])
+def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a)
+    )
+    with pytest.raises(MissingPackageError, match=rf"{absent}.*pip install 'fprnn\[eval\]'"):
+        evaluate(checkpoint, ["catbabi_mini"])
+
+
+def test_unknown_tasks_get_the_nearest_names(checkpoint):
+    with pytest.raises(EvaluationError) as error:
+        evaluate(checkpoint, ["catbabi_mni", "lambada_opnai", "qqqqqqqq", "catbabi_mini"])
+    message = str(error.value)
+    assert "unknown task `catbabi_mni`; the nearest are `catbabi_mini`" in message
+    assert "`lambada_openai`" in message
+    assert "unknown task `qqqqqqqq` (" in message
+    assert "unknown task `catbabi_mini`" not in message
+
+
+@pytest.mark.slow  # it waits for the hub
+def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from lm.evaluation.evaluate import evaluate, EvaluationError\n"
+        "try: evaluate(Path(sys.argv[1]), ['arc_easy'], limit=2, device='cpu')\n"
+        "except EvaluationError as error: print(error)"
+    )
+    run = _python("-c", script, str(checkpoint))
+    assert run.stdout.startswith("task `arc_easy` could not be loaded: "), run.stdout + run.stderr
+
+
+def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
+    run = _python(
+        *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
+        *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
+        *("--device", "cpu", "--limit", "20", "--output_path", str(tmp_path / "out")),
+    )
+    assert run.returncode == 0, run.stderr
+    assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(written.read_text())["results"]["catbabi_mini"]
+    ours = evaluate(checkpoint, ["catbabi_mini"], limit=20, device="cpu", out=tmp_path / "r.json")
+    metrics = ours["tasks"]["catbabi_mini"]["metrics"]
+    assert theirs["acc,none"] == metrics["acc"]["value"]
+    assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
+
+
+@pytest.mark.skipif(not SHARED_EVAL.is_dir(), reason="../shared is not there")
+def test_local_tasks_on_the_real_files(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("FPRNN_EVAL_DATA", str(SHARED_EVAL))
+    results = evaluate(checkpoint, ["local_eval"], limit=50, device="cpu", out=tmp_path / "r.json")
+    assert {task["samples"] for task in results["tasks"].values()} == {50}
+    assert results["tasks"]["lambada_local"]["metrics"]["acc"]["value"] < 0.2
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess:
+    # A training in this process has named its own rank and port.
+    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=Path(REPOSITORY),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )

@@ -1,0 +1,411 @@
+"""Looking inside: every number against an oracle of its own; tokens, page, terminal, facade."""
+
+import html.parser
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fprnn
+from lm.cli.main import main
+from lm.common.errors import UserError
+from lm.evaluation.inspection import measure, terminal
+from lm.evaluation.inspection.page import MADE_BY, page
+from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.tokens import tokens_of, visible
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.runs.exported import load_tokenizer
+from lm.runs.metrics import probe
+from tests.test_house import imports
+
+TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
+START = 0  # the id of EOS, which stands before a text
+SIZES = dict(vocab_size=264, d_model=16, d_state=4, contractive=0.9, eos_token_id=START)
+MODELS = {
+    "fp_mamba1": dict(n_layer=2, mixer_rank=2),
+    "fp_mamba2": dict(n_layer=1, block="fp_mamba2", headdim=8),
+    "fp_rnn": dict(n_layer=1, block="fp_rnn", mixer="dplr", use_short_conv=True),
+    "hybrid": dict(n_layer=4, layers=["mamba", "fp_mamba1", "mamba", "fp_mamba1"]),
+    "resets": dict(n_layer=1, reset_at_eos=True),
+}
+
+
+def model_of(name: str) -> FPRNNForCausalLM:
+    torch.manual_seed(0)
+    return FPRNNForCausalLM(FPRNNConfig(**SIZES, **MODELS[name])).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_tokenizer):
+    return load_tokenizer(byte_tokenizer)
+
+
+def inspected(name: str, tokenizer) -> tuple[FPRNNForCausalLM, Inspection]:
+    model = model_of(name)
+    return model, measure.inspect_text(model, tokenizer, TEXT, name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_iterations_are_those_of_the_probe_and_losses_those_of_the_model(name, tokenizer):
+    model, found = inspected(name, tokenizer)
+    ids = torch.tensor([[token.id for token in found.tokens]])
+    assert ids[0, 0] == START and found.has_start
+
+    report = probe(model, ids)
+    assert torch.equal(found.layers.iterations, report.token_iters[:, 0])
+    assert torch.equal(found.layers.converged, report.converged[:, 0])
+    solved = [i for i, layer in enumerate(model.config.layer_list()) if layer.kind != "mamba"]
+    assert found.layers.numbers == solved
+
+    with torch.no_grad():
+        output = model(input_ids=ids, labels=ids)
+    assert found.mean_loss == pytest.approx(float(output.loss), rel=1e-5)
+    bits = float(output.loss) * (ids.shape[1] - 1) / math.log(2) / len(TEXT.encode())
+    assert found.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    p = output.logits[0].double().softmax(-1)
+    for t in range(1, ids.shape[1]):
+        assert float(found.loss[t]) == pytest.approx(-math.log(p[t - 1, ids[0, t]]), rel=1e-4)
+        entropy = -float((p[t - 1] * p[t - 1].log()).sum())
+        assert float(found.entropy[t]) == pytest.approx(entropy, rel=1e-4)
+        best = p[t - 1].topk(5)
+        assert [guess.id for guess in found.guesses[t]] == best.indices.tolist()
+        assert found.guesses[t][0].probability == pytest.approx(float(best.values[0]), rel=1e-4)
+    assert math.isnan(found.loss[0]) and found.guesses[0] == []
+    assert found.following[0].id == int(p[-1].argmax())
+
+
+@pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn", "hybrid"])
+def test_state_norms_are_those_of_the_state_that_token_by_token_is_carried(name, tokenizer):
+    model, found = inspected(name, tokenizer)
+    state, norms = None, []
+    for token in found.tokens:
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([[token.id]]), state=state, return_state=True)
+        state = output.state
+        norms.append([float(state.layers[i].h.norm()) for i in found.layers.numbers])
+    torch.testing.assert_close(found.layers.state_norm, torch.tensor(norms).T, rtol=2e-3, atol=1e-5)
+
+
+def test_the_gate_is_half_of_what_one_reflection_takes_off(tokenizer):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "contractive": None}
+    model = FPRNNForCausalLM(FPRNNConfig(**sizes, n_layer=1, mixer_rank=1, glu_in_loop=True)).eval()
+    (block,), hidden = model.fixed_point_blocks(), torch.randn(1, 7, 16)
+    found = block.over_time(hidden)
+    with torch.no_grad():
+        s = block.prepare(hidden)
+        y = block._solve(s).y
+        before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
+        Q = block.mixer.matrix(torch.cat([s.x, before], -1))
+    mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
+    torch.testing.assert_close(found.gate, mixing / 2, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mixer, layer",
+    [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")],
+)
+def test_gates_are_those_of_the_mixers_own_layer(mixer, layer):
+    torch.manual_seed(0)
+    config = FPRNNConfig(**{**SIZES, "contractive": None}, mixer=mixer, mixer_rank=4, n_layer=1)
+    (block,), P = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
+    with torch.no_grad():
+        weights = block.mixer.weights(P)
+        raw = torch.nn.functional.linear(P, weights.first, weights.bias)
+        expected = torch.sigmoid(getattr(block.mixer, layer)(P))
+        torch.testing.assert_close(block.mixer.gates(raw), expected)
+
+
+def test_mixers_without_gates_have_none():
+    model = FPRNNForCausalLM(FPRNNConfig(**SIZES, n_layer=1, mixer="nonselective")).eval()
+    assert model.fixed_point_blocks()[0].over_time(torch.randn(1, 3, 16)).gate is None
+    _, layers = measure.read(model, torch.tensor([[1, 2, 3]]))
+    assert layers.gate.isnan().all()
+
+
+def test_the_decay_is_the_rate_at_which_a_state_fades():
+    """With nothing written to it, FP-Mamba's state becomes exp(Δ A) times what it was."""
+    model = model_of("fp_mamba1")
+    block, hidden = model.fixed_point_blocks()[0], torch.randn(1, 5, 16)
+    found = block.over_time(hidden)
+    with torch.no_grad():
+        s = block.prepare(hidden)
+        kept = []
+        for t in range(5):
+            window = s.cut(t, t + 1, None)
+            ones = torch.ones(1, block.config.d_inner, block.config.d_state)
+            state = fprnn_state(ones)
+            window = window._replace(seqs=window.seqs._replace(state=state))
+            parts = block.parts_of(window, window.projections.rows(state.y[:, None]))
+            _, h = block.scan_time(window, parts, torch.zeros_like(window.x))
+            kept.append(float(h.mean()))
+    torch.testing.assert_close(found.decay[0], torch.tensor(kept), rtol=1e-4, atol=1e-6)
+
+
+def fprnn_state(h):
+    from lm.model.state import BlockState
+
+    y = torch.zeros(1, h.shape[1])
+    return BlockState(y, y, h, ())
+
+
+def test_a_document_that_starts_keeps_nothing(tokenizer):
+    _, found = inspected("resets", tokenizer)
+    assert found.layers.decay[0, 1] == 0 and (found.layers.decay[0, 2:] > 0).all()
+
+
+def test_losses_are_lm_evals_and_those_of_score(small_export):
+    """By lm-eval's own window over the text, and its own start token."""
+    from lm_eval import utils
+
+    model = fprnn.load(small_export)
+    found, score = model.inspect(TEXT), model.score(TEXT)
+    ids = model.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    ((context, target),) = utils.get_rolling_token_windows(ids, START, 2048, 1)
+    with torch.no_grad():
+        logits = model.model(torch.tensor([[*context, *target][:-1]])).logits[0]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None])[:, 0]
+    torch.testing.assert_close(-found.loss[1:], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(score.log_probabilities, expected, rtol=1e-4, atol=1e-5)
+    assert score.ids == ids and score.texts == [token.shown for token in found.tokens[1:]]
+    assert score.bits_per_byte == pytest.approx(found.bits_per_byte)
+    assert score.perplexity == pytest.approx(found.perplexity)
+
+
+@pytest.mark.slow
+def test_bits_per_byte_are_those_of_text_local(small_export, tmp_path, monkeypatch):
+    from lm.evaluation.evaluate import evaluate
+
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
+    results = evaluate(small_export, ["text_local"], out=tmp_path / "r.json", device="cpu")
+    theirs = results["tasks"]["text_local"]["metrics"]["bits_per_byte"]["value"]
+    assert fprnn.load(small_export).score(TEXT).bits_per_byte == pytest.approx(theirs, rel=1e-5)
+
+
+def test_tokens_show_what_cannot_be_seen():
+    def shown(raw):
+        return [(piece.text, piece.is_mark) for piece in visible(raw)]
+
+    assert shown(b" a\n\t") == [("·", True), ("a", False), ("↵", True), ("→", True)]
+    assert shown("東".encode()[:2]) == [("⟨E6⟩", True), ("⟨9D⟩", True)]
+    assert shown(b"a\x00\xff") == [("a", False), ("⟨U+0000⟩", True), ("⟨FF⟩", True)]
+    assert shown("\u202e\u200b\u00a0".encode()) == [
+        ("⟨U+202E⟩", True),
+        ("⟨U+200B⟩", True),
+        ("⟨U+00A0⟩", True),
+    ]
+    whole = "a東🙂\n".encode()
+    tokens = tokens_of([0, 1, 2, 3], [whole[:2], whole[2:5], whole[5:8], whole[8:]])
+    assert [token.part_of for token in tokens] == ["東", "東🙂", "🙂", ""]
+    assert [token.ends_line for token in tokens] == [False, False, False, True]
+
+
+class Reader(html.parser.HTMLParser):
+    """The tokens of a page, as text, and the names of all elements within them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tokens, self.names, self.depth = [], set(), 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if self.depth or "token" in dict(attributes).get("class", "").split():
+            if not self.depth:
+                self.tokens.append("")
+            self.names.add(tag)
+            self.depth += 1
+
+    def handle_endtag(self, tag):
+        self.depth -= bool(self.depth)
+
+    def handle_data(self, text):
+        if self.depth:
+            self.tokens[-1] += text
+
+
+def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup(tokenizer):
+    _, found = inspected("fp_mamba1", tokenizer)
+    text = page(found)
+    read = Reader(text)
+    assert read.tokens == [token.shown for token in found.tokens]
+    assert read.names == {"span", "i"}
+    data = json.loads(text.split("id='data'>")[1].split("</script>")[0])
+    assert [layer["iterations"] for layer in data["layers"]] == found.layers.iterations.tolist()
+    names = [way["name"] for way in data["colourings"]]
+    assert names == [
+        "ℓ*, mean over layers",
+        "ℓ*, layer 0",
+        "ℓ*, layer 1",
+        "loss of the token, nats",
+        "entropy of the token, nats",
+    ]
+    assert data["colourings"][3]["values"][1:] == pytest.approx(found.loss[1:].tolist())
+    assert data["colourings"][3]["values"][0] is None
+    assert not re.search(r"<link|<img|src=|@import|url\((?!#)|href=['\"](?!#)", text)
+    frame = found._repr_html_()
+    assert frame.startswith("<iframe srcdoc='") and frame.count("'") == 4
+
+
+def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(byte_tokenizer, tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=264,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=START,
+        bos_token_id=START,
+    )
+    found = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
+    assert found.layers is None and found.scored == 5
+    text = page(found)
+    assert "no layer that is solved" in text and "Over time" not in text
+    printed = printed_of(found, width=200)
+    assert "no layer that is solved" in printed and "ℓ*, mean" not in printed
+
+
+def printed_of(found, **options) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=options.pop("width", 120), **options)
+    for part in terminal.parts(found, console):
+        console.print(part)
+    return console.file.getvalue()
+
+
+def test_a_terminal_has_colours_a_pipe_and_no_color_have_none(tokenizer, monkeypatch):
+    _, found = inspected("fp_mamba1", tokenizer)
+    live = printed_of(found, force_terminal=True, color_system="truecolor")
+    assert "\x1b[30;48;2;" in live and "ℓ*, mean over layers:" in live
+    plain = printed_of(found)
+    assert "\x1b" not in plain and "ℓ*, mean over layers:" not in plain
+    assert "f(g(h(x),·[1,·2]))↵\n" in plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert ";2;" not in printed_of(found, force_terminal=True)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("", "is empty"), ("\ud800", "not Unicode"), ("x" * 3000, "3,000 tokens, and evaluation")],
+)
+def test_texts_that_cannot_be_read_are_refused(tokenizer, text, words):
+    with pytest.raises(UserError, match=words):
+        measure.inspect_text(model_of("resets"), tokenizer, text, "x")
+
+
+def test_text_that_spells_a_special_token_stays_text(tokenizer):
+    start, ids = measure.encode(model_of("resets"), tokenizer, "<eos>")
+    assert start == [START] and len(ids) == 5
+
+
+def test_without_a_start_token_the_first_token_has_no_loss(byte_tokenizer):
+    tokenizer = load_tokenizer(byte_tokenizer)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    model = model_of("resets")
+    found = measure.inspect_text(model, tokenizer, "abc", "x")
+    assert len(found.tokens) == 3 and found.scored == 2 and found.bits_per_byte is None
+    score = measure.score_text(model, tokenizer, "abc")
+    assert len(score.log_probabilities) == 3 and math.isnan(score.log_probabilities[0])
+
+
+def test_a_model_is_described_in_words():
+    words = measure.in_words(model_of("hybrid"))
+    assert words.startswith("2 mamba and 2 fp_mamba1, householder mixer, 4 layers, d_model 16, ")
+    assert measure.in_words(model_of("fp_rnn")).startswith("fp_rnn, dplr mixer, 1 layer, d_model")
+
+
+def test_a_run_directory_is_loaded_like_its_export(tiny_run, tiny_export):
+    run, export = fprnn.load(tiny_run), fprnn.load(tiny_export)
+    mine, theirs = run.inspect("a list of (x)"), export.inspect("a list of (x)")
+    assert torch.equal(mine.loss[1:], theirs.loss[1:])
+    assert torch.equal(mine.layers.iterations, theirs.layers.iterations)
+    assert run.name == "tiny" and export.name == "hf" and "2 layers" in repr(run)
+    options = dict(max_new_tokens=5, seed=3)
+    assert run.generate("The", **options) == export.generate("The", **options)
+
+
+def test_the_command_writes_a_page_and_replaces_only_its_own(small_export, tmp_path, capsys):
+    out = tmp_path / "p.html"
+    command = ["inspect", str(small_export), "--out", str(out), "f(x)", "y"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "<eos>f(x)·y" in printed and f"page: {out}" in printed
+    assert MADE_BY in out.read_text(encoding="utf-8")
+    assert main([*command[:-1], "z"]) == 0 and "f(x)·z" in capsys.readouterr().out
+    out.write_text("mine")
+    assert main(command) == 1 and out.read_text() == "mine"
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_file_or_standard_input(small_export, tmp_path, capsys, monkeypatch):
+    (tmp_path / "t.txt").write_text("f\n\n", encoding="utf-8")
+    out = ["--out", str(tmp_path / "p.html")]
+    assert main(["inspect", str(small_export), "--file", str(tmp_path / "t.txt"), *out]) == 0
+    assert "<eos>f↵" in capsys.readouterr().out
+    given = io.TextIOWrapper(io.BytesIO("é-x".encode()))
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main(["inspect", str(small_export), *out, "-"]) == 0
+    assert "<eos>⟨C3⟩⟨A9⟩-x" in capsys.readouterr().out
+    assert main(["inspect", str(small_export), *out, "--", "-x"]) == 0
+    assert "<eos>-x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere", "a"], "no export at nowhere"),
+        (["EXPORT"], "no text is given"),
+        (["EXPORT", "a", "--file", "b"], "not both"),
+        (["EXPORT", "--file", "b"], "b cannot be read"),
+        (["EXPORT/config.json", "a"], "is a file"),
+        (["EXPORT", "a", "--out", "."], "is a folder"),
+    ],
+)
+def test_mistakes_are_one_line(small_export, tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    filled = [text.replace("EXPORT", str(small_export)) for text in arguments]
+    assert main(["inspect", *filled]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_export, tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('pydantic', 'rich', 'matplotlib', 'deepspeed', 'datasets'):\n"
+        "    sys.modules[name] = None\n"
+        "import fprnn\n"
+        "found = fprnn.load(sys.argv[1]).inspect('f(x)')\n"
+        "print(found, found.to_html(sys.argv[2]))\n"
+    )
+    arguments = [small_export, tmp_path / "p.html"]
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Inspection(small: 5 tokens, loss ")
+    assert "The figures need matplotlib" in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+def test_the_facade_is_light_and_shipped():
+    code = "import sys, fprnn; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "fprnn" in imported
+    assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
+    assert imports(Path(fprnn.__file__).read_text(encoding="utf-8"), "fprnn") == {
+        "lm",
+        "lm.evaluation.facade",
+    }
+    assert sorted(fprnn.__all__) == ["LanguageModel", "__version__", "load"]

@@ -1,0 +1,229 @@
+"""Our lm-eval tasks: the stories against an oracle that only reads, their balance, the files."""
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+
+import pytest
+
+from lm.evaluation.tasks import TASKS_DIR
+from lm.evaluation.tasks.catbabi_mini import stories
+
+MOVE = re.compile(r"(\w+) (?:went|moved|travelled|walked) to the (\w+)\.")
+GRAB = re.compile(r"(\w+) (?:picked up|took|grabbed) the (\w+)\.")
+DROP = re.compile(r"(\w+) (?:dropped|put down|set down) the (\w+)\.")
+GIVE = re.compile(r"(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\.")
+
+
+class Reader:
+    """A simulator that knows a story by its text alone: where everybody and everything is."""
+
+    def __init__(self):
+        self.at = {}  # a person's or a thing's place
+        self.owner = {}
+
+    def tell(self, sentence):
+        if m := MOVE.fullmatch(sentence):
+            person, place = m.groups()
+            assert self.at.get(person) != place, f"already there: {sentence}"
+            for name in [person, *(thing for thing, who in self.owner.items() if who == person)]:
+                self.at[name] = place
+        elif m := GRAB.fullmatch(sentence):
+            person, thing = m.groups()
+            assert thing not in self.owner and person in self.at, sentence
+            assert self.at.get(thing, self.at[person]) == self.at[person], f"too far: {sentence}"
+            self.owner[thing], self.at[thing] = person, self.at[person]
+        elif m := DROP.fullmatch(sentence):
+            person, thing = m.groups()
+            assert self.owner.pop(thing) == person, sentence
+        elif m := GIVE.fullmatch(sentence):
+            person, thing, other = m.groups()
+            assert self.owner[thing] == person != other, sentence
+            assert self.at[person] == self.at[other], f"apart: {sentence}"
+            self.owner[thing] = other
+        else:
+            raise AssertionError(f"not a fact: {sentence!r}")
+
+    def answer(self, question):
+        if m := re.fullmatch(r"Where is (?:the )?(\w+)\?", question):
+            return self.at[m[1]]
+        if m := re.fullmatch(r"Who has the (\w+)\?", question):
+            return self.owner[m[1]]
+        m = re.fullmatch(r"Is (\w+) in the (\w+)\?", question)
+        return "yes" if self.at[m[1]] == m[2] else "no"
+
+
+def read(document):
+    """Check every answer inside the context; return the oracle's answer to the last question."""
+    for line in document["context"].split("\n"):
+        reader = Reader()
+        for sentence in re.findall(r"[^.?]+\?(?: [a-zA-Z]+\.)?|[^.?]+\.", line):
+            question, mark, answer = sentence.strip().partition("?")
+            if mark:
+                assert reader.answer(question + mark) == answer.strip(" .")
+            else:
+                reader.tell(sentence.strip())
+    return reader.answer(document["question"])
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_answer_agrees_with_an_independent_reader(seed):
+    for document in stories.documents(80, seed):
+        assert read(document) == document["answer"], document
+        assert document["choices"].count(document["answer"]) == 1
+        assert 2 <= document["context"].count("\n") + 1 <= 3
+
+
+def test_the_reader_notices_a_wrong_answer():
+    documents = stories.documents(40, 0)
+    wrong = [re.sub(r"\? yes\.", "? no.", d["context"]) for d in documents]
+    changed = [d | {"context": w} for d, w in zip(documents, wrong) if w != d["context"]]
+    assert changed
+    for document in changed:
+        with pytest.raises(AssertionError):
+            read(document)
+
+
+def test_documents_are_the_same_for_a_seed_and_differ_between_seeds():
+    assert stories.documents(20, 7) == stories.documents(20, 7)
+    assert stories.documents(20, 7) == stories.documents(50, 7)[:20]
+    contexts = [d["context"] for seed in range(20) for d in stories.documents(20, seed)]
+    assert len(set(contexts)) == len(contexts)
+
+
+def test_the_shipped_documents_do_not_change():
+    # Scores of different runs are comparable only while this holds; else raise the task's version.
+    text = json.dumps(stories.documents(200, 2026))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "083131bdf6e64b6a"
+
+
+@pytest.mark.parametrize("count, seed", [(200, 2026), (2000, 1)])
+def test_no_answer_dominates(count, seed):
+    answers = defaultdict(Counter)
+    for document in stories.documents(count, seed):
+        answers[document["kind"]][document["answer"]] += 1
+    assert {kind: n.total() for kind, n in answers.items()} == dict.fromkeys(
+        stories.KINDS, count // 4
+    )
+    for kind, counter in answers.items():
+        assert set(counter) == set(stories.CHOICES[kind])
+        assert max(counter.values()) / counter.total() < (0.55 if kind == "yes_no" else 0.45), kind
+
+
+def test_shallow_guesses_do_not_solve_it():
+    # The place (or person) the story names last, or names most.
+    hits, total = defaultdict(Counter), Counter()
+    for document in stories.documents(2000, 3):
+        last = re.sub(r"[A-Z][^.?]*\? \w+\.", "", document["context"].split("\n")[-1])
+        kind, question = document["kind"], document["question"]
+        words = stories.PEOPLE if kind == "who_has" else stories.PLACES
+        named = re.findall("|".join(words), last)
+        guesses = {"last": named[-1], "most": Counter(named).most_common(1)[0][0]}
+        for name, guess in guesses.items():
+            if kind == "yes_no":
+                guess = "yes" if guess in question else "no"
+            hits[kind][name] += guess == document["answer"]
+        total[kind] += 1
+    for kind, counter in hits.items():
+        assert counter["last"] / total[kind] < 0.65, kind
+        assert counter["most"] / total[kind] < 0.75, kind
+
+
+def test_a_prefix_is_balanced():
+    documents = stories.documents(8, 5)
+    assert [d["kind"] for d in documents] == [*stories.KINDS] * 2
+    assert [d["answer"] for d in documents if d["kind"] == "yes_no"] == ["yes", "no"]
+
+
+def _manager():
+    tasks = pytest.importorskip("lm_eval.tasks")
+    return tasks.TaskManager(include_path=str(TASKS_DIR), include_defaults=False)
+
+
+def test_lm_eval_finds_our_tasks_and_tags():
+    manager = _manager()
+    assert manager.all_subtasks == [
+        "arc_easy_local",
+        "catbabi_mini",
+        "catbabi_mini_gen",
+        *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
+        "lambada_local",
+        "text_local",
+    ]
+    assert manager.all_groups == ["catbabi_qa"]
+    assert manager.all_tags == ["catbabi", "local_eval"]
+
+
+def test_catbabi_mini_as_lm_eval_sees_it():
+    loaded = _manager().load(["catbabi"])["tasks"]
+    choice, generate = loaded["catbabi_mini"], loaded["catbabi_mini_gen"]
+    for task in loaded.values():
+        documents = list(task.eval_docs)
+        assert len(documents) == 200
+        assert [d["answer"] for d in documents] == [
+            d["answer"] for d in stories.documents(200, 2026)
+        ]
+        for document in documents:
+            assert task.doc_to_text(document) == document["context"] + " " + document["question"]
+    seen = Counter()
+    for document in choice.eval_docs:
+        choices = choice.doc_to_choice(document)
+        assert choices[choice.doc_to_target(document)] == read(document)
+        assert len(set(choices)) == len(choices)
+        assert generate.doc_to_target(document) == document["answer"]
+        seen[len(choices)] += 1
+    assert seen == {6: 100, 4: 50, 2: 50}
+    # Few-shot examples come from a split of their own.
+    texts = {choice.doc_to_text(d) for d in choice.eval_docs}
+    examples = list(choice.fewshot_docs())
+    assert len(examples) == 40 and not texts & {choice.doc_to_text(d) for d in examples}
+
+
+@pytest.fixture
+def eval_data(tmp_path, monkeypatch):
+    """A folder in FPRNN_EVAL_DATA with two small files in the real layout."""
+    lambada = [{"text": f"she opened the door and saw number{i} a cat"} for i in range(6)]
+    arc = [
+        {
+            "id": f"q{i}",
+            "question": f"What is {i} + 1?",
+            "choices": {"text": [str(i + j) for j in range(4)], "label": labels},
+            "answerKey": labels[1],
+        }
+        for i, labels in enumerate([list("ABCD"), list("1234")] * 3)
+    ]
+    for name, rows in {"lambada_openai": lambada, "arc_easy_val": arc}.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text + "\n")
+    monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
+    return tmp_path
+
+
+def test_local_tasks_read_the_folder(eval_data):
+    loaded = _manager().load(["local_eval"])["tasks"]
+    lambada, arc = loaded["lambada_local"], loaded["arc_easy_local"]
+    document = next(iter(lambada.eval_docs))
+    assert lambada.doc_to_text(document) == "she opened the door and saw number0 a"
+    assert lambada.doc_to_target(document) == " cat"
+    documents = list(arc.eval_docs)
+    assert len(documents) == 6
+    for i, document in enumerate(documents):
+        assert arc.doc_to_text(document) == f"Question: What is {i} + 1?\nAnswer:"
+        assert arc.doc_to_choice(document)[arc.doc_to_target(document)] == str(i + 1)
+
+
+def test_local_tasks_say_what_is_missing(eval_data, monkeypatch):
+    manager = _manager()
+    (eval_data / "arc_easy_val.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"arc_easy_val\.jsonl, which is not there"):
+        manager.load(["arc_easy_local"])
+    (eval_data / "lambada_openai.jsonl").write_text('{"text": "a b"}\n{"txt": "a b"}\n')
+    with pytest.raises(ValueError, match="line 2: must be a JSON object with `text`"):
+        manager.load(["lambada_local"])
+    (eval_data / "lambada_openai.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no rows"):
+        manager.load(["lambada_local"])
+    monkeypatch.delenv("FPRNN_EVAL_DATA")
+    with pytest.raises(FileNotFoundError, match="FPRNN_EVAL_DATA is not set"):
+        manager.load(["lambada_local"])

@@ -1,0 +1,542 @@
+"""The cost of a run before it starts, against real models and a count of their products."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lm.common.cards import CARDS
+from lm.config import load as config
+from lm.config.load import Config, ConfigError, Data, Model, Tokenizer
+from lm.model import cell, scan
+from lm.report import activations, cost, memory
+from lm.report.memory import USABLE, Planner, Sizes, on_the_meta_device, sizes
+from lm.report.plan import describe, plan, where
+from lm.training.build import build_model
+from tests.running import ENV
+
+ROOT = Path(__file__).parents[3]
+LM = ROOT / "configs/lm"
+
+
+def tiny(solver=None, **model) -> Config:
+    sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "vocab_size": 64, **model}
+    train = {"micro_batch_size": 3, "grad_accum_steps": 2, "steps": 7}
+    return Config(model=sizes, solver=solver or {}, train=train, data={"seq_len": 32})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"mixer": "kronecker"},
+        {"mixer": "dplr", "mixer_rank": 3, "mixer_proj_rank": 2},
+        {"glu_in_loop": True, "use_short_conv": True, "tie_embeddings": False},
+        {"name": "mamba"},
+        {"name": "mamba", "tie_embeddings": False},
+    ],
+    ids=str,
+)
+def test_parameters_are_those_of_a_real_model(model):
+    cfg = tiny(**model)
+    real = build_model(cfg, 64)
+    p = plan(cfg, 1)
+    assert p["parameters"] == sum(w.numel() for w in real.parameters())
+    assert p["parameters_without_embedding"] == p["parameters"] - 64 * 16
+
+
+def test_sequences_and_tokens():
+    p = plan(tiny(), 4)
+    assert p["sequences_per_step"] == 3 * 2 * 4
+    assert p["tokens_per_step"] == 3 * 2 * 4 * 32
+    assert p["tokens"] == 3 * 2 * 4 * 32 * 7
+
+
+def test_the_vocabulary_is_the_tokenizers_or_must_be_given():
+    auto = Config(model={"d_model": 16, "n_layer": 1}, tokenizer={"vocab_size": 301})
+    assert plan(auto, 1)["vocab_size"] == 304
+    with pytest.raises(ConfigError, match=r"set model\.vocab_size \(50264 for gpt2\)"):
+        plan(Config(tokenizer={"name": "gpt2"}), 1)
+
+
+# FLOPs.
+
+
+def test_flops_are_linear_in_the_evaluations():
+    flops = plan(tiny(), 1)["flops_per_token"]
+    at = {int(name.removeprefix("evaluations = ")): value for name, value in flops.items()}
+    assert sorted(at) == [1, 5, 10, 20]
+    step = (at[20] - at[1]) / 19
+    assert step > 0
+    assert at[5] == pytest.approx(at[1] + 4 * step)
+    assert at[10] == pytest.approx(at[1] + 9 * step)
+
+
+def products(call) -> int:
+    """FLOPs of the matrix products inside a call, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def wide(**model) -> Config:
+    """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
+    solver = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
+    solver |= {"max_iters": 3, "tol": 1e-12}
+    return tiny(solver, **{"d_model": 256, "n_layer": 1, **model})
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_householder_blocks_formula_against_its_products(rank):
+    block = build_model(wide(mixer_rank=rank), 64).backbone.layers[0].block
+    tokens, d, n, d_model, dt_rank = 12, 512, 4, 256, 16
+    u = torch.randn(2, tokens // 2, d_model)
+    once, step = block.flops_per_token()
+    with torch.no_grad():
+        static = block.prepare(u)
+        y = torch.randn_like(static.x)
+        counted = products(lambda: block.step(static, y)) / tokens
+        m = rank * (1 + d)  # the mixer's gates and vectors
+        by_hand = 2 * d * (m + 2 * n)  # sh(y) → mixer, B and C
+        assert counted == pytest.approx(by_hand, rel=0.02)  # the scan may hold small products
+        assert step == pytest.approx(by_hand, rel=0.25) and step > by_hand
+        around = products(lambda: (block.prepare(u), block.finish(static, y))) / tokens
+        by_hand = 2 * (d_model * 2 * d + d * (dt_rank + 2 * n) + dt_rank * d + d * m)
+        by_hand += 2 * (d * d + d * d_model)  # the gate's y part, and out_proj
+        assert around == pytest.approx(by_hand, rel=0.02)
+        assert once == pytest.approx(by_hand, rel=0.25)
+
+
+@pytest.mark.parametrize("glu_in_loop", [False, True])
+def test_the_models_formula_against_one_training_step(glu_in_loop):
+    cfg = wide(n_layer=2, glu_in_loop=glu_in_loop, vocab_size=512)
+    model = build_model(cfg, 512).train()
+    ids = torch.randint(0, 512, (2, 16))
+
+    def train():
+        output = model(input_ids=ids, labels=ids)
+        assert (output.fixed_point.evaluations == 3).all()
+        output.loss.backward()
+
+    assert model.flops_per_token(3) == pytest.approx(products(train) / ids.numel(), rel=0.25)
+
+
+# Memory.
+
+
+def needed(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
+    return plan(cfg, where(cfg, ranks, gpu))["memory"]
+
+
+def test_memory_falls_with_the_zero_stage():
+    cfg = tiny()
+    cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    p = plan(cfg, where(cfg, 4, "a100-80g"))
+    n, of = p["parameters"], p["stages"]
+    assert of[1] == p["memory"]  # the default
+    assert of[0].weights == 4 * n and of[0].optimizer == 8 * n and of[0].master == 0
+    assert of[1].optimizer == 8 * n / 4 and of[1].master == n and of[1].gradients == 4 * n
+    assert of[2].gradients == 4 * n / 4 and of[2].weights == 4 * n
+    assert of[3].weights == 4 * n / 4
+    still = [m.weights + m.master + m.gradients + m.optimizer for m in of.values()]
+    assert still == sorted(still, reverse=True) and len(set(still)) == 4
+
+
+def test_deepspeeds_buffers_are_those_of_its_json():
+    cfg = tiny()
+    cfg.train.precision = "bf16"
+    of = {s: m.buffers for s, m in plan(cfg, where(cfg, 4, "a100-80g"))["stages"].items()}
+    n = plan(cfg, where(cfg, 4, "a100-80g"))["parameters"]
+    # Two dtypes are sent; ZeRO-1 and 2 fill one buffer of each while the other is sent.
+    assert of == {0: 0, 1: 4 * 4 * 5e8, 2: 4 * 4 * 5e8, 3: (4 + 2) * 5e8 + 4 * n}
+    cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    assert needed(cfg, 4).buffers == 4 * 4 * 1000
+    cfg.engine.deepspeed["zero_optimization"]["overlap_comm"] = False
+    assert needed(cfg, 4).buffers == 2 * 4 * 1000
+
+
+def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
+    by_key, by_json = tiny(), tiny()
+    by_key.engine.zero_stage = 3
+    by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
+    planned = plan(by_json, 4)
+    assert planned["memory"] == plan(by_key, 4)["memory"]
+    assert planned["stages"] == plan(by_key, 4)["stages"]
+    assert shown(planned, by_json)["memory per GPU, ZeRO-3"].endswith("fits, as configured")
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
+    cfg = tiny(n_layer=8)
+    before = needed(cfg).activations
+    cfg.train.micro_batch_size *= 2
+    assert 1.3 * before < needed(cfg).activations <= 2 * before  # matrices do not grow
+    cfg.train.micro_batch_size //= 2
+    cfg.model.gradient_checkpointing = True
+    assert needed(cfg).activations < before / 2
+
+
+def test_bf16_keeps_less_than_fp32():
+    cfg = tiny(d_model=64)
+    full = needed(cfg).activations
+    cfg.train.precision = "bf16"
+    assert needed(cfg).activations < full
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("model", [{}, {"block": "fp_mamba2", "headdim": 8}], ids=str)
+def test_what_is_counted_on_few_tokens_holds_for_more(model, on_gpu):
+    """At another length and batch, the bytes that autograd has saved, of what still lives."""
+    cfg = tiny(n_layer=3, **model)
+    held = activations.count(cfg, on_gpu).held(2, 500)
+    if on_gpu:
+        cfg.solver.schedule, cfg.solver.gradient = "window:128", "adjoint:2"
+        cfg.solver.max_iters = 2
+    real = build_model(cfg, 8).train()
+    owned = {p.untyped_storage().data_ptr() for p in real.parameters()}
+    kept = []
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in owned:
+            kept.append(weakref.ref(t.untyped_storage()))
+        return t.detach()  # an output that is handed back as it is would keep itself alive
+
+    ids = torch.randint(0, 8, (2, 500))
+    with contextlib.ExitStack() as inside:
+        if on_gpu:
+            inside.enter_context(activations._scans_of_a_gpu())
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        loss = real(input_ids=ids, labels=ids, loss_only=True).loss
+    alive = {s.data_ptr(): s.nbytes() for s in (ref() for ref in kept) if s is not None}
+    assert loss.requires_grad
+    assert held.kept == pytest.approx(sum(alive.values()), rel=0.1)
+
+
+def test_a_wide_model_is_counted_on_a_narrow_one(monkeypatch):
+    cfg = tiny(d_model=128, n_layer=2)
+    whole = activations.count(cfg, on_gpu=True).held(4, 256)
+    monkeypatch.setattr(activations, "PROBE_WIDTH", 64)
+    scaled = activations.count(cfg, on_gpu=True).held(4, 256)
+    assert scaled.kept == pytest.approx(whole.kept, rel=0.1)
+    assert scaled.temporary == pytest.approx(whole.temporary, rel=0.25)
+
+
+def test_counting_leaves_everything_as_it_was(monkeypatch):
+    monkeypatch.setenv("FPRNN_KERNELS", "auto")
+    before = scan.MAX_TEMPORARY, scan.selective_scan_plain, cell.find_root, torch.get_rng_state()
+    activations.count(tiny(), on_gpu=True)
+    after = scan.MAX_TEMPORARY, scan.selective_scan_plain, cell.find_root, torch.get_rng_state()
+    assert before[:3] == after[:3] and before[3].equal(after[3])
+    assert os.environ["FPRNN_KERNELS"] == "auto"
+
+
+MEASURED = [
+    ("configs/tiny/lm.yaml", "engine.zero_stage=0"),
+    ("configs/tiny/lm.yaml", "engine.zero_stage=2", "model.gradient_checkpointing=true"),
+    ("configs/lm/demo.yaml", "engine.zero_stage=1"),
+]
+BESIDES = [("configs/lm/demo.yaml", "engine.zero_stage=0", "model.gradient_checkpointing=true")]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*MEASURED, *(pytest.param(run, marks=pytest.mark.slow) for run in BESIDES)],
+    ids=" ".join,
+)
+def test_the_plan_is_what_a_real_update_takes(run):
+    """DeepSpeed's engine in a process of its own, its allocations as torch's profiler sees them."""
+    command = [sys.executable, "-m", "benchmarks.memory", "--one", *run]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout.strip().splitlines()[-1])
+    assert row["planned"] == pytest.approx(row["measured"], rel=0.1)
+    assert row["planned_still"] == pytest.approx(row["measured_still"], rel=0.03)
+    assert row["planned_optimizer"] == pytest.approx(row["measured_optimizer"], rel=1e-3)
+    if "engine.zero_stage=0" in run:
+        assert row["parts"]["weights"] == row["measured_weights"]
+        assert row["parts"]["gradients"] == row["measured_gradients"]
+
+
+# Against the card.
+
+
+def paper(*overrides: str) -> Config:
+    return config.load(LM / "fpmamba_160m_fineweb2b.yaml", overrides)
+
+
+def test_the_smallest_change_that_fits_is_named_as_it_is_typed():
+    cfg = paper("train.micro_batch_size=16")
+    p = plan(cfg, where(cfg, 4, "a100-40g"))
+    assert not p["fits"]
+    said = shown(p, cfg)["to make it fit"]
+    assert said.startswith("train.micro_batch_size=8 (then ")
+    typed = paper(*said.partition(" (")[0].split())  # and it does, with the global batch kept
+    again = plan(typed, where(typed, 4, "a100-40g"))
+    assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
+    assert "to make it fit" not in shown(again, typed)
+
+
+def planner(cfg: Config, ranks: int, limit: float) -> Planner:
+    """With a card of that many usable bytes."""
+    vocab_size = 64
+    of = sizes(on_the_meta_device(cfg, vocab_size), vocab_size, cfg.train.precision)
+    return Planner(cfg, ranks, CARDS["a100-80g"]._replace(memory=limit / USABLE), of)
+
+
+def test_changes_are_tried_from_the_smallest_on():
+    cfg = tiny()
+    cfg.train.micro_batch_size = 4
+    tried = [len(change) for change in planner(cfg, 4, 1e9)._changes()]
+    # micro-batch and accumulation are one change of two keys
+    assert tried[0] == 1 and max(tried) == 5
+    first = planner(cfg, 4, 1e9)._changes()[:3]
+    assert first == [
+        {"engine__deepspeed__zero_optimization__reduce_bucket_size": 50_000_000},
+        {"engine__zero_stage": 2},
+        {"train__micro_batch_size": 2, "train__grad_accum_steps": 2 * cfg.train.grad_accum_steps},
+    ]
+    alone = planner(cfg, 1, 1e9)._changes()
+    assert not any("engine__zero_stage" in change for change in alone)  # nothing to share
+
+
+def test_deepspeeds_buffer_is_the_first_thing_that_is_made_smaller():
+    cfg = tiny()
+    small = planner(cfg, 4, 3e9)  # 4 GB of buffer, 1.6 GB for CUDA: too much
+    assert not small.fits(small.memory())
+    change, then = small.smallest_change()
+    assert change == {"engine__deepspeed__zero_optimization__reduce_bucket_size": 50_000_000}
+    assert then.total <= 3e9
+
+
+def test_where_nothing_fits_the_plan_says_so():
+    cfg = paper("model.n_layer=400")
+    p = plan(cfg, where(cfg, 1, "a100-40g"))
+    assert p["change"] is None
+    assert "more GPUs, or a smaller model" in shown(p, cfg)["to make it fit"]
+
+
+# Time.
+
+
+def test_hours_are_flops_over_what_the_cards_reach():
+    cfg = paper()
+    p = plan(cfg, where(cfg, 4, "a100-80g", utilisation=0.5, evaluations=20.0))
+    flops = p["flops_per_token"]["evaluations = 20"] * p["tokens"]
+    assert p["hours"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
+    said = shown(p, cfg)["hours"]
+    assert "50% of 312 TFLOP/s" in said and "20 evaluations" in said
+    assert plan(tiny(), where(tiny(), 1, "cpu"))["hours"] is None
+
+
+def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
+    assert plan(tiny(), where(tiny(), 1, "cpu"))["evaluations"] == 1
+    assert plan(tiny(), where(tiny(), 1, "h200"))["evaluations"] == 10  # in windows
+    assert plan(tiny(name="mamba"), where(tiny(name="mamba"), 1, "h200"))["evaluations"] is None
+
+
+def test_what_is_sent_in_an_update():
+    of = Sizes(1000, 100, 50, 50, 400, 8)  # 400 of the gradients in bf16
+    gradients, weights, part = 4 * 600 + 2 * 400, 4000, 7 / 8
+    sent = {s: cost.communication(of, 8, s, 3) for s in range(4)}
+    assert sent[0] == {"all-reduce of gradients": 2 * part * gradients}
+    assert sent[1] == sent[0] | {"all-gather of weights": part * weights}
+    assert sent[2] == {
+        "all-reduce of gradients": 3 * 2 * part * gradients,
+        "all-gather of weights": part * weights,
+    }
+    assert sent[3] == {
+        "reduce-scatter of gradients": 3 * part * gradients,
+        "all-gather of weights": 3 * 2 * part * gradients,
+    }
+    assert sum(cost.communication(of, 1, 1, 3).values()) == 0
+
+
+def test_hosts_are_linked_by_infiniband():
+    assert cost.link(CARDS["h100-80g"], 1) == ("NVLink", 450e9)
+    assert cost.link(CARDS["l40s"], 1) == ("PCIe", 25e9)
+    assert cost.link(CARDS["h100-80g"], 2) == ("InfiniBand", 50e9)
+    cfg = paper()
+    assert plan(cfg, where(cfg, 16))["at"].nodes == 2  # eight GPUs a host
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"gpu": "a1000"}, "known are a100-40g, a100-80g, l40s, h100-80g, h200, and cpu"),
+        ({"nodes": 3}, "4 GPUs do not divide evenly among 3 hosts: give --nodes one of 1, 2, 4"),
+        ({"nodes": 8}, "4 GPUs do not divide evenly among 8 hosts"),
+        ({"utilisation": 25.0}, "--utilisation is 25: it is the share of the card's peak"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_for_is_refused(options, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        where(tiny(), 4, **options)
+
+
+def test_evaluations_of_a_baseline_are_refused():
+    with pytest.raises(ConfigError, match="mamba iterates nothing"):
+        where(tiny(name="mamba"), 1, evaluations=3.0)
+
+
+# The shipped configs.
+
+
+def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
+    built = []
+
+    def record(cfg, vocab_size, *rest):
+        model = build_model(cfg, vocab_size, *rest)
+        built.append(({str(w.device) for w in model.parameters()}, cfg.model.n_layer))
+        return model
+
+    monkeypatch.setattr(memory, "build_model", record)
+    monkeypatch.setattr(activations, "build_model", record)
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    assert built[0] == ({"meta"}, 12)
+    assert all(layers == 2 for _, layers in built[1:])  # what is counted on, not trained
+    assert p["sequences_per_step"] == 256
+    assert p["tokens"] == 4800 * 256 * 2048
+    assert 160e6 < p["parameters"] < 175e6
+    assert 10 * 2**30 < p["memory"].total < 80 * 2**30
+
+
+def parameters(name: str) -> int:
+    cfg = config.load(LM / f"{name}_fineweb2b.yaml")
+    return plan(cfg, 4)["parameters"]
+
+
+def test_the_papers_baseline_has_half_of_the_parameters_and_the_matched_one_as_many():
+    ours = parameters("fpmamba_160m")
+    cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    assert p["parameters_of_fprnn"] == ours
+    assert shown(p, cfg)["… beside fprnn"] == (
+        "0.50 of its 169.4 M (12 layers, d_model 768, as here)"
+    )
+    matched = config.load(LM / "mamba_169m_fineweb2b.yaml")  # whose layers are more, not ours
+    p = plan(matched, 4)
+    assert p["parameters"] == pytest.approx(ours, rel=0.02)
+    assert shown(p, matched)["… beside fprnn"].endswith("M (35 layers, d_model 768, as here)")
+    for name in ("fpmamba_160m", "mamba_160m", "mamba_169m"):  # what the comments say
+        first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
+        assert f"{parameters(name) / 1e6:.1f} M" in first
+
+
+def shown(p: dict, cfg: Config) -> dict[str, str]:
+    """The rows of the table."""
+    table = describe(p, cfg)
+    return dict(zip(*(list(column.cells) for column in table.columns)))
+
+
+def test_the_plan_says_whether_data_repeats():
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    assert (p["tokens"], p["dataset_tokens"]) == (2_516_582_400, 9.5e9)
+    assert shown(p, cfg)["passes over the data"] == "0.26: nothing is read twice"
+    cfg.train.steps = 48_000
+    repeated = shown(plan(cfg, 4), cfg)["passes over the data"]
+    assert repeated.startswith("2.65: data repeats; after each pass the documents come again")
+    assert shown(p, cfg)["tokens in the data"].endswith("share; GPT-2's tokens)")
+    cfg.data.name = "CC-MAIN-2024-10"
+    rows = shown(plan(cfg, 4), cfg)
+    assert rows["tokens in the data"] == (
+        "how many HuggingFaceFW/fineweb CC-MAIN-2024-10 has is not known here"
+    )
+    assert rows["passes over the data"].startswith("not known; after each")
+
+
+def test_the_plan_says_whose_tokens_a_hub_dataset_is_counted_in():
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    cfg.tokenizer = Tokenizer(vocab_size=300)
+    rows = shown(plan(cfg, 4), cfg)
+    assert "; GPT-2's tokens, those of `bpe` will be more or fewer" in rows["tokens in the data"]
+    assert rows["passes over the data"].startswith("about 0.26 (in GPT-2's tokens): nothing")
+
+
+def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, byte_tokenizer):
+    from lm.data.corpus.prepare import prepare
+    from lm.data.corpus.tokenizer import load_tokenizer
+
+    def local(**data) -> Config:
+        cfg = tiny()
+        cfg.out_dir = str(tmp_path)
+        cfg.tokenizer.name = str(byte_tokenizer)
+        cfg.data = Data(seq_len=32, **data)
+        return cfg
+
+    corpus = ROOT / "tests/data/tiny.jsonl"
+    cfg = local(source="jsonl", path=str(corpus))
+    p = plan(cfg, 1)
+    assert p["dataset_tokens"] is p["passes"] is None
+    assert "known once `jsonl` is tokenised" in shown(p, cfg)["tokens in the data"]
+
+    meta = prepare(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir).meta
+    cfg.train.steps = 1 + 3 * meta.train_tokens // (3 * 2 * 32)
+    p = plan(cfg, 1)
+    assert p["dataset_tokens"] == meta.train_tokens
+    said = shown(p, cfg)["passes over the data"]
+    assert said.endswith(": data repeats; after each pass its blocks come again in a new order")
+    assert 3 <= float(said.partition(":")[0]) < 3.2
+
+    others = [local(source="text", path=str(corpus)), local(source="jsonl", path=str(corpus))]
+    others[1].tokenizer = Tokenizer(vocab_size=300)
+    for other in others:
+        p = plan(other, 1)
+        assert p["dataset_tokens"] is None
+        assert "known once" in shown(p, other)["tokens in the data"]
+
+
+def test_the_plan_as_a_table():
+    from rich.console import Console
+
+    cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
+    p = plan(cfg, 4)
+    file = io.StringIO()
+    Console(file=file, width=120).print(describe(p, cfg))
+    text = file.getvalue()
+    assert "Plan of mamba_160m_fineweb2b" in text
+    assert "hours" in text
+    for shown in (f"{p['parameters'] / 1e6:,.1f} M", "256 of 2,048 tokens", "524,288", "2.517 B",
+                  "50,264", "FLOPs per token, mamba", "memory: logits", "ZeRO-1"):  # fmt: skip
+        assert shown in text, shown
+
+
+@pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
+def test_every_model_has_a_plan(name):
+    made = plan(tiny(name=name, d_model=64, headdim=16), 2)
+    assert made["parameters"] > 0 and all(v > 0 for v in made["flops_per_token"].values())
+    assert all(v >= 0 for v in made["memory"]) and made["hours"] > 0
+
+
+def test_too_little_memory_is_a_sentence_with_the_micro_batch_that_fits(monkeypatch):
+    cfg = config.build(
+        {
+            "model": {"d_model": 256, "n_layer": 2},
+            "train": {"micro_batch_size": 64, "grad_accum_steps": 1},
+            "data": {"seq_len": 8192},
+        }
+    )
+    monkeypatch.setattr(memory, "here", lambda: "a100-40g")
+    error = memory.out_of_memory(cfg, 1)
+    found = re.search(
+        r"micro_batch_size=64 .*micro_batch_size=(\d+) train.grad.*=(\d+)", str(error)
+    )
+    size, accumulation = int(found[1]), int(found[2])
+    assert size * accumulation == 64 and error.exit_status == 78
+    changes = {"train__micro_batch_size": size, "train__grad_accum_steps": accumulation}
+    smaller = memory.changed(cfg, changes)
+    assert plan(smaller, where(smaller, 1, "a100-40g"))["fits"]
+    changes = {"train__micro_batch_size": 2 * size, "train__grad_accum_steps": accumulation // 2}
+    larger = memory.changed(cfg, changes)
+    assert not plan(larger, where(larger, 1, "a100-40g"))["fits"]

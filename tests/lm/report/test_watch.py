@@ -1,0 +1,299 @@
+"""`fprnn watch`: states, a log that is being written, several runs at once, when it ends."""
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lm.cli.main import main
+from lm.common import console
+from lm.common.errors import FAILED
+from lm.report import watch
+from lm.report.watch import Followed, Tail
+
+NOW = 1_700_000_000.0
+RESULT = {
+    "updates": 8,
+    "training_seconds": 4000.0,
+    "validation": {"loss": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25},
+}
+
+
+def training(step, seconds, **other):
+    numbers = {"loss": 3.25, "lr": 1e-3, "tokens_per_s": 1234.5, "spent": {"seconds": seconds}}
+    return {"step": step, **numbers, **other}
+
+
+class FakeRun:
+    """A run directory whose files a test writes."""
+
+    def __init__(self, folder, steps=8):
+        self.path = folder
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.yaml").write_text(f"name: x\ntrain:\n  steps: {steps}\n")
+        self.metrics = folder / "metrics.jsonl"
+
+    def log(self, *records, mode="a"):
+        with self.metrics.open(mode) as f:
+            f.write("".join(json.dumps(r) + "\n" for r in records))
+
+    def put(self, name, value, ago=0.0):
+        path = self.path / name
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        os.utime(path, (NOW - ago,) * 2)
+
+    def held(self, ago=1.0, **holder):
+        self.put("lease.json", {"host": "n7", "pid": 4711, "job": "12", **holder}, ago)
+
+    def look(self):
+        return Followed(self.path).look(NOW)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return FakeRun(tmp_path / "a")
+
+
+def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
+    run.held()
+    probe = {"probe": {"num_iters": {"mean": [3.25, 7.5]}}}
+    run.log(training(1, 100.0), training(2, 104.0), {"step": 2, **probe})
+    run.log({"step": 2, "validation": {"loss": 4.0653, "bits_per_byte": 2.3441}})
+    run.log(training(3, 108.0), {"step": 3, "checkpoint": {"bytes": 3}})
+    os.utime(run.metrics, (NOW - 30,) * 2)
+    seen = run.look()
+    assert (seen.state, seen.text) == ("running", "job 12 on n7, process 4711")
+    assert seen.left_s == pytest.approx(4.0 * 5)
+    assert watch.cells(seen) == {
+        "run": str(run.path),
+        "state": "running",
+        "update": "3 / 8",
+        "loss": "3.250",
+        "validation": "4.065 (2.344 bits/byte)",
+        "lr": "1.0e-03",
+        "tokens/s": "1,234",
+        "ℓ*": "3.2 7.5",
+        "time left": "20 s",
+        "last record": "30 s ago",
+    }
+
+
+@pytest.mark.parametrize(
+    "files, state, words",
+    [
+        ({}, "stopped", "nobody works on it"),
+        (
+            {"result.json": RESULT},
+            "done",
+            "loss 2.5000, perplexity 12.18, 1.2500 bits per byte",
+        ),
+        (
+            {"result.json": {"updates": 8, "solved_at": None, "training_seconds": 300}},
+            "done",
+            "trained 5 min",
+        ),
+        # A synthetic run that has solved its task early.
+        ({"result.json": {"updates": 5, "solved_at": 5}}, "done", "5 updates"),
+        ({"result.json": {"updates": 5, "solved_at": None}}, "stopped", "not finished"),
+        ({"result.json": "{"}, "failed", "result.json is damaged"),
+        ({"result.json": {"updates": 8, "validation": 7}}, "failed", "result.json is damaged"),
+        ({"failure.json": {"sentence": "the loss is nan", "exit_code": 76}}, "failed", "is nan"),
+        ({"failure.json": {"sentence": "by a signal", "exit_code": 75}}, "stopped", "by a signal"),
+        ({"failure.json": ""}, "failed", "damaged"),
+    ],
+)
+def test_a_run_that_has_ended(run, files, state, words):
+    for name, value in files.items():
+        run.put(name, value)
+    seen = run.look()
+    assert (seen.state, seen.ended) == (state, True) and words in seen.text
+    run.held()  # taken up again
+    assert run.look().state == "running"
+
+
+def test_a_run_whose_process_is_gone_has_stopped(run):
+    run.log(training(1, 1.0), training(2, 2.0))
+    run.held(ago=3600)
+    assert run.look().state == "stopped" and run.look().left_s is None
+    assert "killed: job 12 on n7, process 4711" in run.look().text
+    # On this host that is seen at once, however fresh the lease.
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    run.held(ago=1, host=socket.gethostname(), pid=gone.pid)
+    assert run.look().state == "stopped"
+    run.held(ago=1, host=socket.gethostname(), pid=os.getpid())
+    assert run.look().state == "running"
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
+    tail = Tail(run.metrics)
+    assert tail.read() == ([], False)  # no file yet
+    first, second = (json.dumps(training(step, step)) + "\n" for step in (1, 2))
+    run.put("metrics.jsonl", first + second[:20])
+    assert [r["step"] for r in tail.read()[0]] == [1]
+    assert tail.read() == ([], False)
+    with run.metrics.open("a") as f:
+        f.write(second[20:] + "no record\n")
+    assert [r["step"] for r in tail.read()[0]] == [2]
+    assert tail.read() == ([], False)
+
+
+def test_a_log_that_is_begun_anew_is_read_from_its_beginning(run):
+    """As a resumed run does it: the file is another, with the records that still stand."""
+    followed = Followed(run.path)
+    run.held()
+    run.log(training(1, 1.0), training(4, 4.0), {"step": 4, "validation": {"loss": 3.0}})
+    assert followed.look(NOW).validation == "3.000"
+    run.put("new", json.dumps(training(1, 1.0)) + "\n" + "x" * 1000)  # longer than it was
+    os.replace(run.path / "new", run.metrics)
+    seen = followed.look(NOW)
+    assert (seen.step, seen.validation) == (1, "")
+    run.metrics.unlink()  # overwritten
+    assert followed.look(NOW).step is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\0\0\n", "[1]\nnull\n", '{"step": -1}\n', "[" * 10_000 + "\n"]
+)
+def test_damaged_logs_say_nothing(run, text):
+    run.put("metrics.jsonl", text)
+    run.put("config.yaml", "[")
+    seen = run.look()
+    assert (seen.step, seen.steps, seen.left_s) == (None, None, None)
+    broken = training(3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y")
+    run.log({"step": 2, "probe": [1]}, broken | {"loss": float("nan")}, broken, mode="w")
+    shown = watch.cells(run.look())
+    assert shown["update"] == "3" and shown["loss"] == "3.250"
+    assert shown["lr"] == shown["tokens/s"] == shown["validation"] == shown["ℓ*"] == ""
+
+
+def test_the_time_left_forgets_one_slow_stretch(run):
+    """The first record has the start-up in it, one of the others a machine that was suspended."""
+    run.put("config.yaml", "train:\n  steps: 100\n")
+    run.held()
+    seconds = {10: 500.0, 20: 510.0, 30: 520.0, 40: 9000.0, 50: 9010.0}
+    run.log(training(10, 500.0))
+    assert run.look().left_s is None
+    run.log(*(training(step, at) for step, at in list(seconds.items())[1:]))
+    assert run.look().left_s == pytest.approx(50.0)
+
+
+def test_a_synthetic_run_shows_its_score(run):
+    run.held()
+    run.log(
+        {"step": 2, "loss": 0.5, "lr": 1e-3, "tokens_per_s": 10.0, "seconds": 6.0},
+        {"step": 4, "valid": {"metrics": {"token_accuracy": 0.875}}},
+        {"step": 4, "loss": 0.4, "lr": 1e-3, "tokens_per_s": 10.0, "seconds": 12.0},
+    )
+    seen = run.look()
+    assert seen.validation == "token_accuracy 0.875" and seen.left_s == pytest.approx(12.0)
+
+
+# The command.
+
+
+@pytest.fixture
+def two(tmp_path):
+    runs = FakeRun(tmp_path / "of/a"), FakeRun(tmp_path / "of/b")
+    for one in runs:
+        one.log(training(1, 1.0), training(8, 8.0))
+        one.put("result.json", RESULT)
+    return runs
+
+
+def test_once_prints_one_table_whatever_the_runs_do(two, capsys):
+    a, b = two
+    (b.path / "result.json").unlink()
+    assert main(["watch", "--once", str(a.path), str(b.path), f"{b.path}/"]) == 0
+    head, *rows, why = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
+    assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
+    assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
+
+
+def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
+    """Between two looks b logs an update, then fails."""
+    a, b = two
+    (b.path / "result.json").unlink()
+    b.log(training(3, 3.0), mode="w")
+    (b.path / "lease.json").write_text('{"host": "n7", "pid": 1}')
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 1:
+            b.log(training(4, 4.0))
+        else:
+            (b.path / "lease.json").unlink()
+            (b.path / "failure.json").write_text('{"sentence": "a spike", "exit_code": 76}')
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert main(["watch", str(a.path), str(b.path), "--every", "0.5"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(b.path) in line]
+    assert slept == [0.5, 0.5]
+    for line, words in zip(
+        lines,
+        ("running  3 / 8  loss 3.250", "4 / 8", "failed  4 / 8", "failed: a spike"),
+        strict=True,
+    ):
+        assert words in line
+    (b.path / "failure.json").unlink()
+    b.put("result.json", RESULT)
+    assert main(["watch", str(a.path), str(b.path)]) == 0
+
+
+def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "of/late"
+    assert main(["watch", str(path)]) == FAILED
+    said = capsys.readouterr().err
+    assert "has no config.yaml" in said and "--wait" in said
+
+    def sleep(_):
+        FakeRun(path).put("result.json", RESULT)
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert main(["watch", str(path), "--wait"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "missing" in lines[0] and "done" in lines[1]
+    assert main(["watch", str(tmp_path / "of")]) == FAILED
+    assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
+
+
+def test_a_terminal_has_the_columns_it_is_wide_for(two, monkeypatch):
+    from rich.console import Console
+
+    looks = [one.look() for one in two]
+    shown = {}
+    for width in (300, 75, 40):
+        fake = Console(width=width, force_terminal=True, record=True, file=io.StringIO())
+        monkeypatch.setattr(console.say, "_console", fake)
+        assert watch._live(iter([looks])) == looks
+        shown[width] = fake.export_text().splitlines()[0].split()
+    assert "lr" in shown[300] and "lr" not in shown[75] and "loss" in shown[75]
+    assert shown[40] == ["run", "state", "update", "loss", "time", "left"]
+
+
+def test_a_real_run_that_is_done(tiny_run, capsys):
+    assert main(["watch", str(tiny_run)]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert "done  8 / 8  loss" in first and "done: validation loss" in last
+
+
+def test_names_are_told_apart_below_what_they_share():
+    assert watch.short_names(["/r/x/a", "/r/y/a", "/r/y/b"]) == {
+        "/r/x/a": "x/a",
+        "/r/y/a": "y/a",
+        "/r/y/b": "y/b",
+    }
+    assert watch.short_names(["/r/x/a"]) == {"/r/x/a": "a"}
+
+
+def test_ages_are_of_the_file(run):
+    run.log(training(1, 1.0))
+    os.utime(run.metrics, (time.time() + 5,) * 2)  # another host's clock is ahead
+    assert Followed(run.path).look(time.time()).age_s == 0

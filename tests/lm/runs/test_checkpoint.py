@@ -1,0 +1,172 @@
+"""Manifests: complete checkpoints load, anything else is named and passed over."""
+
+import json
+import shutil
+
+import pytest
+
+from lm.runs.checkpoint import CheckpointError, newest, verify
+from lm.common.files import write_json
+from lm.training.reshard import consolidated
+from lm.runs.run_dir import RunDir, RunDirError
+
+
+def claim(cfg, overwrite=False, say=print):
+    """As a run that ends at once."""
+    run = RunDir(cfg.run_dir)
+    run.claim(cfg, overwrite, say)
+    run.confirm(cfg)
+    run.release()
+
+
+@pytest.fixture
+def copy(tiny_run, tmp_path):
+    """A copy of the tiny run's newest checkpoint, to be damaged."""
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path / "checkpoints/step-000008"
+
+
+def test_a_complete_checkpoint_verifies(copy):
+    manifest = verify(copy)
+    assert manifest["step"] == 8 and manifest["world_size"] == 1 and manifest["zero_stage"] == 1
+    assert any("loader-rank0000" in f for f in manifest["files"])
+
+
+def test_every_kind_of_damage_is_named_and_passed_over(copy):
+    victim = next(f for f in copy.iterdir() if "optim" in f.name)
+    whole = victim.read_bytes()
+    damages = {
+        "has 5 bytes": lambda: victim.write_bytes(b"short"),
+        "is damaged": lambda: victim.write_bytes(bytes([whole[0] ^ 1]) + whole[1:]),
+        "is missing": victim.unlink,
+        "it has no manifest.json": (copy / "manifest.json").unlink,
+    }
+    for sentence, damage in damages.items():
+        damage()
+        with pytest.raises(CheckpointError, match=sentence):
+            verify(copy)
+        said = []
+        assert newest(copy.parent, said.append).name == "step-000004"
+        assert sentence in said[0]
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        verify(copy / "nothing")
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert newest(tmp_path) is None
+
+
+def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
+    from lm.training.build import build_model
+
+    state = consolidated(copy)
+    expected = build_model(tiny(), 304).state_dict()
+    assert set(state) == set(expected)
+    for name, tensor in state.items():
+        assert tensor.shape == expected[name].shape and str(tensor.dtype) == "torch.float32", name
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
+    """A key that the run's config.yaml does not know yet has its default there."""
+    cfg = tiny("resume=auto")
+    claim(cfg, overwrite=False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = cfg.run_dir / "config.yaml"
+    lines = saved.read_text().splitlines(keepends=True)
+    saved.write_text("".join(line for line in lines if "mixer_h_dep" not in line))
+    claim(cfg, overwrite=False)
+    assert "mixer_h_dep: true" in saved.read_text()
+    with pytest.raises(RunDirError, match=r"model.mixer_h_dep was True, is False"):
+        claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
+
+
+def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):
+    cfg = tiny()
+    claim(cfg, False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = cfg.run_dir / "config.yaml"
+    text = saved.read_text()
+    old = text.replace("kronecker_norm: auto", "kronecker_norm: rows")
+    old = old.replace("contractive: auto", "contractive: null")
+    assert old != text
+    saved.write_text(old)
+    claim(tiny("resume=auto"), False)
+    saved.write_text(old.replace("contractive: null", "contractive: 0.5"))
+    with pytest.raises(RunDirError, match=r"contractive was 0\.5, is None"):
+        claim(tiny("resume=auto"), False)
+
+
+def started(cfg):
+    """A run of which something was trained."""
+    claim(cfg, False)
+    (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    return cfg.run_dir / "config.yaml"
+
+
+def test_a_resumed_run_may_have_another_solver(tiny):
+    saved = started(tiny())
+    said = []
+    claim(
+        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
+    )
+    assert said == [
+        "note: solver.gradient was 'exact', is 'one_step': training goes on with what it is now"
+    ]
+    assert "eval_tol: 0.5" in saved.read_text()
+    claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)
+
+
+def test_an_auto_and_what_it_stands_for_are_the_same_solver(tiny):
+    started(tiny())
+    said = []
+    same = ("solver.token=exact", "solver.stopping=causal", "solver.gradient=exact")
+    claim(tiny("resume=auto", *same), False, said.append)
+    assert said == []
+
+
+def test_a_baseline_has_no_solver_to_note(tiny):
+    started(tiny("model.name=lstm"))
+    said = []
+    claim(tiny("model.name=lstm", "resume=auto", "solver.tol=0.5"), False, said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["seed=1", "model.eps=1e-4", "tokenizer.vocab_size=310", "data.seq_len=8", "optim.lr=1e-3",
+     "model.d_state=3"],
+)  # fmt: skip
+def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
+    started(tiny())
+    key = change.partition("=")[0]
+    with pytest.raises(RunDirError, match=rf"holds a run of another config \({key} was "):
+        claim(tiny("resume=auto", change, "solver.tol=0.5"), False)
+
+
+def test_a_run_from_before_the_solver_had_a_section_goes_on(tiny, capsys):
+    import yaml
+
+    from lm.config import old_keys
+
+    saved = started(tiny())
+    tree = yaml.safe_load(saved.read_text())
+    solver = {k: v for k, v in tree.pop("solver").items() if k in old_keys.MOVED}
+    solver |= {"schedule": "mixed", "stopping": "causal", "gradient": "one_step"}
+    tree["model"] |= {**solver, "agreement_reg": 0.0}
+    saved.write_text(yaml.safe_dump(tree))
+    said = []
+    old_keys._said.clear()
+    claim(tiny("resume=auto"), False, said.append)
+    assert said == [
+        "note: solver.gradient was 'one_step', is 'exact': training goes on with what it is now"
+    ]
+    assert "model.schedule → solver.schedule (mixed → auto)" in capsys.readouterr().err
+    assert "agreement_reg" not in saved.read_text()

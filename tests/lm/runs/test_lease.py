@@ -1,0 +1,179 @@
+"""One writer a directory: a living one is refused by name, a dead one's place is taken."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lm.runs import lease as leases
+from lm.runs.lease import Lease, LeaseError
+from lm.common.files import OutputError
+
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    monkeypatch.setattr(leases, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(leases, "WRITING_S", 0.4)
+    return tmp_path / "lease.json"
+
+
+def hold(path, held, say=lambda _: None):
+    Lease(path, say).acquire()
+    held.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def holder(path):
+    """A process that holds the lease until it is killed."""
+    held = fork.Event()
+    process = fork.Process(target=hold, args=(path, held))
+    process.start()
+    assert held.wait(10)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_the_second_is_refused_and_told_who_holds_it(path, holder):
+    with pytest.raises(LeaseError, match=f"is in use by process {holder.pid} on .*since 20"):
+        Lease(path).acquire()
+    assert json.loads(path.read_text())["pid"] == holder.pid
+
+
+def test_what_a_killed_one_has_left_is_taken_over_and_said(path, holder):
+    os.kill(holder.pid, signal.SIGKILL)
+    time.sleep(0.1)  # a zombie, as long as nobody waits for it
+    said = []
+    lease = Lease(path, said.append)
+    lease.acquire()
+    assert f"was left by process {holder.pid}" in said[0] and "taken over" in said[0]
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    lease.release()
+    assert not path.exists()
+
+
+def test_a_number_that_now_is_another_process_is_dead(path):
+    lease = Lease(path)
+    other = {**lease.own, "started": lease.own["started"] - 1}
+    path.write_text(json.dumps(other))
+    said = []
+    Lease(path, said.append).acquire()
+    assert "taken over" in said[0]
+
+
+def elsewhere(path):
+    path.write_text(json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()}))
+
+
+def test_one_on_another_host_that_gives_no_sign_is_dead(path):
+    elsewhere(path)
+    said = []
+    began = time.monotonic()
+    Lease(path, said.append).acquire()
+    assert time.monotonic() - began >= 0.4
+    assert "is held by process 1 on node17, Slurm job 4711" in said[0] and "waiting" in said[0]
+    assert "taken over" in said[1]
+
+
+def test_one_on_another_host_that_lives_is_refused(path):
+    elsewhere(path)
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(LeaseError, match="in use by process 1 on node17, Slurm job 4711"):
+            Lease(path, lambda _: None).acquire()
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\0\0"])
+def test_a_file_that_says_nothing_is_waited_for(path, text):
+    path.write_text(text)
+    said = []
+    lease = Lease(path, said.append)
+    lease.acquire()
+    assert "an unknown process" in said[0]
+    lease.release()
+
+
+def test_one_that_is_being_written_is_of_whom_it_will_name(path):
+    """Its file is there a moment before its text: whoever looks then is to be told the name."""
+    path.write_text("")
+
+    def write():
+        time.sleep(0.1)
+        path.write_text(json.dumps(Lease(path).own))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    said = []
+    try:
+        with pytest.raises(LeaseError, match=f"is in use by process {os.getpid()} on"):
+            Lease(path, said.append).acquire()
+    finally:
+        thread.join()
+    assert not said
+
+
+def test_a_holder_that_was_suspended_finds_out(path):
+    lease = Lease(path)
+    lease.acquire()
+    elsewhere(path)  # somebody has taken it over meanwhile
+    time.sleep(0.3)
+    with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*no sign of life"):
+        lease.check()
+    lease.release()
+    assert json.loads(path.read_text())["host"] == "node17"  # theirs is left alone
+
+
+def test_of_many_at_once_one_has_it(path):
+    """All find the lease of a dead process and want its place."""
+    ours = Lease(path).own
+    path.write_text(json.dumps({**ours, "started": 1}))
+    start, won = fork.Event(), fork.Queue()
+
+    def rush():
+        start.wait()
+        try:
+            Lease(path, lambda _: None).acquire()
+            won.put(os.getpid())
+            time.sleep(2)
+        except LeaseError:
+            won.put(None)
+
+    processes = [fork.Process(target=rush) for _ in range(8)]
+    for process in processes:
+        process.start()
+    start.set()
+    results = [won.get(timeout=20) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sum(pid is not None for pid in results) == 1
+
+
+def test_a_full_disk_leaves_no_empty_lease(path, monkeypatch):
+    real = os.fdopen
+
+    def full(number, *args, **kwargs):
+        real(number, *args, **kwargs).close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(leases.os, "fdopen", full)
+    with pytest.raises(OutputError, match="No space left"):
+        Lease(path).acquire()
+    assert not path.exists()

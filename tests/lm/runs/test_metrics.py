@@ -1,0 +1,624 @@
+"""Fixed-point statistics, throughput, the writers of a run's metrics, and progress on a console."""
+
+import io
+import json
+import time
+from datetime import datetime
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from lm.common import console
+
+from lm.runs import metrics
+from lm.config.load import Config
+from lm.runs.log import TRACKERS, Writer, describe, grouped
+from lm.runs.metrics import (
+    Spikes,
+    Throughput,
+    fixed_point_metrics,
+    imbalance,
+    read_metrics,
+)
+from lm.runs.run_dir import RunDir
+
+
+def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
+    """What a model reports of its solves, without what is not read here."""
+    fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
+    tensors = {name: torch.tensor(values) for name, values in fields.items()}
+    tensors |= dict.fromkeys(("bisected", "limited", "elsewhere"), 0.0 * tensors["residual"])
+    counted = None if iterations is None else torch.tensor(iterations)
+    return SimpleNamespace(**tensors, num_iters=counted, layers=None)
+
+
+# Two layers; three sequences in two micro-batches.
+HAND_MADE = [
+    report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
+    report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
+]
+PROBED = report(
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
+    [[0.0, 0.0, 0.3], [0.0, 0.0, 0.0]],
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+    [[2, 4, 9], [10, 10, 10]],
+)
+
+
+def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
+    assert fixed_point_metrics(HAND_MADE) == {
+        "evaluations": [3, 6],
+        "failed": [0, 0.25],
+        "bisected": [0, 0],
+        "limited": [0, 0],
+        "residual": [0.2, 0.4],
+    }
+
+
+def test_only_a_probe_has_iterations():
+    assert fixed_point_metrics([PROBED])["num_iters"] == {
+        "mean": [5, 10],
+        "median": [4, 10],
+        "max": [9, 10],
+        "elsewhere": [0, 0],
+    }
+
+
+def test_fixed_point_metrics_gather_over_ranks():
+    # A second rank with three times the numbers.
+    def gather(t):
+        return torch.cat([t, 3 * t], -1)
+
+    gathered = fixed_point_metrics([PROBED], gather)
+    assert gathered["num_iters"]["mean"] == [10, 20]
+    assert gathered["num_iters"]["median"] == [6, 10] and gathered["num_iters"]["max"] == [27, 30]
+    assert fixed_point_metrics(HAND_MADE, gather)["residual"] == [0.4, 0.8]
+
+
+def test_sequences_of_padding_do_not_count_on_any_rank():
+    rows = torch.tensor([True, True, False])
+    measured = fixed_point_metrics([PROBED], rows=rows)
+    assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
+
+    def gather(t):  # the other rank has one sequence less, and other numbers
+        other = torch.tensor([1.0, 0.0, 0.0]) if t.ndim == 1 else 10 * t
+        return torch.cat([t, other], -1)
+
+    measured = fixed_point_metrics([PROBED], gather, rows)
+    counts = measured["num_iters"]
+    assert counts["mean"] == [8.66667, 40]
+    assert counts["median"] == [4, 10] and counts["max"] == [20, 100]
+
+
+def test_a_model_without_a_solver_has_no_fixed_point_metrics():
+    assert fixed_point_metrics([]) == {}
+
+
+@pytest.mark.parametrize(
+    "norms, measured",
+    [
+        ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], {"adjoint": [2.0, 1.0]}),
+        ([None, None], {}),
+        ([], {}),
+    ],
+)
+def test_the_adjoint_is_the_largest_of_each_layer(norms, measured):
+    assert metrics.adjoint_metrics(SimpleNamespace(adjoint_norms=lambda: norms)) == measured
+
+
+def test_a_baseline_has_no_adjoint():
+    assert metrics.adjoint_metrics(SimpleNamespace()) == {}
+
+
+EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
+
+
+def test_unsolved_tokens_are_warned_about_once_a_layer():
+    said = []
+    watch = metrics.FailureWatch(said.append, EXACT)
+    watch.look({}, "update 0")
+    watch.look({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
+    assert said == []
+    watch.look({"failed": [0.0, 0.023]}, "update 2")
+    watch.look({"failed": [0.0, 0.5]}, "update 3")
+    watch.look({"failed": [0.1, 0.5]}, "update 4")
+    assert len(said) == 2
+    assert said[0].startswith(
+        "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
+    )
+    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_start: -3" in said[0]
+    assert "10.00% of the tokens of layer 0" in said[1]
+
+
+def test_a_hybrid_s_unsolved_layer_has_its_number_in_the_model():
+    said = []
+    metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
+    assert "of the tokens of layer 3 " in said[0]
+
+
+@pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
+def test_ill_conditioned_tokens_are_warned_about_too(name, words):
+    said = metrics.failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
+    assert list(said) == [1] and words in said[1] and "16.00% of the tokens of layer 1" in said[1]
+    both = metrics.failures({"failed": [0.5], name: [0.5]}, EXACT)
+    assert "was not solved" in both[0]
+
+
+def test_an_iteration_count_of_another_solution_is_marked():
+    counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
+    assert metrics.is_elsewhere(counts) == [True, False]
+    assert metrics.marked(counts) == ["53.9†", "7.0"]
+    assert metrics.marked({"mean": [53.9]}) == ["53.9"]  # of before this was compared
+
+
+@pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
+def test_the_paper_s_procedure_may_leave_tokens_unfinished(solver):
+    assert metrics.failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
+
+
+def model(**fields):
+    from lm.training.build import build_model
+
+    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4}, solver=fields)
+    return build_model(cfg, 16)
+
+
+IDS = torch.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        {},
+        {"schedule": "sequential"},
+        {"schedule": "parallel"},
+        {"token": "iterate", "schedule": "parallel"},
+        {"schedule": "parallel", "stopping": "paper"},
+    ],
+    ids=str,
+)
+def test_a_probe_counts_the_same_iterations_whatever_solves_the_model(solver):
+    """Of the first layer, whose input no solve has changed."""
+    found = []
+    for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
+        torch.manual_seed(0)
+        report = metrics.probe(model(**fields).train(), IDS)
+        assert report.num_iters.shape == (3, 2)
+        found.append(report.num_iters[0])
+    assert torch.equal(*found) and found[0].min() >= 1
+
+
+def test_a_probe_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    made = model()
+    for mode in (True, False):
+        made.train(mode)
+        report = metrics.probe(made, IDS)
+        assert made.training is mode and not report.evaluations.requires_grad
+    assert made(input_ids=IDS).fixed_point.num_iters is None
+
+
+def test_fixed_point_metrics_of_a_real_model():
+    torch.manual_seed(0)
+    made = model(schedule="sequential").train()
+    output = made(input_ids=IDS, labels=IDS)
+    measured = fixed_point_metrics([output.fixed_point])
+    assert measured.keys() == {"evaluations", "failed", "bisected", "limited", "residual"}
+    assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
+    output.loss.backward()
+    adjoint = metrics.adjoint_metrics(made)["adjoint"]
+    assert len(adjoint) == 3 and all(norm > 0 for norm in adjoint)
+
+
+def test_few_iterations_leave_every_token_unfinished():
+    made = model(token="iterate", schedule="parallel", max_iters=2, tol=1e-9).train()
+    measured = fixed_point_metrics([made(input_ids=IDS).fixed_point])
+    assert measured["failed"] == [1, 1, 1] and min(measured["evaluations"]) >= 2
+    assert all(residual > 0 for residual in measured["residual"])
+
+
+# Throughput and MFU.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The performance counter, moved by hand."""
+    now = SimpleNamespace(seconds=100.0, processor=7.0)
+    clocks = {"perf_counter": lambda: now.seconds, "process_time": lambda: now.processor}
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
+    return now
+
+
+def test_throughput_and_mfu(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
+    speed = Throughput({8: lambda evaluations: 100 * evaluations}, world_size=2)
+    clock.seconds += 2
+    clock.processor += 3
+    speed.count(5000, 8)
+    # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
+    read = speed.read(4.0)
+    assert read.pop("spent") == {"seconds": 2.0, "processor_seconds": 3.0}
+    assert read == {"tokens_per_s": 2500.0, "mfu": 0.5}
+    clock.seconds += 3
+    clock.processor += 1
+    speed.count(30, 8)
+    read = speed.read(0.0)
+    assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
+    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+
+
+def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: None)
+    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    clock.seconds += 4
+    clock.processor += 3
+    speed.count(1000, 8)
+    clock.seconds += 50
+    clock.processor += 50
+    speed.restart()
+    clock.seconds += 2
+    clock.processor += 1
+    speed.count(20, 8)
+    spent = {"seconds": 6.0, "processor_seconds": 4.0}
+    assert speed.read(1.0) == {"tokens_per_s": 10.0, "spent": spent}  # no peak, no MFU
+
+
+def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: None)
+    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    clock.seconds += 50
+    speed.skip()
+    for _ in range(2):
+        clock.seconds += 4
+        speed.count(100, 8)
+        clock.seconds += 1000  # a validation
+        speed.skip()
+    read = speed.read(1.0)
+    assert read["tokens_per_s"] == 25.0 and read["spent"]["seconds"] == 8.0
+
+
+def test_a_baseline_without_a_flops_formula_has_no_mfu(monkeypatch, clock):
+    monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
+    speed = Throughput(None, world_size=1)
+    clock.seconds += 1
+    spent = {"seconds": 0.0, "processor_seconds": 0.0}
+    assert speed.read(0.0) == {"tokens_per_s": 0.0, "spent": spent}
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("Some GPU", None)],
+)
+def test_the_peak_is_known_by_the_devices_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert metrics.peak_flops() == peak
+
+
+def test_a_cpu_has_no_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert metrics.peak_flops() is None
+
+
+# Writers.
+
+
+def record(step: int) -> dict:
+    iterations = {"num_iters": {"mean": [1.5, 2.5]}}
+    return {"step": step, "loss": 1 / step, "probe": iterations, "note": "text"}
+
+
+def test_jsonl_is_on_disk_after_every_write(tmp_path):
+    writer = Writer(Config(), RunDir(tmp_path))
+    for step in (1, 2):
+        writer.write(record(step))
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [record(s) for s in range(1, step + 1)]
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(2)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # neither wandb nor a .tmp
+
+
+def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
+    writer = Writer(Config(), RunDir(tmp_path))
+    for step in (1, 2, 3, 4):
+        writer.write(record(step))
+    writer.close()
+    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
+    assert read_metrics(tmp_path) == [record(1), record(2)]
+    writer.write({"step": 3, "loss": 9.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(2), {"step": 3, "loss": 9.0}]
+
+
+def test_a_run_from_the_start_begins_a_new_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    Writer(Config(), RunDir(tmp_path)).close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_half_written_last_line_is_dropped(tmp_path):
+    whole = json.dumps(record(1)) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(whole + json.dumps(record(2))[:-3])
+    assert read_metrics(tmp_path) == [record(1)]
+    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
+    writer.write(record(3))
+    writer.close()
+    assert read_metrics(tmp_path) == [record(1), record(3)]
+
+
+def test_no_file_has_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_files_hold_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
+    writer.write(record(1))
+    writer.write(record(2))
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    layers = [f"solver/layer{i}/probe/num_iters/mean" for i in range(2)]
+    assert set(events.Tags()["scalars"]) == {"train/loss", *layers}
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert [e.value for e in events.Scalars(layers[1])] == [2.5, 2.5]
+
+
+def test_numbers_are_grouped_by_what_they_are_of():
+    """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
+    assert grouped(
+        {
+            "step": 3,
+            "loss": 2.0,
+            "lr": 0.1,
+            "tokens_per_s": 9.0,
+            "spent": {"seconds": 4.0},
+            "breakdown": {"data": 0.5},
+            "failed": [0.0, 0.25],
+            "layers": [1, 3],
+            "anything_new": 7,
+            "data_share": {"web": 0.5},
+            "z": "text",
+        }
+    ) == {
+        "train/loss": 2.0,
+        "train/lr": 0.1,
+        "time/tokens_per_s": 9.0,
+        "time/spent/seconds": 4.0,
+        "time/breakdown/data": 0.5,
+        "solver/layer1/failed": 0.0,
+        "solver/layer3/failed": 0.25,
+        "train/anything_new": 7,
+        "data/data_share/web": 0.5,
+    }
+    assert grouped(
+        {
+            "step": 3,
+            "validation": {"loss": 2.0, "sources": {"web": {"loss": 1.0}}, "bytes": None},
+            "probe": {"failed": [0.5], "num_iters": {"max": [9]}, "layers": [2]},
+            "ema": {"loss": 1.5},
+        }
+    ) == {
+        "validation/loss": 2.0,
+        "validation/sources/web/loss": 1.0,
+        "validation/ema/loss": 1.5,
+        "solver/layer2/probe/failed": 0.5,
+        "solver/layer2/probe/num_iters/max": 9,
+    }
+    tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
+    assert grouped(tried) == {
+        "validation/metrics/acc": 0.5,
+        "validation/layer0/failed": 0.25,
+        "time/seconds": 2.0,
+    }
+
+
+@pytest.mark.parametrize("fault", ["init", "log", "close"])
+def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch, capsys, fault):
+    logged = []
+
+    class Failing:
+        def __init__(self, *_):
+            self._fail_at("init")
+
+        def log(self, step, numbers):
+            self._fail_at("log")
+
+        def close(self):
+            self._fail_at("close")
+
+        def _fail_at(self, what):
+            if what == fault:
+                raise ConnectionError("the server is gone")
+
+    class Working:
+        def __init__(self, *_): ...
+
+        def log(self, step, numbers):
+            logged.append((step, numbers))
+
+        def close(self):
+            logged.append("closed")
+
+    monkeypatch.setitem(TRACKERS, "wandb", Failing)
+    monkeypatch.setitem(TRACKERS, "tensorboard", Working)
+    writer = Writer(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 1.0})
+    writer.close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("warning") == 1
+    assert said.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
+    assert logged == [(1, {"train/loss": 1.0}), (2, {"train/loss": 1.0}), "closed"]
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
+    run = writer.trackers["wandb"].run
+    writer.write(record(1))
+    writer.close()
+    assert run.settings.mode == "offline"
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1
+    deadline = time.monotonic() + 15  # wandb's own process writes it
+    while len(text := files[0].read_bytes()) < 100 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert (
+        b"solver/layer1/probe/num_iters/mean" in text and b"fp_mamba1" in text
+    )  # metrics and config
+    assert read_metrics(tmp_path) == [record(1)]
+
+
+# Progress.
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """`screen(terminal)` makes `say` write into the StringIO it returns."""
+
+    def use(terminal: bool) -> io.StringIO:
+        file = io.StringIO()
+        fake = Console(file=file, force_terminal=terminal, width=100, highlight=False)
+        monkeypatch.setattr(console.say, "_console", fake)
+        monkeypatch.setattr(console.say, "enabled", True)
+        return file
+
+    return use
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    at = datetime(2026, 1, 2, 7, 5, 9)
+    monkeypatch.setattr(console, "datetime", SimpleNamespace(now=lambda: at))
+    return now
+
+
+def test_on_a_pipe_every_text_is_a_plain_line(screen, now):
+    """A compilation of a minute before the first update, a suspended hour and a validation of half
+    a minute after each tenth: what is left is known from the fifth update of this process on. By
+    the clock it is 8 s an update in the long run, so 8 h 48 min at the end."""
+    file = screen(terminal=False)
+    with console.Progress("training", 4000, 2, "updates", every_s=600) as bar:
+        for step in range(3, 42):
+            now.seconds += {3: 60, 10: 3600}.get(step, 5) + 30 * (step % 10 == 1)
+            bar.update(step, text="[loss] 3.1" if step in (3, 6, 7, 12, 41) else None)
+        now.seconds += 5 * 3959
+        bar.update(4000, text="done")
+    lines = file.getvalue().splitlines()
+    assert lines == [
+        "07:05:09  training 3/4000 updates  [loss] 3.1",  # no markup: brackets stay
+        "07:05:09  training 6/4000 updates  [loss] 3.1",
+        "07:05:09  training 7/4000 updates  [loss] 3.1  5 h 33 min left",
+        "07:05:09  training 10/4000 updates  5 h 32 min left",
+        "07:05:09  training 12/4000 updates  [loss] 3.1  10 h 17 min left",
+        "07:05:09  training 41/4000 updates  [loss] 3.1  9 h 10 min left",
+        "07:05:09  training 4000/4000 updates  done",
+    ]
+    assert "\x1b" not in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.2, "0 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (3000, "50 min"),
+        (3 * 3600 + 290, "3 h 05 min"),
+        (6_956_340, "80 d 12 h"),
+    ],
+)
+def test_durations_are_plain(seconds, text):
+    assert console.duration(seconds) == text
+
+
+def test_the_pace_forgets_what_was_undone():
+    pace = console.Pace(passed_over=0, fewest=1, enough_s=0)
+    for seconds, done in ((0, 0), (10, 10), (11, 4), (17, 10)):  # rolled back to 4
+        pace.at(seconds, done)
+    assert pace.left(20) == pytest.approx(10 * 16 / 16)
+    pace.at(5, 12)  # by another clock
+    assert len(pace.spans) == 2
+
+
+def test_what_a_person_watches_is_labelled():
+    record = {
+        "loss": 2.0,
+        "perplexity": 7.389,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_s": 12345.6,
+    }
+    assert describe(record) == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    solved = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
+    assert describe(solved, {"mean": [8.62, 4.1]}).endswith(
+        "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
+    )
+    assert "ℓ* 4.5 (1.0 to 8.0)" in describe(record, {"mean": [float(i) for i in range(1, 9)]})
+
+
+def test_on_a_pipe_updates_without_a_text_are_rare(screen, now):
+    file = screen(terminal=False)
+    with console.Progress("tokenised", unit="documents") as bar:
+        for i in range(100):
+            now.seconds += console.PLAIN_EVERY_S / 20
+            bar.update(i)
+    assert len(file.getvalue().splitlines()) == 5
+    assert file.getvalue().splitlines()[0] == "07:05:09  tokenised 19 documents"
+
+
+def test_on_a_terminal_it_is_a_bar(screen):
+    file = screen(terminal=True)
+    with console.Progress("training", total=10, unit="updates") as bar:
+        bar.update(4, text="loss 3.2")
+        bar.update(5)  # keeps the text
+    text = file.getvalue()
+    assert "\x1b[" in text and "━" in text
+    assert "5/10" in text and "loss 3.2" in text.rpartition("5/10")[2]
+
+
+def test_other_ranks_are_silent(screen, monkeypatch):
+    for terminal in (False, True):
+        file = screen(terminal)
+        monkeypatch.setattr(console.say, "enabled", False)
+        console.say("hello")
+        with console.Progress("training", total=10) as bar:
+            bar.update(4, text="loss 3.2")
+        assert file.getvalue() == ""
+
+
+def test_a_spike_is_a_loss_of_so_many_times_the_mean_before_it():
+    spikes = Spikes(2.0, window=4)
+    before = [spikes.look(loss) for loss in (9.0, 1.0, 1.0, 1.0)]
+    assert before == [None] * 4  # it knows no mean yet
+    assert spikes.mean == pytest.approx(3.0)
+    assert spikes.look(5.9) is None and spikes.mean == pytest.approx(3.725)
+    said = spikes.look(7.5)
+    assert said == "the loss is 7.5000, more than 2 times (train.spike) its mean of 3.7250"
+    assert spikes.mean == pytest.approx(3.725)  # which a spike does not move
+    spikes.forget()
+    assert spikes.look(100.0) is None
+    assert Spikes(None, window=1).look(1e9) is None
+
+
+def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
+    def others(seconds):
+        return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
+
+    assert imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
+    assert imbalance(4.0, others) == {"imbalance": 0.25}
+    assert imbalance(3.0, lambda t: t) == {}

@@ -1,0 +1,185 @@
+"""`log.profile`: a trace and a table of the updates asked for, and nothing that stops a run."""
+
+import contextlib
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lm.config import load as config
+
+from lm.runs import profile as profiling
+from lm.common.errors import ConfigError
+from lm.runs.profile import Profile
+from synthetic import config as synthetic_config
+from tests.running import ENV, ROOT, command, losses
+
+
+def train(profile, updates, first=1):
+    """Updates in the place of real ones: one product of matrices each."""
+    for number in range(first, updates + 1):
+        with profile.update(number):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+
+
+def names_in(trace):
+    read = json.loads(gzip.decompress(trace.read_bytes()))
+    return [event.get("name") for event in read["traceEvents"]]
+
+
+def test_the_updates_asked_for_are_in_the_trace_and_no_others(tmp_path):
+    said, paused = [], []
+
+    @contextlib.contextmanager
+    def pause():
+        paused.append(len(said))
+        yield
+
+    profile = Profile((3, 4), tmp_path / "profile", said.append, pause)
+    profile.begin_at(0)
+    train(profile, 6)
+    profile.close()
+    written = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert written == ["updates-3-4.trace.json.gz", "updates-3-4.txt"]
+    names = names_in(tmp_path / "profile/updates-3-4.trace.json.gz")
+    assert [n for n in names if n and n.startswith("update ")] == ["update 3", "update 4"]
+    assert names.count("aten::mm") == 2
+    assert "aten::mm" in (tmp_path / "profile/updates-3-4.txt").read_text()
+    assert len(said) == 1 and said[0].startswith("profile  of updates 3 to 4: ")
+    assert paused == [0, 0]  # the start and the writing are no update's time
+
+
+def test_one_update_may_be_profiled(tmp_path):
+    profile = Profile((3, 3), tmp_path)
+    train(profile, 5)
+    names = names_in(tmp_path / "updates-3-3.trace.json.gz")
+    assert [n for n in names if n and n.startswith("update ")] == ["update 3"]
+
+
+def test_nothing_is_profiled_unless_asked_for(tmp_path):
+    profile = Profile(None, tmp_path / "profile", pytest.fail)
+    profile.begin_at(0)
+    train(profile, 3)
+    profile.close()
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_run_that_is_taken_up_within_or_after_the_updates(tmp_path):
+    said = []
+    within = Profile((2, 4), tmp_path, said.append)
+    within.begin_at(3)
+    train(within, 5, first=4)
+    assert "updates 4 to 4" in said[0] and (tmp_path / "updates-4-4.txt").exists()
+    after = Profile((2, 4), tmp_path / "after", said.append)
+    after.begin_at(4)
+    train(after, 6, first=5)
+    assert said[1] == "note: log.profile is [2, 4], and 4 updates are made: nothing is profiled"
+    assert not (tmp_path / "after").exists()
+
+
+def test_a_run_that_stops_before_the_end_leaves_no_half(tmp_path):
+    said = []
+    profile = Profile((2, 4), tmp_path / "profile", said.append)
+    train(profile, 3)
+    profile.close()
+    assert said == ["note: the run ends before update 4: no profile is written"]
+    assert not (tmp_path / "profile").exists()
+    train(Profile((1, 2), tmp_path, said.append), 2)  # the profiler is free again
+    assert said[1].startswith("profile  of updates 1 to 2")
+
+
+@pytest.mark.parametrize("fault", ["start", "write"])
+def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, fault):
+    said = []
+    if fault == "start":
+
+        def refuse(self):
+            raise RuntimeError("no CUPTI")
+
+        monkeypatch.setattr(profiling.profiler.profile, "start", refuse)
+    else:
+        (tmp_path / "profile").write_text("a file where the folder should be")
+    profile = Profile((2, 3), tmp_path / "profile", said.append)
+    train(profile, 5)
+    profile.close()
+    assert len(said) == 1 and said[0].startswith("warning: no profile (log.profile): ")
+    assert ("no CUPTI" if fault == "start" else "cannot be written") in said[0]
+
+
+@pytest.mark.parametrize("schema", [config.Config, synthetic_config.Config])
+@pytest.mark.parametrize(
+    "profile, words",
+    [
+        ([4, 3], "[4, 3] will not do: it must be two updates"),
+        ([0, 3], "`log.profile` is [0, 3]: it must be two updates, the first and the last"),
+        ([-1, 3], "the first and the last, counted from 1"),
+        ([3], "`log.profile` is [3]: it must be two updates"),
+        ([1, 2, 3], "`log.profile` is [1, 2, 3]"),
+        (3, "`log.profile` is 3"),
+        ([1.5, 3], "`log.profile` is [1.5, 3]"),
+        ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
+    ],
+)
+def test_what_is_no_pair_of_updates_of_the_run_is_refused(schema, profile, words):
+    tree = {"log": {"profile": profile}, "train": {"steps": 20}}
+    with pytest.raises(ConfigError) as refused:
+        config.build(tree, "config", schema)
+    assert words in str(refused.value)
+
+
+FAILING_TRACKER = """
+import sys
+from lm.cli import main as cli
+from lm.runs import log
+
+def refuse(*_):
+    raise OSError("no space for events")
+
+log.TRACKERS["tensorboard"] = refuse
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_real_run_is_profiled_by_its_parts_and_a_tracker_does_not_stop_it(tmp_path, tiny_losses):
+    """And it has the losses of one without either, bit for bit."""
+    overrides = ("log.profile=[2,3]", "log.tensorboard=true")
+    _, _, _, *arguments = command(tmp_path, *overrides)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING_TRACKER, *arguments],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = tmp_path / "tiny"
+    assert [r["loss"] for r in losses(run)] == [r["loss"] for r in tiny_losses]
+    said = " ".join(done.stdout.split())
+    assert "profile of updates 2 to 3" in said
+    assert said.count("warning: log.tensorboard has failed (OSError: no space for events)") == 1
+    names = names_in(run / "profile/updates-2-3.trace.json.gz")
+    assert [n for n in names if n and n.startswith("update ")] == ["update 2", "update 3"]
+    # Two micro-batches an update, two layers; a part is named once in each.
+    counts = {n: names.count(n) for n in ("data", "forward", "solve", "backward", "optimizer")}
+    assert counts == {"data": 2, "forward": 4, "solve": 8, "backward": 4, "optimizer": 4}
+
+
+def test_a_synthetic_run_is_profiled_too(tmp_path):
+    from synthetic.train import train as train_task
+
+    tree = {
+        "out_dir": str(tmp_path),
+        "model": {"d_model": 16, "d_state": 4},
+        "task": {"name": "word_problem", "group": "Z3"},
+        "train": {"steps": 3, "batch_size": 8, "length": 4},
+        "eval": {"lengths": "4", "examples": 8},
+        "log": {"profile": [1, 2]},
+    }
+    cfg = config.build(tree, "config", synthetic_config.Config)
+    train_task(cfg)
+    names = names_in(cfg.run_dir / "profile/updates-1-2.trace.json.gz")
+    assert "update 1" in names and "update 2" in names and "update 3" not in names

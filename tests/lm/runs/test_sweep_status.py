@@ -1,0 +1,207 @@
+"""`fprnn sweep --status`: every state a run directory can be in, damaged files among them."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from lm.runs import status
+from lm.cli.main import main
+from lm.common.errors import BAD_CONFIG
+from tests.conftest import ROOT
+
+PROBE = {"num_iters": {"mean": [3.25, 7.5], "median": [3, 7], "max": [9, 12]}}
+RESULT = {
+    "updates": 8,
+    "training_seconds": 4000.0,
+    "validation": {"loss": 2.5, "perplexity": 12.18, "tokens": 100},
+    "probe": PROBE,
+}
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A sweep of four points, of which none is there."""
+    return Sweep(tmp_path)
+
+
+class Sweep:
+    def __init__(self, folder):
+        self.config = folder / "sweep.yaml"
+        shutil.copy(ROOT / "configs/tiny/lm.yaml", self.config)
+        with self.config.open("a") as f:
+            f.write(f"\nout_dir: {folder / 'runs'}\nsweep:\n  optim.lr: [1.0e-2, 2.0e-2]\n")
+            f.write("  model.d_state: [4, 8]\n")
+        self.folders = [
+            folder / f"runs/tiny/{i:03d}-lr={lr}-d_state={d_state}"
+            for i, (lr, d_state) in enumerate([(0.01, 4), (0.01, 8), (0.02, 4), (0.02, 8)])
+        ]
+
+    def write(self, index, seconds_ago=3600.0, steps=8, **files):
+        """Make a point's run directory. files: name → text or a value for JSON."""
+        folder = self.folders[index]
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(f"name: x\ntrain:\n  steps: {steps}\n")
+        for name, value in files.items():
+            path = folder / name.replace("_", ".")
+            path.write_text(value if isinstance(value, str) else json.dumps(value))
+        for path in folder.iterdir():
+            touched = files.get("lease_json") if path.name == "lease.json" else None
+            ago = touched.seconds_ago if isinstance(touched, Lease) else seconds_ago
+            os.utime(path, (time.time() - ago,) * 2)
+
+    def points(self, *overrides):
+        return status.sweep_status(self.config, overrides)
+
+    def point(self, index):
+        return self.points()[index]
+
+
+class Lease(dict):
+    """What lease.json holds, and how long ago it was touched."""
+
+    def __init__(self, seconds_ago, **other):
+        own = {"host": "n7", "pid": 4711, "job": "12_3", "since": 1_700_000_000}
+        super().__init__(own | other)
+        self.seconds_ago = seconds_ago
+
+
+def records(*values):
+    return "".join(json.dumps(v) + "\n" for v in values)
+
+
+def test_a_point_of_each_state_and_the_table(sweep, capsys):
+    sweep.write(0, result_json=RESULT, metrics_jsonl=records({"step": 8, "loss": 2.4}))
+    sweep.write(
+        1,
+        lease_json=Lease(4),
+        metrics_jsonl=records({"step": 2, "loss": 3.0}, {"step": 3, "probe": PROBE}, {"step": 5}),
+    )
+    failure = {"sentence": "stopped at update 3: the loss is nan", "exit_code": 76, "step": 3}
+    sweep.write(2, failure_json=failure | {"when": time.time()})
+    done, running, failed, absent = sweep.points()
+    assert [p.state for p in (done, running, failed, absent)] == [
+        "done", "running", "failed", "missing",
+    ]  # fmt: skip
+    assert done.text == "validation loss 2.5000, perplexity 12.18, trained 67 min"
+    bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
+    sweep.write(0, result_json=RESULT | bits)
+    assert "perplexity 12.18, 1.2500 bits per byte, trained" in sweep.points()[0].text
+    assert (done.step, done.steps, done.num_iters["mean"]) == (8, 8, [3.25, 7.5])
+    assert (running.step, running.steps, running.num_iters["mean"]) == (5, 8, [3.25, 7.5])
+    assert running.seen_s < 30 and "job 12_3 on n7, process 4711" in running.text
+    assert failed.text == "stopped at update 3: the loss is nan"
+    assert (absent.step, absent.steps, absent.seen_s, absent.text) == (None, None, None, "")
+
+    assert main(["sweep", str(sweep.config), "--status"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "1 done, 1 running, 1 failed, 1 missing", "3.2 7.5", "5/8", "4 s ago",
+        "002 failed: stopped at update 3: the loss is nan", "--array=2-3",
+    ):  # fmt: skip
+        assert words in shown
+    assert main(["sweep", str(sweep.config), "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [p["state"] for p in read] == ["done", "running", "failed", "missing"]
+    assert read[1]["run_dir"] == str(sweep.folders[1])
+
+
+@pytest.mark.parametrize(
+    "files, state, words",
+    [
+        ({}, "stopped", "nobody works on it"),
+        ({"lease_json": Lease(3600)}, "stopped", "killed: job 12_3 on n7, process 4711"),
+        (
+            {"failure_json": {"sentence": "stopped by a signal after update 5", "exit_code": 75}},
+            "stopped",
+            "stopped by a signal after update 5",
+        ),
+        ({"result_json": RESULT | {"updates": 5}}, "stopped", "not finished"),
+        # Taken up again: what stands there is of before.
+        ({"result_json": RESULT, "lease_json": Lease(1)}, "running", "n7"),
+        (
+            {"failure_json": {"sentence": "x", "exit_code": 1}, "lease_json": Lease(1)},
+            "running",
+            "",
+        ),
+        # The clocks of two hosts differ.
+        ({"lease_json": Lease(-20)}, "running", "n7"),
+    ],
+)
+def test_stopped_and_taken_up_again(sweep, files, state, words):
+    sweep.write(1, **files)
+    point = sweep.point(1)
+    assert point.state == state and words in point.text
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"pid": 1', "null", "[1]", "\0\0\0\0", "[" * 100_000])
+@pytest.mark.parametrize("name", ["lease", "failure", "result", "config", "metrics"])
+def test_half_of_a_file(sweep, name, text):
+    """Any file cut short or overwritten is no error, and says nothing that is not so."""
+    files = {"metrics_jsonl": records({"step": 3}), f"{name}_json": text}
+    if name in ("config", "metrics"):
+        del files[f"{name}_json"]
+        files[{"config": "config_yaml", "metrics": "metrics_jsonl"}[name]] = text
+    sweep.write(1, **files)
+    point = sweep.point(1)
+    expected = {"failure": "failed", "result": "failed"}.get(name, "stopped")
+    assert point.state == expected
+    assert point.step == (None if name == "metrics" else 3)
+    if name in ("failure", "result"):
+        assert f"{name}.json is damaged" in point.text
+    assert sweep.point(0).state == "missing"
+
+
+def test_a_lease_that_is_being_written_is_a_sign_of_life(sweep):
+    sweep.write(1, seconds_ago=5, lease_json='{"host": "n')
+    assert sweep.point(1).state == "running"
+
+
+def test_wrong_kinds_of_values(sweep):
+    sweep.write(
+        1,
+        result_json=RESULT | {"updates": "8"},
+        metrics_jsonl=records({"step": 3}, 7, {"step": "x"}, {"step": -1}) + '{"step": 99999',
+    )
+    sweep.write(2, result_json=RESULT | {"validation": {"loss": None}})
+    sweep.write(
+        3,
+        lease_json=Lease(3600, pid=[1]),
+        metrics_jsonl=records({"step": 2, "probe": {"num_iters": {"mean": [1.0, None]}}}),
+    )
+    points = sweep.points()
+    assert [p.state for p in points] == ["missing", "failed", "failed", "stopped"]
+    assert points[1].step == 3 and points[3].num_iters is None
+
+
+def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
+    """As they were given to sbatch: another name, another folder, more updates."""
+    sweep.write(0, steps=20, result_json=RESULT | {"updates": 20})
+    moved = tmp_path / "elsewhere/other/000-lr=0.01-d_state=4"
+    moved.parent.mkdir(parents=True)
+    sweep.folders[0].rename(moved)
+    assert [p.state for p in sweep.points()] == ["missing"] * 4
+    overrides = (f"out_dir={tmp_path / 'elsewhere'}", "name=other", "train.steps=20")
+    first, *rest = sweep.points(*overrides)
+    assert (first.state, first.run_dir, first.steps) == ("done", str(moved), 20)
+    assert {p.state for p in rest} == {"missing"}
+    assert main(["sweep", str(sweep.config), "name=other"]) == 0
+    assert capsys.readouterr().out.startswith("other/000-lr=0.01-d_state=4\n")
+
+
+def test_a_config_without_a_sweep(capsys):
+    assert main(["sweep", str(ROOT / "configs/tiny/lm.yaml"), "--status"]) == BAD_CONFIG
+    assert "has no `sweep:` section" in capsys.readouterr().err
+
+
+def test_ranges_as_sbatch_takes_them():
+    assert status.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_a_real_run_is_done(tiny_run, sweep):
+    shutil.copytree(tiny_run, sweep.folders[1])
+    point = sweep.point(1)
+    assert (point.state, point.step, point.steps) == ("done", 8, 8)
+    assert len(point.num_iters["mean"]) == 2 and "perplexity" in point.text

@@ -1,0 +1,384 @@
+"""What a run and an export vouch for: a file that is not what was written is refused by name."""
+
+import hashlib
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lm.runs.checkpoint import MANIFEST
+from lm.data.sources.errors import DataError
+from lm.common.errors import BAD_DATA, FAILED
+from lm.runs.exported import LoadError, load_model, load_tokenizer
+from lm.training.init_from import read as read_source
+from lm.export.measured import CARD, add_measured
+from lm.model.checksums import SUMS, read_sums, write_sums
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.export.push import PushError, check_export
+from lm.report.report import report
+from lm.runs.run_dir import RunDir, RunDirError
+from tests.refusals import refused
+from tests.running import ENV, ROOT, as_before, fprnn, losses, run
+
+
+@pytest.fixture
+def copy(small_export, tmp_path):
+    """A copy of an export, to be damaged."""
+    return Path(shutil.copytree(small_export, tmp_path / "copy"))
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+# An export.
+
+
+def test_sha256sum_checks_all_of_an_export_but_its_card(small_export):
+    checked = subprocess.run(
+        ["sha256sum", "-c", SUMS], cwd=small_export, capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    listed = {line.partition(":")[0] for line in checked.stdout.splitlines()}
+    assert listed == {path.name for path in small_export.iterdir()} - {SUMS, CARD}
+
+
+def test_no_flipped_bit_of_an_export_is_loaded(copy):
+    """Of 40 in the weights, 37 went unseen."""
+    flips = random.Random(0)
+    for name in read_sums(copy):
+        path = copy / name
+        whole = path.read_bytes()
+        for _ in range(40 if name == "model.safetensors" else 2):
+            flip(path, flips.randrange(8 * len(whole)))
+            with pytest.raises(LoadError, match=f"{name} is damaged, or was changed"):
+                load_model(copy)
+            path.write_bytes(whole)
+    load_model(copy)
+    load_tokenizer(copy)
+
+
+def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
+    path = copy / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a"', '"aa"', 1))
+    with pytest.raises(LoadError, match=r"tokenizer\.json is damaged, or was changed"):
+        load_tokenizer(copy)
+    said = refused(capsys, "generate", copy, "--prompt", "a")
+    assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
+    with pytest.raises(PushError, match=r"tokenizer\.json is damaged.*; nothing was uploaded"):
+        check_export(copy)
+    (copy / SUMS).unlink()  # as the sentence says, where the change is meant
+    load_tokenizer(copy)
+    check_export(copy)
+
+
+def test_a_file_that_is_gone_is_named(copy):
+    (copy / "generation_config.json").unlink()
+    with pytest.raises(LoadError, match=r"generation_config\.json is missing"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("text", ["x", "\xff", "0" * 64 + "  ../config.json\n"])
+def test_damaged_checksums_are_named(copy, text):
+    (copy / SUMS).write_text(text, encoding="latin-1")
+    with pytest.raises(LoadError, match=f"{SUMS} is damaged"):
+        load_model(copy)
+
+
+def test_from_pretrained_refuses_changed_weights(copy):
+    for load in (FPRNNForCausalLM, AutoModelForCausalLM):
+        load.from_pretrained(copy)
+    flip(copy / "model.safetensors", 8 * 5000)
+    for load in (FPRNNForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged, or was changed"):
+            load.from_pretrained(copy)
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged, or was changed"):
+            load.from_pretrained(pretrained_model_name_or_path=str(copy.parent), subfolder="copy")
+
+
+def test_from_pretrained_refuses_a_changed_shard(copy):
+    FPRNNForCausalLM.from_pretrained(copy).save_pretrained(copy / "cut", max_shard_size="5KB")
+    folder = copy / "cut"
+    write_sums(folder, [path.name for path in folder.iterdir()])
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    FPRNNForCausalLM.from_pretrained(folder)
+    flip(folder / shards[1], 8 * ((folder / shards[1]).stat().st_size - 3))
+    with pytest.raises(ValueError, match=f"{shards[1]} is damaged, or was changed"):
+        FPRNNForCausalLM.from_pretrained(folder)
+
+
+ALONE = """
+import sys
+from transformers import AutoModelForCausalLM
+try:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    print(type(model).__module__.partition(".")[0])
+except ValueError as e:
+    print(e)
+"""
+
+
+def test_code_that_travels_refuses_changed_weights(copy, tmp_path):
+    """In a process that has no `lm`."""
+    (tmp_path / "empty").mkdir()
+    env = ENV | {"PYTHONPATH": "", "HF_HOME": str(tmp_path / "hf")}
+
+    def alone():
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", BLOCKED + ALONE, copy],
+            cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert alone() == "transformers_modules\n"
+    flip(copy / "model.safetensors", 8 * 5000)
+    assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in alone()
+
+
+BLOCKED = """
+import sys
+sys.modules["lm"] = None
+"""
+
+
+def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):
+    """After fine-tuning, into the same folder or another."""
+    model = FPRNNForCausalLM.from_pretrained(copy)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    for folder in (copy, tmp_path / "another"):
+        model.save_pretrained(folder)
+        assert not (folder / SUMS).exists()
+        loaded = load_model(folder)
+        for name, weight in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], weight)
+
+
+def test_an_export_of_before_there_were_checksums_is_taken(copy):
+    (copy / SUMS).unlink()
+    load_model(copy)
+
+
+def test_what_eval_and_agree_write_into_a_card_is_no_change(copy):
+    (copy / "eval").mkdir()
+    results = {"limit": 1, "versions": {"lm_eval": "0"}, "device": "cpu", "tasks": {}}
+    (copy / "eval/results.json").write_text(json.dumps(results))
+    before = (copy / CARD).read_text()
+    add_measured(copy)
+    assert (copy / CARD).read_text() != before
+    load_model(copy)
+
+
+def test_a_file_is_read_once_until_it_changes(copy, monkeypatch):
+    read, real = [], hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda f, how: (read.append(f.name), real(f, how))[1]
+    )
+    load_model(copy)
+    load_tokenizer(copy)
+    assert sorted(Path(name).name for name in read) == sorted(read_sums(copy))
+    load_model(copy)
+    assert len(read) == len(read_sums(copy))
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())  # the same, and nobody knows
+    FPRNNForCausalLM.from_pretrained(copy)
+    assert len(read) == len(read_sums(copy)) + 1
+
+
+# A run.
+
+TINY = ("train", "--config", "configs/tiny/lm.yaml", "resume=auto")
+
+
+@pytest.fixture
+def stopped(tiny_run, tmp_path):
+    """A run that goes on after update 4."""
+    folder = Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny"))
+    shutil.rmtree(folder / "checkpoints/step-000008")
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "hf", ignore_errors=True)
+    return folder
+
+
+def other_tokenizer(folder):
+    """Two tokens change places: the same text is other tokens."""
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_a_manifest_says_what_the_run_is_made_of(tiny_run):
+    manifest = json.loads((tiny_run / "checkpoints/step-000008" / MANIFEST).read_text())
+    tokenizer = (tiny_run / "tokenizer/tokenizer.json").read_bytes()
+    assert manifest["tokenizer"]["tokenizer.json"] == hashlib.sha256(tokenizer).hexdigest()
+    corpus = json.loads((tiny_run / "data/corpus.json").read_text())
+    assert manifest["corpora"] == {"": corpus["sha256"]} and len(corpus["sha256"]) == 2
+    assert manifest["config"]["model"]["d_model"] == 16
+
+
+@pytest.mark.parametrize("vouched", ["its own checksums", "the checkpoint's"])
+def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouched):
+    """It re-tokenised the corpus in mid-run, and trained on."""
+    folder = stopped / "tokenizer"
+    other_tokenizer(folder)
+    if vouched == "the checkpoint's":  # another whole tokenizer in the place of the run's
+        write_sums(folder, [path.name for path in folder.iterdir() if path.name != SUMS])
+    record = (stopped / "data/corpus.json").read_text()
+    done = fprnn(*TINY, f"out_dir={stopped.parent}")
+    assert done.returncode in (BAD_DATA, FAILED)
+    assert f"{folder / 'tokenizer.json'} is damaged, or was changed" in done.stderr
+    assert (stopped / "data/corpus.json").read_text() == record
+    for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
+        assert f"{folder / 'tokenizer.json'} is damaged" in refused(capsys, *command)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises((DataError, RunDirError), match=r"tokenizer\.json is damaged"):
+        read_source(stopped)
+
+
+def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
+    """One that fits the weights, and makes another model of them."""
+    config = stopped / "config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("mixer_act: silu", "mixer_act: relu"))
+    assert config.read_text() != whole
+    named = "config.yaml is not what"
+    change = "(model.mixer_act was 'silu', is 'relu')"
+    for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
+        said = refused(capsys, *command)
+        assert named in said and change in said
+    done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.mixer_act=relu")
+    assert done.returncode == FAILED and named in done.stderr and change in done.stderr
+    # What may be changed, may be changed there.
+    config.write_text(whole.replace("steps: 8", "steps: 6"))
+    _, done = run(stopped.parent, "resume=auto", "train.steps=6")
+    assert max(r["step"] for r in losses(stopped)) == 6
+
+
+def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
+    """The run's note of its corpus is gone, and the text is another than it was."""
+    text = Path("tests/data/tiny.jsonl").read_text()
+    lines = text.splitlines()
+    (tmp_path / "tiny.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
+    shutil.rmtree(stopped / "data")
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("tests/data/tiny.jsonl", f"{tmp_path}/tiny.jsonl"))
+    moved = f"data.path={tmp_path}/tiny.jsonl"
+    done = fprnn(*TINY, f"out_dir={stopped.parent}", moved)
+    assert done.returncode == FAILED
+    assert f"{stopped / 'data'} is of another corpus than" in done.stderr
+    # The same text at another place is the same.
+    (tmp_path / "tiny.jsonl").write_text(text)
+    shutil.rmtree(stopped / "data")
+    run(stopped.parent, "resume=auto", moved)
+
+
+def test_a_run_of_before_there_were_checksums_goes_on(stopped, tiny_losses):
+    as_before(stopped)
+    found, _ = run(stopped.parent, "resume=auto")
+    assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
+    manifest = json.loads((stopped / "checkpoints/step-000008" / MANIFEST).read_text())
+    assert {"tokenizer", "corpora", "config"} <= manifest.keys()
+
+
+def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
+    assert not [line for line in report([stopped]) if "changed" in str(line)]
+    other_tokenizer(stopped / "tokenizer")
+    (line,) = [line for line in report([stopped]) if "tokenizer.json" in str(line)]
+    assert line.startswith(f"note: {stopped}") and "was changed" in line
+
+
+# A run that has lost something.
+
+
+def claimed(tiny, folder, *overrides, overwrite=False):
+    """What is said when a run directory is taken."""
+    said = []
+    directory = RunDir(folder)
+    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, said.append)
+    directory.release()
+    return said
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+DEAD = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a number
+TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
+
+
+def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
+    """It began at update 0, and dropped the log."""
+    log = (stopped / "metrics.jsonl").read_bytes()
+    shutil.rmtree(stopped / "checkpoints")
+    done = fprnn(*TINY, f"out_dir={stopped.parent}")
+    assert done.returncode == FAILED
+    assert f"{stopped} has made 8 updates" in done.stderr and "bring them back" in done.stderr
+    assert (stopped / "metrics.jsonl").read_bytes() == log
+    (stopped / "checkpoints/step-000004.partial").mkdir(parents=True)
+    with pytest.raises(RunDirError, match="has made 8 updates"):
+        claimed(tiny, stopped, *TEXT)
+    (stopped / "metrics.jsonl").unlink()
+    (stopped / "result.json").write_text("{}")
+    with pytest.raises(RunDirError, match=r"its checkpoints are gone .*--overwrite"):
+        claimed(tiny, stopped, *TEXT)
+    claimed(tiny, stopped, *TEXT, overwrite=True)
+    assert not (stopped / "result.json").exists()
+
+
+def test_a_run_that_had_not_saved_yet_begins_anew(tiny, here, stopped):
+    shutil.rmtree(stopped / "checkpoints")
+    log = stopped / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]))
+    assert "checkpoint" not in log.read_text()
+    assert claimed(tiny, stopped, *TEXT) == []
+
+
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("lost", ["config.yaml", "config.yaml and metrics.jsonl"])
+def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
+    """A killed run's lease alone made the directory anybody's."""
+    for name in lost.split(" and "):
+        (stopped / name).unlink()
+    if leased:
+        (stopped / "lease.json").write_text(json.dumps(DEAD))
+    for overrides in (TEXT, TEXT[:1]):
+        with pytest.raises(RunDirError, match=r"config\.yaml is gone: bring it back"):
+            claimed(tiny, stopped, *overrides)
+    assert (stopped / "checkpoints/step-000004").is_dir()
+    assert not (stopped / "config.yaml").exists()
+
+
+def test_a_claim_that_was_cut_short_is_nobodys_run(tiny, here, tmp_path):
+    folder = tmp_path / "runs/tiny"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "lease.json").write_text(json.dumps(DEAD))
+    claimed(tiny, folder, *TEXT)
+    assert (folder / "config.yaml").exists()
+
+
+def test_damaged_lines_of_the_log_are_said(stopped):
+    log = stopped / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:2], lines[2][:20] + "\0\n", *lines[3:], '{"step": 9, "lo']))
+    _, done = run(stopped.parent, "resume=auto")
+    said = " ".join(done.stdout.split())
+    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
+    steps = [r["step"] for r in losses(stopped)]
+    assert steps == [1, 2, 4, 5, 6, 7, 8]

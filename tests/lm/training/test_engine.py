@@ -1,0 +1,172 @@
+"""The schedule, the parameter groups, the generated DeepSpeed config, and two real processes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lm.common import ranks
+from lm.config.load import ConfigError, Optim
+from lm.training import deepspeed_json, optim
+from lm.training.build import build_model
+from lm.training.engine import Engine
+from tests.running import run
+
+
+def formula(o, steps, warmup, k):
+    """Linear warm-up to the peak at update W, cosine to the floor at the last."""
+    if k <= warmup:
+        return o.lr * k / warmup
+    return o.min_lr + 0.5 * (o.lr - o.min_lr) * (
+        1 + math.cos(math.pi * (k - warmup) / (steps - warmup))
+    )
+
+
+@pytest.mark.parametrize("steps,warmup,w", [(100, 0.1, 10), (12, 4, 4), (1, 0.1, 1), (50, 0, 1)])
+def test_lr_equals_the_formula(steps, warmup, w):
+    o = Optim(lr=4e-3, min_lr=1e-5, warmup=warmup)
+    for k in range(1, steps + 1):
+        assert o.lr * optim.lr_factor(o, steps, k) == pytest.approx(
+            formula(o, steps, w, k), rel=1e-12
+        )
+    assert o.lr * optim.lr_factor(o, steps, w) == pytest.approx(4e-3)
+    if steps > w:
+        assert o.lr * optim.lr_factor(o, steps, steps) == pytest.approx(1e-5)
+
+
+def test_linear_and_constant_schedules():
+    linear = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="linear")
+    assert [optim.lr_factor(linear, 6, k) for k in range(1, 7)] == pytest.approx(
+        [0.5, 1, 0.8, 0.6, 0.4, 0.2]
+    )
+    constant = Optim(lr=1.0, warmup=2, schedule="constant")
+    assert [optim.lr_factor(constant, 4, k) for k in (1, 2, 3, 4)] == [0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["fprnn", "mamba"])
+def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
+    model = build_model(tiny(f"model.name={name}"), 32)
+    groups = optim.parameter_groups(model, Optim())
+    names = {id(p): n for n, p in model.named_parameters()}
+    with_decay = {names[id(p)] for p in groups[0]["params"]}
+    without = {names[id(p)] for p in groups[1]["params"]}
+    assert groups[0]["weight_decay"] == 0.1 and groups[1]["weight_decay"] == 0.0
+    assert with_decay | without == set(names.values()) and not with_decay & without
+    for n in without:
+        assert n.rpartition(".")[2] in ("A_log", "D", "bias", "gain") or "norm" in n, n
+    for n in with_decay:
+        assert dict(model.named_parameters())[n].ndim >= 2, n
+    assert any("embedding" in n for n in with_decay)
+    assert any(n.endswith("in_proj.weight") for n in with_decay)
+
+
+def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
+    cfg = tiny("optim.grad_clip=0.5", "engine.zero_stage=2", "train.precision=bf16")
+    d = deepspeed_json.deepspeed_config(cfg, 4)
+    assert d["train_batch_size"] == 2 * 2 * 4
+    assert d["gradient_clipping"] == 0.5 and d["zero_optimization"]["stage"] == 2
+    assert d["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    raw = tmp_path / "ds.json"
+    raw.write_text('{"zero_optimization": {"overlap_comm": true}, "prescale_gradients": true}')
+    merged = deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+    assert merged["zero_optimization"]["overlap_comm"] is True
+    assert merged["zero_optimization"]["stage"] == 1 and merged["prescale_gradients"] is True
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
+        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=missing.json"), 1)
+
+
+def test_lr_of_every_update_is_applied(tiny_losses):
+    o = Optim(lr=1e-2)
+    assert [r["lr"] for r in tiny_losses] == pytest.approx(
+        [formula(o, 8, 1, k) for k in range(1, 9)], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))]
+)
+def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
+    """Same global batch: one process accumulates two micro-batches, two processes take one each."""
+    records, _ = run(
+        tmp_path / "runs", "train.grad_accum_steps=1", f"engine.zero_stage={stage}", processes=2
+    )
+    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    norms = [[r["grad_norm"] for r in rs] for rs in (records, tiny_losses)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
+    records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
+    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert ours != theirs
+
+
+def test_world_size_other_than_the_configs_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match=r"train.world_size is 4 but 1 process"):
+        run(tmp_path / "runs", "train.world_size=4")
+
+
+@pytest.mark.parametrize(
+    "raw, sentence",
+    [
+        ({"gradient_accumulation_steps": 7}, "sets gradient_accumulation_steps to 7"),
+        ({"gradient_clipping": "auto"}, 'holds "auto"'),
+        ({"zero_optimization": 3}, "sets zero_optimization to 3: it must be a mapping"),
+        ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
+        ({"zero_optimization": {"stage": [3]}}, "stage of zero_optimization to"),
+        ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
+        ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
+        (
+            {"zero_optimization": {"overlap_comm": 3}},
+            "overlap_comm of zero_optimization to 3: it",
+        ),
+    ],
+)
+def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
+    cfg = tiny()
+    cfg.engine.deepspeed = raw
+    with pytest.raises(ConfigError, match=sentence):
+        deepspeed_json.deepspeed_config(cfg, 1)
+
+
+def test_what_deepspeed_itself_refuses_is_a_sentence(tmp_path):
+    with pytest.raises(AssertionError) as caught:
+        run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
+    said = "error: DeepSpeed does not start with what engine.deepspeed says: ValidationError: 1 val"
+    assert said in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null"])
+def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
+    raw = tmp_path / "ds.json"
+    raw.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
+        deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
+
+
+def test_a_device_is_no_deepspeed_file(tiny):
+    with pytest.raises(ConfigError, match=r"engine\.deepspeed: /dev/zero is no file"):
+        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=/dev/zero"), 1)
+
+
+def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert ranks.launched() == (0, 1, 0)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert ranks.launched() == (3, 4, 1)
+
+
+def test_a_micro_batch_counts_by_its_targets():
+    """Five targets here and six on the other rank are 11 in four micro-batches."""
+    labels = [[1, 2, 3, 4]], [[1, -100, -100, -100]]
+    batches = [{"labels": torch.tensor(of)} for of in labels]
+    ranks = SimpleNamespace(sum=lambda count: [count + 6], world_size=2)
+    assert Engine._shares(SimpleNamespace(ranks=ranks), batches) == [4 / 2.75, 1 / 2.75]

@@ -1,0 +1,86 @@
+"""Layer patterns in a YAML: what is refused, what a plan says, what the log calls a layer."""
+
+import pytest
+
+import synthetic.config
+from lm.config import load as config
+from lm.config.load import ConfigError
+from lm.report import activations
+from lm.report.plan import plan, where
+from lm.report.report import _add_layers
+from lm.training.build import build_model, check_section
+from lm.training.preflight import check_config
+
+
+def hybrid(**model):
+    sizes = {"d_model": 16, "n_layer": 4, "d_state": 4, "headdim": 8}
+    return config.build({"model": sizes | model, "tokenizer": {"vocab_size": 300}})
+
+
+def refused(cfg) -> str:
+    with pytest.raises(ConfigError) as e:
+        check_section(cfg.model, cfg.solver, 8, "fp32")
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ({"layers": "mamba*3 fp_mambo1"}, "did you mean fp_mamba1?"),
+        ({"layers": "mamba*3"}, "n_layer must be 3, or a multiple of it"),
+        ({"layers": [{"mamba": {"expand": "two"}}]}, "model.layers, mamba: expand is 'two': "),
+        ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "model.layers, fp_mamba1: bc_norm is 3: "),
+        ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
+        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
+        ({"layers": "gated_deltanet", "backend": "fla"}, "model.backend fla is of the baselines"),
+        ({"layers": "attention", "position": "alibi"}, "must be one of rope, nope"),
+        ({"position": "alibi"}, "model.position alibi is of model.name transformer"),
+        ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
+        ({"attention_window": 8, "name": "mamba"}, "model.attention_window is of model.name fprnn"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(model, said):
+    assert said in refused(hybrid(**model))
+
+
+def test_what_needs_a_fixed_point_is_refused_without_one():
+    cfg = hybrid(layers="mamba attention")
+    assert hybrid(layers="mamba fp_rnn").model.has_fixed_point and hybrid().model.has_fixed_point
+    assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
+    with pytest.raises(ConfigError, match=r"--evaluations .* mamba attention iterates nothing"):
+        where(cfg, 1, evaluations=4)
+    cfg.log.contraction = True
+    with pytest.raises(ConfigError, match=r"log.contraction .* mamba attention has no fixed point"):
+        check_config(cfg, 1)
+    with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
+        config.build(
+            {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},
+            schema=synthetic.config.Config,
+        )
+
+
+def test_the_plan_counts_every_layer():
+    """A pattern repeated is twice the layers; and Mamba's FLOPs do not depend on evaluations."""
+    once, twice = (hybrid(layers="mamba fp_mamba1", n_layer=n) for n in (2, 4))
+    counted = [activations.count(cfg, on_gpu=False) for cfg in (once, twice)]
+    assert [found.repeats for found in counted] == [1, 2]
+    assert counted[0].layers == counted[1].layers
+    kinds = ("mamba", "mlp", "gated_deltaproduct")
+    alone = [activations.count(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
+    together = activations.count(hybrid(layers=" ".join(kinds), n_layer=3), False)
+    parts = sum(found.layers.at(2, 64) for found in alone)
+    assert together.layers.at(2, 64) == pytest.approx(parts, rel=0.06)
+    found = plan(hybrid(layers="mamba"), 1)
+    assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
+    assert found["parameters"] == sum(
+        p.numel() for p in build_model(hybrid(layers="mamba"), 304).parameters()
+    )
+
+
+def test_a_layer_is_called_by_its_number():
+    rows = []
+    table = type("Table", (), {"add_row": lambda self, *cells: rows.append(cells[0])})()
+    counts = {name: [3.0, 5.0] for name in ("mean", "median", "max")}
+    cost = {"evaluations": [1.0, 1.0], "failed": [0.0, 0.0]}
+    _add_layers(table, {"num_iters": counts, "layers": [3, 7], "training": cost, **cost})
+    assert rows == ["ℓ* layer 3", "ℓ* layer 7"]

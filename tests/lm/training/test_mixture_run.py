@@ -1,0 +1,72 @@
+"""A run on a mixture: stopped and resumed, on one rank or two, it is the undisturbed one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.lm.test_elastic import EVERY, close, trace
+
+from lm.data.corpus.prepare import open_corpus
+from tests.running import ROOT, fprnn, run
+
+SOURCES = {
+    "facts": {"source": "jsonl", "path": str(ROOT / "tests/data/tiny.jsonl"), "weight": 0.7},
+    "pages": {"source": "text", "path": "", "weight": 0.3},
+}
+
+
+def mixed(folder: Path, **data) -> list[str]:
+    """Overrides of the tiny config for a mixture."""
+    text = folder / "pages.txt"
+    if not text.exists():
+        text.write_text("\n\n".join(f"Page {i}: {'so it goes ' * (i % 17)}" for i in range(2000)))
+    sources = SOURCES | {"pages": SOURCES["pages"] | {"path": str(text)}}
+    keys = {"source": "builtin", "path": None, "mixture": sources, "val_tokens": 300, **data}
+    return [*EVERY, *(f"data.{key}={json.dumps(value)}" for key, value in keys.items())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["plain", "best_fit"])
+def test_resumed_on_one_rank_and_on_two(tmp_path, packing):
+    overrides = mixed(tmp_path, packing=packing)
+    whole, done = run(tmp_path / "whole", *overrides)
+    assert "data     facts: 70.00% of the sequences" in done.stdout
+    run_dir = tmp_path / "whole/tiny"
+    shares = {r["step"]: (r["data_share"], r["data_epochs"]) for r in whole}
+    for step, (share, epochs) in shares.items():
+        assert sum(share.values()) == pytest.approx(1, abs=1e-5)
+        sequences = share["facts"] * 4 * step
+        if packing == "plain":
+            assert sequences == pytest.approx(round(sequences), abs=1e-4), step
+        assert epochs["facts"] > 0, step
+    assert 0.5 < shares[8][0]["facts"] < 0.9
+    expected, checkpoint = trace(whole), run_dir / "checkpoints/step-000004"
+    for processes in (0, 2):
+        out = tmp_path / f"again-{processes}"
+        again, _ = run(out, *overrides, f"resume={checkpoint}", processes=processes)
+        close(again, expected, 4)
+        if not processes:
+            assert trace(again) == {step: expected[step] for step in range(5, 9)}  # to a bit
+        found = {r["step"]: (r["data_share"], r["data_epochs"]) for r in again}
+        assert all(("data_padding" in r) == (packing == "best_fit") for r in again)
+        assert found == {step: shares[step] for step in range(5, 9)}
+    result = json.loads((run_dir / "result.json").read_text())
+    validation = result["validation"]
+    assert validation["tokens"] == 2 * 300 and set(validation["sources"]) == set(SOURCES)
+    mean = (
+        0.7 * validation["sources"]["facts"]["loss"] + 0.3 * validation["sources"]["pages"]["loss"]
+    )
+    assert validation["loss"] == pytest.approx(mean, rel=1e-9)
+    assert result["baselines_of_sources"].keys() == set(SOURCES) and result["data_share"]
+    assert len(open_corpus(run_dir, "pages").train)
+    refused_with_another_weight(tmp_path, overrides, checkpoint)
+
+
+def refused_with_another_weight(tmp_path, overrides, checkpoint):
+    """By the run's own config, and by the checkpoint's position where another run takes it."""
+    more = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
+    other = "data.mixture.facts.weight=0.6"
+    done = fprnn(*more, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
+    assert "data.mixture.facts.weight was 0.7, is 0.6" in done.stderr
+    done = fprnn(*more, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
+    assert "data position in data.mixture.facts is of weight 0.7" in done.stderr, done.stderr

@@ -1,0 +1,221 @@
+"""What a run does about itself: back from NaN, an end to a hang, an exit status that says why."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
+from lm.model.checksums import sha256
+from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
+from lm.runs.metrics import read_metrics
+from tests.running import ENV, ROOT, fprnn, losses, run
+
+TINY = ("train", "--config", "configs/tiny/lm.yaml")
+
+
+def faulty(fault, *args, timeout=120):
+    """A command with a fault in it → CompletedProcess."""
+    full = [sys.executable, "-m", "tests.faults", fault, *map(str, args)]
+    return subprocess.run(full, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+
+
+def trace(records):
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records}
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
+def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, stage):
+    """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
+    is what a run does whose checkpoint of 4 stands two updates further in the data."""
+    settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
+    broken = tmp_path / "broken"
+    done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in said
+    assert "(rollback 1 of 1)" in said
+    records = read_metrics(broken / "tiny")
+    (rollback,) = [r["rollback"] for r in records if "rollback" in r]
+    assert rollback == {"number": 1, "from": 6, "why": "the loss is nan"}
+
+    run(tmp_path / "whole", *settings)
+    checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
+    advance(checkpoint, micro_batches=4)
+    expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
+    found = trace(losses(broken / "tiny"))
+    assert sorted(found) == list(range(1, 9))
+    assert {s: v for s, v in found.items() if s > 4} == trace(expected)
+
+
+def advance(checkpoint, micro_batches):
+    """Move its place in the data."""
+
+    def further(state):
+        state["loader"]["next_global_micro_batch"] += micro_batches
+
+    rewritten(checkpoint / "loader-rank0000.pt", further)
+
+
+def rewritten(path, change):
+    """Change a file of a checkpoint, and its digest in the manifest."""
+    checkpoint, state = path.parent, torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest["files"][path.name] = [path.stat().st_size, sha256(path)]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
+    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
+    assert done.returncode == DIVERGED
+    assert "stopped at update 2: the loss is nan; nothing saved yet" in done.stderr
+    word = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert word["exit_code"] == DIVERGED and word["sentence"].startswith("stopped at update 2")
+    # The same command goes on, and the word is gone.
+    run(tmp_path, "resume=auto")
+    assert not (tmp_path / "tiny/failure.json").exists()
+    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.rollbacks=0")
+    assert "0 of 0 rollbacks (train.rollbacks) made" in done.stderr
+
+
+STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what, named", [("weight", "the weights"), ("moment", "exp_avg_sq")])
+def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
+    """Update 4 leaves it there, and would save it; update 2 is whole."""
+    done = faulty(
+        f"{what}_nan_at=4", *TINY, f"out_dir={tmp_path}", "checkpoint.every=2",
+        f"engine.zero_stage={stage}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in said
+    assert "(rollback 1 of 2)" in said
+    assert sorted(trace(losses(tmp_path / "tiny"))) == list(range(1, 9))
+
+
+def spoilt(checkpoint, value, where="exp_avg"):
+    """Put a value into the first of the optimizer's fp32 weights, or of a moment."""
+
+    def spoil(saved):
+        state = saved["optimizer_state_dict"]
+        if where == "weights":
+            state["single_partition_of_fp32_groups"][0].view(-1)[:] = value
+        else:
+            state["base_optimizer_state"]["state"][0][where].view(-1)[0] = value
+
+    rewritten(checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt", spoil)
+
+
+@pytest.fixture(scope="module")
+def every_second(tmp_path_factory):
+    """A run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("every_second")
+    run(out, "checkpoint.every=2", "checkpoint.keep=4")
+    shutil.rmtree(out / "tiny/checkpoints/step-000008")
+    (out / "tiny/result.json").unlink()
+    return out
+
+
+KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
+
+
+def test_a_checkpoint_that_holds_nan_is_passed_over(every_second, tmp_path):
+    """As versions before this one have saved it."""
+    out = shutil.copytree(every_second, tmp_path / "out")
+    newest = out / "tiny/checkpoints/step-000006"
+    spoilt(newest, float("nan"))
+    done = fprnn(*TINY, f"out_dir={out}", "checkpoint.every=2", f"resume={newest}")
+    assert done.returncode == FAILED and "step-000006: NaN or infinity in exp_avg" in done.stderr
+    _, done = run(out, *KEPT)
+    said = " ".join(done.stdout.split())
+    assert f"passed over: checkpoint {newest}: NaN or infinity in exp_avg" in said
+    assert f"resumed {newest.with_name('step-000004')} at update 4" in said
+
+    out = shutil.copytree(every_second, tmp_path / "all")
+    for checkpoint in (out / "tiny/checkpoints").iterdir():
+        spoilt(checkpoint, float("nan"))
+    done = fprnn(*TINY, f"out_dir={out}", *KEPT)
+    assert done.returncode == FAILED
+    assert f"every whole checkpoint in {out}/tiny/checkpoints holds NaN" in done.stderr
+
+
+def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(every_second, tmp_path):
+    """Weights that are finite, and overflow in every pass."""
+    out = shutil.copytree(every_second, tmp_path / "out")
+    spoilt(out / "tiny/checkpoints/step-000006", 1e30, "weights")
+    _, done = run(out, *KEPT)
+    said = " ".join(done.stdout.split())
+    assert "back to the checkpoint of update 6" in said
+    assert (
+        "back to the checkpoint of update 4, on with the data that comes next (rollback 2" in said
+    )
+    assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
+    assert not verify_all(out / "tiny/checkpoints")
+
+
+def verify_all(folder):
+    """The checkpoints that are not whole."""
+    damaged = []
+    for path in listed(folder):
+        try:
+            verify(path)
+        except CheckpointError:
+            damaged.append(path)
+    return damaged
+
+
+def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
+    done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.hang_s=3")
+    assert done.returncode == HANG
+    assert "error: rank 0 has stood still" in done.stderr
+    stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
+    assert "in step" in stacks and "faults.py" in stacks
+    # Its lease is that of a dead process: the next one takes it over.
+    _, done = run(tmp_path, "resume=auto")
+    assert "was left by process" in done.stdout
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    long = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
+    first = subprocess.Popen(
+        [sys.executable, "-m", "lm", *TINY, f"out_dir={tmp_path}", *long],
+        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        metrics = tmp_path / "tiny/metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+        for overwrite in ((), ("--overwrite",)):
+            done = fprnn(*TINY, f"out_dir={tmp_path}", *long, "resume=auto", *overwrite)
+            assert done.returncode == FAILED
+            assert f"is in use by process {first.pid} on" in done.stderr
+        first.send_signal(signal.SIGINT)  # Ctrl-C saves and stops, too
+        output = first.communicate(timeout=60)[0]
+        assert first.returncode == PREEMPTED and "stopped by a signal after update" in output
+        assert metrics.exists() and not (tmp_path / "tiny/lease.json").exists()
+    finally:
+        first.kill()
+
+
+def wait_until(true, seconds=60):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_exit_status_says_what_kind_of_end_it_was(tmp_path):
+    assert fprnn(*TINY, f"out_dir={tmp_path}", "data.path=nowhere").returncode == BAD_DATA
+    assert fprnn(*TINY, f"out_dir={tmp_path}", "train.steps=x").returncode == BAD_CONFIG
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/thesis.txt").touch()
+    assert fprnn(*TINY, f"out_dir={tmp_path}").returncode == FAILED

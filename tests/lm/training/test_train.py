@@ -1,0 +1,285 @@
+"""Whole runs: the same trace twice, killed and resumed, stopped by a signal, NaN, bad input."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from lm.cli.main import main
+from lm.common.errors import PREEMPTED
+from lm.runs.metrics import read_metrics
+from tests.running import ENV, REFUSED, ROOT, command, fprnn, losses, run
+
+LONG = ("train.steps=60", "checkpoint.every=7", "checkpoint.keep=3")
+
+
+def trace(records):
+    return [(r["step"], r["loss"], r["lr"], r["grad_norm"]) for r in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole") / "runs", *LONG)[0]
+
+
+def start_and_wait_for(step, out, *overrides):
+    """A training in the background that has logged `step`."""
+    process = subprocess.Popen(
+        command(out, *LONG, *overrides), cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    metrics = out / "tiny/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.005)
+    return process
+
+
+def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
+    for name in ["config.yaml", "deepspeed.json", "environment.json", "result.json"]:
+        assert (tiny_run / name).stat().st_size > 0, name
+    assert sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*")) == [
+        "step-000004",
+        "step-000008",
+    ]
+    assert [r["step"] for r in tiny_losses] == list(range(1, 9))
+    record = tiny_losses[-1]
+    assert record["tokens"] == 8 * 2 * 2 * 16 and record["tokens_per_s"] > 0
+    assert record["failed"] == [0, 0] and min(record["evaluations"]) >= 1
+    assert len(record["residual"]) == 2 and "num_iters" not in record
+    assert record["perplexity"] == pytest.approx(torch.tensor(record["loss"]).exp().item())
+    result = json.loads((tiny_run / "result.json").read_text())
+    assert result["validation"]["perplexity"] > 1 and set(result["baselines"]) == {
+        "unigram",
+        "bigram",
+    }
+    iterations = result["probe"]["num_iters"]
+    assert all(len(layers) == 2 for layers in iterations.values())
+    assert 1 <= iterations["median"][0] <= iterations["max"][0]
+    assert tiny_losses[-1]["loss"] < tiny_losses[0]["loss"]
+
+
+def test_bits_per_byte_are_of_the_held_out_text(tiny_run, tmp_path):
+    """Its documents as they are in the file, less what the first token, no target, stands for."""
+    from transformers import PreTrainedTokenizerFast
+
+    from lm.data.sources.open import is_validation
+
+    lines = (ROOT / "tests/data/tiny.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = [t for t in (json.loads(line)["text"] for line in lines) if is_validation(t, 0.2)]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_run / "tokenizer")
+    first = tokenizer.decode(tokenizer(held_out[0])["input_ids"][:1])
+    text_bytes = sum(len(text.encode()) for text in held_out) - len(first.encode())
+    result = json.loads((tiny_run / "result.json").read_text())["validation"]
+    bits = result["loss"] * result["tokens"] / math.log(2) / text_bytes
+    assert result["bytes"] == text_bytes
+    assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    logged = [r for r in read_metrics(tiny_run) if "validation" in r]
+    assert [r["validation"] for r in logged] == [result]
+    summary = fprnn("report", shutil.copytree(tiny_run, tmp_path / "copy"))
+    shown = " ".join(summary.stdout.split())
+    assert f"bits per byte │ {bits:.4f} on {text_bytes:,} bytes of text" in shown
+    bigram = json.loads((tiny_run / "result.json").read_text())["baselines"]["bigram"]
+    of_bigram = math.log2(bigram) * result["tokens"] / text_bytes
+    assert f"{bigram:.2f} bits per byte {of_bigram:.4f}" in shown
+
+
+def test_probes_are_made_every_so_often_and_change_nothing(tmp_path, tiny_losses):
+    probing, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
+    assert trace(probing) == trace(tiny_losses)
+    records = read_metrics(tmp_path / "runs/tiny")
+    probes = [r for r in records if "probe" in r]
+    assert [r["step"] for r in probes] == [3, 6, 8]
+    assert ["validation" in r for r in probes] == [False, True, True]
+
+
+def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
+    again, _ = run(tmp_path / "runs", "log.probe_every=0")
+    assert trace(again) == trace(tiny_losses)
+    probes = [r["step"] for r in read_metrics(tmp_path / "runs/tiny") if "probe" in r]
+    assert probes == [8]  # of the validation at the end alone
+    other, _ = run(tmp_path / "other", "seed=1")
+    assert trace(other) != trace(tiny_losses)
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
+    process = start_and_wait_for(25, tmp_path / "runs")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(losses(tmp_path / "runs/tiny")) < 60
+    # A checkpoint that the kill cut short is passed over.
+    newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
+    torn = newest.with_name("step-000059")
+    shutil.copytree(newest, torn)
+    (torn / "manifest.json").unlink(missing_ok=True)
+    resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
+    assert "passed over" in done.stdout and "resumed" in done.stdout
+    assert trace(resumed) == trace(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)],
+    ids=lambda n: n.name,
+)
+def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
+    process = start_and_wait_for(10, tmp_path / "runs")
+    for _ in range(3):  # launchers repeat it
+        process.send_signal(number)
+        time.sleep(0.01)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == PREEMPTED and "stopped by a signal after update" in output
+    assert "Traceback" not in output
+    resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
+    assert "resumed" in done.stdout
+    assert trace(resumed) == trace(uninterrupted)
+
+
+def refused(*args):
+    """The one line on stderr of a command that must fail cleanly."""
+    done = fprnn(*args)
+    assert done.returncode in REFUSED, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def refused_here(capsys, args):
+    """`refused`, in this process: for what is found out before a process group is made."""
+    assert main(list(args)) in REFUSED
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def tiny_args(out, *overrides):
+    return ("train", "--config", "configs/tiny/lm.yaml", f"out_dir={out}", *overrides)
+
+
+def test_a_run_is_never_overwritten_unless_asked(tiny_run):
+    before = (tiny_run / "metrics.jsonl").read_text()
+    message = refused(*tiny_args(tiny_run.parent))
+    assert "already holds a run" in message and "--overwrite" in message
+    message = refused(*tiny_args(tiny_run.parent, "resume=auto", "model.d_model=32"))
+    assert "model.d_model was 16, is 32" in message
+    assert (tiny_run / "metrics.jsonl").read_text() == before
+
+
+def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(tmp_path, tiny_losses):
+    short = ("train.steps=2", "checkpoint.every=2")
+    run(tmp_path / "runs", *short, "seed=3")
+    done = fprnn(*tiny_args(tmp_path / "runs", *short), "--overwrite")
+    assert done.returncode == 0, done.stderr
+    anew = [r["loss"] for r in losses(tmp_path / "runs/tiny")]
+    assert anew == [r["loss"] for r in tiny_losses[:2]]
+    again, done = run(tmp_path / "runs", *short, "resume=auto")
+    assert "complete already" in done.stdout and [r["loss"] for r in again] == anew
+
+
+def test_overwrite_does_not_delete_what_is_no_run(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/thesis.txt").write_text("years of work")
+    message = refused(*tiny_args(tmp_path), "--overwrite")
+    assert "is not empty and holds no run" in message
+    assert (tmp_path / "tiny/thesis.txt").exists()
+
+
+def test_a_loss_that_becomes_infinite_stops_the_run_and_keeps_the_checkpoint(tmp_path):
+    out = tmp_path / "runs"
+    message = refused(
+        *tiny_args(out, "optim.lr=1e30", "optim.grad_clip=0", "optim.warmup=5", "optim.min_lr=0",
+                   "checkpoint.every=1")
+    )  # fmt: skip
+    assert "stopped at update" in message and "checkpoint" in message
+    assert any(word in message for word in ("nan", "inf", "NaN"))
+    checkpoints = sorted((out / "tiny/checkpoints").glob("step-*/manifest.json"))
+    assert checkpoints or "nothing saved yet" in message
+
+
+@pytest.mark.parametrize(
+    "override,sentence",
+    [
+        ("data.seq_len=100000", "seq_len"),
+        ("data.path=nowhere.jsonl", "nowhere.jsonl"),
+        ("model.vocab_size=100", "model.vocab_size to at least"),
+        ("resume=runs/none", "there is no such folder"),
+        ("model.nlayer=3", "did you mean `model.n_layer`?"),
+        ("train.steps=many", "train.steps"),
+    ],
+)
+def test_bad_input_is_a_sentence(tmp_path, override, sentence, capsys):
+    assert sentence in refused_here(capsys, tiny_args(tmp_path / "runs", override))
+
+
+def test_empty_corpus_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    args = tiny_args(tmp_path / "runs", f"data.path={tmp_path / 'empty.jsonl'}")
+    assert "empty.jsonl" in refused_here(capsys, args)
+
+
+def test_fineweb_without_a_network_is_a_sentence(tmp_path, capsys):
+    message = refused_here(capsys, tiny_args(tmp_path / "runs", "data.source=fineweb"))
+    assert "FineWeb" in message or "fineweb" in message
+
+
+def test_mamba_trains_through_the_same_config(tmp_path):
+    records, _ = run(tmp_path / "runs", "model=mamba", "model.d_model=16", "model.n_layer=1",
+                     "model.d_state=4", "train.steps=6", "checkpoint.every=6")  # fmt: skip
+    assert "evaluations" not in records[0]
+    assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
+    assert records[-1]["loss"] < records[0]["loss"]
+    done = fprnn("export", tmp_path / "runs/tiny", tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, MambaForCausalLM
+
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), MambaForCausalLM)
+
+
+def test_a_sweep_point_trains_into_its_own_directory(tmp_path):
+    config = tmp_path / "sweep.yaml"
+    text = (ROOT / "configs/tiny/lm.yaml").read_text()
+    config.write_text(
+        text.replace("tests/data", str(ROOT / "tests/data")).replace("steps: 8", "steps: 2")
+        + "sweep:\n  optim.lr: [1.0e-3, 2.0e-3]\n"
+    )
+    out = tmp_path / "runs"
+    done = fprnn("train", "--config", config, "--job-index", 1, f"out_dir={out}")
+    assert done.returncode == 0, done.stderr
+    assert losses(out / "tiny/001-lr=0.002")[0]["lr"] == pytest.approx(2e-3)
+
+
+def test_contraction_is_logged_on_request(tmp_path):
+    short = ("train.steps=1", "checkpoint.every=1", "log.contraction=true")
+    records, _ = run(tmp_path / "runs", *short)
+    assert len(records[0]["mixing_norm"]) == len(records[0]["lipschitz"]) == 2
+    assert 0 < records[0]["mixing_norm"][0] <= 2.01 and records[0]["lipschitz"][0] > 0
+    message = refused(*tiny_args(tmp_path / "other", *short, "engine.zero_stage=3"))
+    assert "use zero_stage 0, 1 or 2" in message
+
+
+def test_a_start_that_failed_can_be_started_again(tmp_path):
+    out = tmp_path / "runs"
+    refused(*tiny_args(out, "data.seq_len=100000"))
+    records, _ = run(out, "train.steps=1", "checkpoint.every=1")
+    assert len(records) == 1
+
+
+def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
+    out = tmp_path / "runs"
+    first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")
+    older = out / "tiny/checkpoints/step-000004"
+    again, _ = run(out, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(again) == trace(first)
+    assert [p.name for p in (out / "tiny/checkpoints").glob("step-*")] == ["step-000008"]
+
+
+def test_changed_optimizer_settings_are_refused_on_resume(tiny_run):
+    message = refused(*tiny_args(tiny_run.parent, "resume=auto", "optim.lr=1e-3"))
+    assert "optim.lr was 0.01, is 0.001" in message
