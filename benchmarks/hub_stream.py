@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import builtin_documents, documents
 from tests.lm.data.loopback import Hub, corpus_bytes_served, run, serving

@@ -1,4 +1,4 @@
-"""The YAML of a synthetic run: a task, and the model, optimizer and loader of `lm.config.load`."""
+"""The YAML of a synthetic run: a task, and the model, optimizer and loader of `lm.config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from lm.config import load as base
+from lm.config import schema as base
+from lm.config.load import load as load_yaml
 from lm.config.model import Fraction1, InitFrom, Section
 from lm.config.plugin import check_name, is_place
 from lm.config.resuming import FIXED, FREE, NOTED
@@ -50,7 +51,7 @@ class Task(Section):
 
 
 class Model(base.Model):
-    """As in lm.config.load, at the size of these tasks."""
+    """As in lm/config, at the size of these tasks."""
 
     d_model: int = Field(64, gt=0)
     n_layer: int = Field(1, gt=0)
@@ -59,7 +60,7 @@ class Model(base.Model):
 
 
 class Optim(base.Optim):
-    """AdamW as in lm.config.load, with the constants of small models."""
+    """AdamW as in lm/config, with the constants of small models."""
 
     lr: float = Field(1e-3, gt=0)
     min_lr: float = Field(1e-6, ge=0)
@@ -221,5 +222,5 @@ class Config(base.Run):
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None) -> Config:
-    """`lm.config.load.load` for the YAML of a synthetic run."""
-    return base.load(path, overrides, job_index, Config)
+    """`lm.config.load` for the YAML of a synthetic run."""
+    return load_yaml(path, overrides, job_index, Config)

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.common.console import say
-from lm.common.errors import TrainingError
+from lm.common.errors import ConfigError, TrainingError
 from lm.common.files import DamagedError, check_folder, read_json, writing
 from lm.common.page import save_pdf
 from lm.config import load as base
-from lm.config.load import ConfigError
-from lm.report.latex import tabular
+from lm.report.sections.latex import tabular
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 from synthetic.config import Config, load

@@ -17,7 +17,8 @@ import annotated_types as at
 import yaml
 from pydantic.fields import FieldInfo
 
-from lm.config.load import Config, Section
+from lm.config.model import Section
+from lm.config.schema import Config
 from lm.config.yaml_text import Loader
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.common.files import CONTROL
-from lm.config.load import Config
 from lm.config.messages import all_keys
+from lm.config.schema import Config
 from synthetic.config import Config as SyntheticConfig
 from tests.running import ENV, ROOT
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 import yaml
 
+from lm.common.errors import ConfigError
 from lm.config import model as config_model
-from lm.config.load import Config, ConfigError
 from lm.config.load import build as build_config
+from lm.config.schema import Config
 from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base

@@ -10,70 +10,29 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for top in ("lm", "synthetic") for p in (ROOT / top).rglob("*.py"))
 
-# A module imports only from floors below its own; those on the ground, and the files of one
-# package, also from each other.
-FLOORS = {
-    0: (
-        "arguments",
-        "cards",
-        "config",
-        "config_data",
-        "config_messages",
-        "config_model",
-        "console",
-        "errors",
-        "kernels",
-        "latex",
-        "lease",
-        "measured",
-        "metrics",
-        "muon",
-        "named_class",
-        "old_keys",
-        "outputs",
-        "optim",
-        "page",
-        "profiling",
-        "ranks",
-        "resuming",
-        "signals",
-        "tasks",
-        "update_times",
-        "warmups",
-        "watchdog",
-        "yaml_text",
-    ),
-    1: ("doctor", "model"),
-    2: ("baselines", "data", "run_dir"),
-    3: (
-        "build",
-        "cli_tokenizer",
-        "checkpoint",
-        "deepspeed_json",
-        "inspection",
-        "log",
-        "sweep_status",
-    ),
-    4: ("activations", "continuing", "ema", "engine", "foreign", "reports", "watch"),
-    5: ("exported", "memory", "plots", "probes", "reshard", "travelling", "upcycle"),
-    6: ("check_mixer", "cost", "init_from", "model_card", "validation"),
-    7: ("preflight", "push"),
-    8: ("train",),
-    9: ("evaluate", "export", "generate", "plan", "report"),
-    10: ("reference", "agree", "cli_eval", "cli_import", "cli_watch", "compare", "facade"),
-    11: ("cli_compare", "cli_inspect"),
-    12: ("cli",),
-    13: ("__main__",),
-}
-FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
-# What `synthetic` may use of lm: what builds a model, the pieces of training that do not know of
-# DeepSpeed (schedule, parameter groups, run directories), and the reader of bAbI.
-FOR_SYNTHETIC = {
-    "", "arguments", "baselines", "build", "checkpoint", "config", "config_model", "console",
-    "errors", "foreign", "inspection", "kernels", "latex", "lease", "log", "metrics", "model",
-    "named_class", "old_keys", "optim", "outputs", "page", "profiling", "ranks", "resuming",
-    "run_dir", "signals", "tasks", "upcycle",
-}  # fmt: skip
+# The rooms, from the top floor down: a file imports from its own room and from those below it.
+ROOMS = (
+    "synthetic",
+    "lm.cli",
+    "lm.evaluation",
+    "lm.evaluation.inspection",
+    "lm.evaluation.tasks",
+    "lm.report.compare",
+    "lm.report",
+    "lm.report.sections",
+    "lm.export",
+    "lm.training",
+    "lm.baselines",
+    "lm.data.batches",
+    "lm.data.corpus",
+    "lm.data.sources",
+    "lm.runs",
+    "lm.model",
+    "lm.kernels",
+    "lm.config",
+    "lm.common",
+)
+DOORS = ("lm", "lm.__main__", "lm.data", "synthetic.__main__")  # what is in no room
 
 
 def module_name(path: Path) -> str:
@@ -98,7 +57,7 @@ def imports(source: str, name: str, is_package: bool = False) -> set[str]:
                 parts = name.split(".")
                 here = parts[: len(parts) - node.level + is_package]
                 base = ".".join([*here, base] if base else here)
-            # `from lm import checkpoint` imports a module, `from lm.config.load import load` does not.
+            # `from lm.runs import lease` names a module, `from lm.config.load import load` none.
             below = {f"{base}.{alias.name}" for alias in node.names}
             modules = below & MODULES
             found |= modules
@@ -112,29 +71,35 @@ def imports(source: str, name: str, is_package: bool = False) -> set[str]:
     return found
 
 
-def of(path: Path) -> set[str]:
-    return imports(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports."""
+    is_package = path.name == "__init__.py"
+    return imports(path.read_text(encoding="utf-8"), module_name(path), is_package)
 
 
-def part(module: str) -> str:
-    """lm.data.sources.hub → data; lm → ''."""
-    return ".".join(module.split(".")[1:2])
+def room(module: str) -> str | None:
+    """lm.data.sources.hub → lm.data.sources, the innermost room it lies in; None for a door."""
+    if module in DOORS:
+        return None
+    around = [name for name in ROOMS if f"{module}.".startswith(f"{name}.")]
+    return max(around, key=len) if around else None
 
 
-def goes_up(importer: str, imported: str) -> bool:
-    """Whether an import between two parts of lm goes up, or sideways above the ground."""
-    if imported in ("", importer):  # the package itself only registers the model classes
-        return False
-    sideways_on_the_ground = FLOOR[importer] == FLOOR[imported] == 0
-    return FLOOR[imported] >= FLOOR[importer] and not sideways_on_the_ground
+def arrows() -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """(room, room that it imports from) → the imports, as (module, module)."""
+    between: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for path in SOURCES:
+        name = module_name(path)
+        for imported in imports_of(path):
+            here, there = room(name), room(imported)
+            if here and there and here != there:
+                between.setdefault((here, there), set()).add((name, imported))
+    return between
 
 
-def upward(path: Path) -> list[str]:
-    name = module_name(path)
-    inside = [m for m in of(path) if m.partition(".")[0] == "lm"]
-    if name == "lm":
-        return sorted(m for m in inside if part(m) != "model")
-    return sorted(m for m in inside if goes_up(part(name), part(m)))
+def is_down(here: str, there: str) -> bool:
+    """Whether the room `there` lies below the room `here`."""
+    return ROOMS.index(there) > ROOMS.index(here)
 
 
 def relative(path: Path) -> str:
@@ -144,55 +109,53 @@ def relative(path: Path) -> str:
 def test_the_reader_of_imports_finds_them_all():
     source = """
 import lm.training.train
-from lm.runs import checkpoint
-from lm import nothing
+from lm.runs import checkpoint, nothing
 from lm.config.load import load
 from . import stream
-from .hub import x
-from ..engine import y
+from ..sources.hub import x
+from ...training.engine import y
 def f():
     import deepspeed.ops as d
     importlib.import_module("lm.cli.main")
 """
     assert imports(source, "lm.data.batches.loader") == {
-        "lm.training.train", "lm.runs.checkpoint", "lm", "lm.config.load", "lm.data.batches.stream", "lm.data.sources.hub",
-        "lm.training.engine", "deepspeed.ops", "lm.cli.main",
+        "lm.training.train", "lm.runs.checkpoint", "lm.runs", "lm.config.load",
+        "lm.data.batches.stream", "lm.data.sources.hub", "lm.training.engine", "deepspeed.ops",
+        "lm.cli.main",
     }  # fmt: skip
     assert imports("from .a import b\nfrom ..c import d", "lm.data", True) == {"lm.data.a", "lm.c"}
 
 
-def test_the_floors_tell_up_from_down():
-    assert not goes_up("train", "engine") and goes_up("engine", "train")
-    assert goes_up("model", "config") is False  # allowed here; lm/model's own rule is stricter
-    assert goes_up("memory", "exported") and goes_up("exported", "memory")  # beside each other
-    assert goes_up("build", "engine") and goes_up("config", "model")
-    assert not goes_up("data", "config") and not goes_up("data", "data")
+def test_rooms_tell_up_from_down():
+    assert is_down("lm.training", "lm.data.batches") and not is_down("lm.data.batches", "lm.cli")
+    assert is_down("synthetic", "lm.cli") and not is_down("lm.common", "lm.config")
+    assert room("lm.data.sources.hub") == "lm.data.sources" and room("lm.datafile") is None
+    assert room("lm.report.plan") == "lm.report" and room("lm.report.sections.write") != "lm.report"
+    assert room("torch.nn") is None and room("lm") is None
 
 
-def test_every_part_of_lm_has_a_floor():
-    parts = {part(m) for m in MODULES if m.startswith("lm.")}
-    assert parts == FLOOR.keys()
+def test_every_file_lies_in_a_room():
+    loose = [name for name in MODULES if room(name) is None]
+    assert sorted(loose) == sorted(DOORS)
+    for name in ROOMS:
+        folder = ROOT / name.replace(".", "/")
+        assert (folder / "__init__.py").is_file(), f"{name} does not say what lives there"
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p).startswith("lm")], ids=relative)
-def test_nothing_imports_upward(path):
-    assert upward(path) == []
+def test_no_import_runs_up():
+    upward = {pair: imported for pair, imported in arrows().items() if not is_down(*pair)}
+    assert upward == {}
 
 
-# Modules that import each other, and why that stays. Whatever else does is put where it belongs.
-CIRCLES = {
-    # A Config holds what warmups and config_data define; they name the types alone of Config and of
-    # its Data, for the checker.
-    frozenset({"lm.config.load", "lm.config.data", "lm.config.warmups"}),
-    # An Inspection shows itself, by functions that read one; they are imported when it does.
-    frozenset(
-        {
-            "lm.evaluation.inspection.result",
-            "lm.evaluation.inspection.page",
-            "lm.evaluation.inspection.words",
-        }
-    ),
-}
+def test_the_house_is_small():
+    assert len(ROOMS) <= 20
+    assert len(arrows()) <= 90
+
+
+def test_the_doors_only_lead_in():
+    """`import lm` costs milliseconds: it names the model classes, and nothing else."""
+    through = {m for m in imports_of(ROOT / "lm/__init__.py") if m.startswith("lm.")}
+    assert {room(module) for module in through} == {"lm.model"}
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -235,12 +198,14 @@ def test_the_finder_of_circles_finds_long_ones_and_only_them():
 
 
 def test_no_two_modules_import_each_other():
-    graph = {module_name(path): of(path) - {module_name(path)} for path in SOURCES}
-    assert circles(graph) == CIRCLES
+    graph = {module_name(path): imports_of(path) - {module_name(path)} for path in SOURCES}
+    assert circles(graph) == set()
 
 
 def test_deepspeed_is_imported_only_by_the_engine():
-    users = [relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in of(p))]
+    users = [
+        relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in imports_of(p))
+    ]
     assert users == ["lm/training/engine.py"]
 
 
@@ -248,20 +213,10 @@ def test_lm_never_imports_synthetic():
     users = [
         relative(p)
         for p in SOURCES
-        if relative(p).startswith("lm/") and any(m.split(".")[0] == "synthetic" for m in of(p))
+        if relative(p).startswith("lm/")
+        and any(m.split(".")[0] == "synthetic" for m in imports_of(p))
     ]
     assert users == []
-
-
-def test_synthetic_uses_only_what_builds_a_model():
-    used = {
-        (relative(p), m)
-        for p in SOURCES
-        if relative(p).startswith("synthetic/")
-        for m in of(p)
-        if m.split(".")[0] == "lm" and part(m) not in FOR_SYNTHETIC
-    }
-    assert used == set()
 
 
 def test_model_imports_its_own_files_only_and_flat():
@@ -271,7 +226,7 @@ def test_model_imports_its_own_files_only_and_flat():
     assert set(folder.rglob("*.py")) == set(folder.glob("*.py"))  # no package below
     relatives = 0
     for path in sorted(folder.glob("*.py")):
-        kernels = [m for m in of(path) if m.startswith("lm.kernels")]
+        kernels = [m for m in imports_of(path) if m.startswith("lm.kernels")]
         assert path.name == "scan.py" or not kernels, "scan.py chooses the backend"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lm.baselines import FIELDS, build_baseline
-from lm.config.load import Model
+from lm.config.model import Model
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 

@@ -2,7 +2,7 @@
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.config.model import Model
 
 from .delta_rule import fla_missing

@@ -2,7 +2,7 @@
 
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.config.model import Model
 
 from .sizes import heads

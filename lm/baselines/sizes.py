@@ -1,6 +1,6 @@
 """Numbers of heads and widths that the model section leaves open, and what is wrong with others."""
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.config.model import Model
 
 

@@ -21,6 +21,7 @@ from lm.cli.arguments import (
     words_after_options,
 )
 from lm.cli.eval import add_eval
+from lm.common.errors import ConfigError
 
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
@@ -37,7 +38,7 @@ EPILOG = """examples:
   fprnn report runs/first runs/second --out runs/both.html
   fprnn watch runs/demo runs/other
   fprnn sweep configs/lm/sweep_mixers.yaml --status
-  fprnn compare configs/lm/report/compare/tiny.yaml
+  fprnn compare configs/lm/compare/tiny.yaml
   fprnn doctor
   fprnn check-mixer my_mixer:PlaneRotation
 """
@@ -56,13 +57,13 @@ def _train(args: argparse.Namespace) -> int:
         say(planned)
         return status
     if args.gpus:
-        raise config.ConfigError(
+        raise ConfigError(
             f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
             f" {args.gpus} --module lm train …`"
         )
     for name in ("nodes", "gpu", "utilisation", "evaluations"):
         if getattr(args, name) is not None:
-            raise config.ConfigError(
+            raise ConfigError(
                 f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
             )
     from lm.training.train import train

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from lm.cli.arguments import Whole
+from lm.common.errors import ConfigError
 
 OF_SOURCE = {"source": "data.source", "path": "data.path", "text_field": "data.text_field"}
 
@@ -75,12 +76,12 @@ def _config(args: argparse.Namespace):
         cfg = config.load(args.config, overrides)
         config.refuse_sweep(cfg, args.config)
     if args.path is not None and cfg.data.source in ("builtin", "fineweb"):
-        raise config.ConfigError(
+        raise ConfigError(
             f"--path is a file of text, and the source is `{cfg.data.source}`, which reads none:"
             " give --source parquet, jsonl or text"
         )
     if args.text_field is not None and cfg.data.source in ("builtin", "text"):
-        raise config.ConfigError(
+        raise ConfigError(
             f"--text-field is a column of parquet or a key of jsonl, and the source is"
             f" `{cfg.data.source}`: leave it out"
         )

@@ -1,20 +1,20 @@
-"""The part of the YAML that mixes several sources of text: what one is, and what is refused."""
+"""The `data` section of the YAML: one source of text, or a mixture of several."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lm.config.model import Section
-
-if TYPE_CHECKING:
-    from lm.config.load import Data
+from lm.config.model import Section, Size
+from lm.config.resuming import FREE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field")
+LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
+Workers = Annotated[int, Field(gt=0, le=1024)]
 PREPARED = ("builtin", "parquet", "jsonl", "text")
 
 
@@ -107,3 +107,53 @@ def check_mixture(data: Data) -> None:
                 f"`data.{key}` is of a single source, and `data.mixture` has several: leave it out,"
                 " or move it into one of them"
             )
+
+
+class Data(Section):
+    """Where text comes from and how it becomes blocks of seq_len + 1 tokens."""
+
+    source: Literal["builtin", "fineweb", "parquet", "jsonl", "text"] = "builtin"
+    path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
+    dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
+    name: str = "sample-10BT"  # its configuration
+    download: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
+    # a folder of tokenised corpora that runs share; auto: $FPRNN_CACHE, else in the home;
+    # null: none, each run has its own
+    cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
+    # processes that tokenise a large corpus; auto: as many as CPUs
+    prepare_workers: Annotated[Workers | Literal["auto"], FREE] = "auto"
+    text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
+    seq_len: int = Field(256, gt=0, le=LARGEST)
+    leading_eos: bool = False  # EOS before each document as well as after it
+    val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
+    val_tokens: int | None = Field(None, gt=0)  # evaluate on at most so many tokens
+    shuffle_buffer: int = Field(1024, ge=1, le=LARGEST)  # blocks of all streams together
+    streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
+        "auto"  # processes per rank that read them
+    )
+    # several sources in the place of one
+    mixture: dict[str, Source] | None = Field(
+        None, description="a mapping of names to sources, each with source, path, weight; or null"
+    )
+    temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
+    # plain cuts the text every seq_len tokens; best_fit keeps documents that fit whole, and pads
+    packing: Literal["plain", "best_fit"] = "plain"
+
+    @field_validator("mixture", mode="before")
+    @classmethod
+    def _names_of_sources(cls, value):
+        if isinstance(value, dict):
+            check_names(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_or_a_mixture(self) -> Self:
+        check_mixture(self)
+        return self
+
+    @model_validator(mode="after")
+    def _path_for_local_sources(self) -> Self:
+        if self.source in ("parquet", "jsonl", "text") and not self.path:
+            raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
+        return self

@@ -12,7 +12,7 @@ from lm.config.model import Section
 from lm.config.resuming import FIXED, NOTED
 
 if TYPE_CHECKING:
-    from lm.config.load import Config
+    from lm.config.schema import Config
 
 
 class Warmup(Section):

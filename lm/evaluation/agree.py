@@ -337,8 +337,8 @@ def text_blocks(
     import numpy as np
     import torch
 
-    from lm.config.load import Data
-    from lm.data.batches.packing import encode_documents
+    from lm.config.data import Data
+    from lm.data.corpus.documents import encode_documents
     from lm.data.sources.open import documents, is_validation
 
     if text is not None and not Path(text).is_file():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver, registered_mixers
 from lm.config.plugin import check_name
 from lm.export.travelling import ExportError, flat_files

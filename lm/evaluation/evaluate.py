@@ -58,10 +58,10 @@ def evaluate(
 
     `suite` is "paper" (lm/evaluation/tasks/paper.py) or None; of a suite `tasks` chooses (none:
     all), and `data` is a folder of local files that take the place of the hub. `limit` takes only
-    that many documents of each task; `include_path` is a folder with further task files. Weights are float32
-    on the CPU, elsewhere as saved; `trust` runs the code of a checkpoint that is not ours. The
-    results go to `out`, by default checkpoint/eval/results.json, and are returned: {"tasks":
-    {name: {"metrics": {metric: {"value", "stderr", …}}, …}}, "solver", "fixed_point",
+    that many documents of each task; `include_path` is a folder with further task files. Weights
+    are float32 on the CPU, elsewhere as saved; `trust` runs the code of a checkpoint that is not
+    ours. The results go to `out`, by default checkpoint/eval/results.json, and are returned:
+    {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}}, "solver", "fixed_point",
     "versions": …, …}, of a suite also "suite", see `lm.evaluation.tasks.paper.scores`; a number
     that is not finite is None there. Tasks that give a perplexity
     to each document's continuation, such as LAMBADA, also have "bits_per_byte". `solver` is what

@@ -10,7 +10,8 @@ from lm.common.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lm.evaluation.inspection.result import Inspection, Score
+    from lm.evaluation.inspection.page import Inspection
+    from lm.evaluation.inspection.result import Score
     from lm.runs.run_dir import RunDir
 
 
@@ -120,7 +121,7 @@ def _of_run(folder: Path) -> LanguageModel | None:
 
 
 def _refuse_synthetic(run: RunDir) -> None:
-    from lm.config.load import load_tree
+    from lm.config.yaml_text import load_tree
 
     if "task" in load_tree(run.config):
         raise FacadeError(

@@ -20,7 +20,7 @@ from lm.export.travelling import ExportError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lm.config.load import Config
+    from lm.config.schema import Config
     from lm.export.model_card import Facts
     from lm.runs.run_dir import RunDir
 

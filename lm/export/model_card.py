@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from lm import __version__
 from lm.common.errors import ConfigError
 from lm.common.files import read_mapping
-from lm.config.load import Config, Data, Optim
+from lm.config.data import Data
+from lm.config.schema import Config, Optim
 from lm.config.warmups import Growth
 from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.mixture import parts

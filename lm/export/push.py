@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm.common.errors import UserError
-from lm.evaluation.inspection.show import PAGE
 from lm.export.measured import CARD
 from lm.export.model_card import with_place
 from lm.model.checksums import refuse_changed
+from lm.runs.exported import PAGE
 
 
 class PushError(UserError, RuntimeError):

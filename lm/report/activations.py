@@ -22,7 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lm.config.load import Config, Model
+from lm.config.model import Model
+from lm.config.schema import Config
 from lm.kernels import available
 from lm.model import blocks, cell, full_rank, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW

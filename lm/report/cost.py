@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm.common.cards import INFINIBAND, PCIE, Card
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.report.memory import Sizes
 
 if TYPE_CHECKING:

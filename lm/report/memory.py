@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm.common.cards import GIB, Card, card, here
-from lm.common.errors import ConfigError
-from lm.config.load import Config, Optim
+from lm.common.cards import GIB, Card
+from lm.config.schema import Config, Optim
 from lm.config.warmups import Growth
 from lm.report import activations
 from lm.report.activations import Activations
-from lm.training.build import build_model, vocabulary
+from lm.training.build import build_model
 from lm.training.deepspeed_json import deepspeed_config, highest_stage
 from lm.training.optim import matrices
 
@@ -255,28 +254,3 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
     """The whole model without its weights."""
     with torch.device("meta"):
         return build_model(cfg, vocab_size)
-
-
-def out_of_memory(cfg: Config, world_size: int) -> ConfigError:
-    """The sentence of a training whose GPU had too little memory: the micro-batch that would fit,
-    by the estimate of `fprnn plan`, with the same global batch."""
-    own = card(here())
-    if torch.cuda.is_available():
-        own = own._replace(memory=float(torch.cuda.get_device_properties(0).total_memory))
-    vocab_size = vocabulary(cfg)
-    model = on_the_meta_device(activations.for_gpu(cfg), vocab_size)
-    counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
-    planner = Planner(cfg, world_size, own, counted)
-    smaller = planner.smaller_batches()
-    fitting = [change for change in smaller if planner.fits(planner.memory(**change))]
-    size = cfg.train.micro_batch_size
-    said = f"train.micro_batch_size={size} does not fit in this GPU's {own.memory / GIB:.1f} GiB"
-    if not fitting:
-        return ConfigError(
-            f"{said}, and no smaller one does by `fprnn plan`: set"
-            " model.gradient_checkpointing=true, take more GPUs, or a smaller model"
-        )
-    texts = [f"{key.replace('__', '.')}={value}" for key, value in fitting[0].items()]
-    return ConfigError(
-        f"{said}: {' '.join(texts)} would, by the estimate of `fprnn plan`; the global batch stays"
-    )

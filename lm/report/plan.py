@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lm.common.cards import GIB, GPUS_A_HOST, Card, card, here
-from lm.config.load import Config, ConfigError
+from lm.common.errors import ConfigError
+from lm.config.schema import Config
 from lm.config.warmups import Growth
 from lm.report import cost
 from lm.report.activations import for_gpu

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lm.config.load import Checkpoint
+from lm.config.schema import Checkpoint
 from lm.common.errors import UserError
 from lm.model import checksums
 from lm.common.files import DamagedError, read_json, sync, write_json, writing

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
-from lm.config.load import Run
+from lm.config.schema import Run
 from lm.common.console import say
 from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.common.files import write_text, writing

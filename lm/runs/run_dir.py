@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lm.config.load import Run, build, load_tree
+from lm.config.load import build
+from lm.config.yaml_text import load_tree
+from lm.config.schema import Run
 from lm.common.errors import DivergedAlone, UserError, exit_status, sentence
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics

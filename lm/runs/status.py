@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from lm.config import load as config
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.common.errors import PREEMPTED
 from lm.runs.lease import is_alive
 from lm.runs.metrics import marked, read_metrics

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lm.config.load import Config, ConfigError, Model, Run, Solver
+from lm.common.errors import ConfigError
+from lm.config.model import Model, Solver
 from lm.config.plugin import is_place, load_class
+from lm.config.schema import Config, Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

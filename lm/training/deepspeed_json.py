@@ -9,7 +9,7 @@ import torch
 
 from lm.common.errors import ConfigError
 from lm.common.files import parse_json
-from lm.config.load import Config
+from lm.config.schema import Config
 
 
 def _merge(base: dict, over: dict) -> dict:

@@ -27,7 +27,7 @@ from lm.common.errors import (
     UserError,
 )
 from lm.common.ranks import Ranks, check_address, launched
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.config.warmups import Growth
 from lm.model.loss import log_z_sum, number_of
 from lm.runs.checkpoint import read_state

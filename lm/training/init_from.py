@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from lm.common.errors import ConfigError
 from lm.common.ranks import Ranks
-from lm.config.load import Config, InitFrom
+from lm.config.model import InitFrom
+from lm.config.schema import Config
 from lm.runs.run_dir import RunDir
 from lm.training import foreign, upcycle
 from lm.training.foreign import Source, SourceError

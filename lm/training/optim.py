@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm.common.errors import ConfigError
-from lm.config.load import Optim, number_of_updates
+from lm.config.schema import Optim, number_of_updates
 
 if TYPE_CHECKING:
     import torch

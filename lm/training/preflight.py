@@ -12,7 +12,7 @@ import torch
 import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
-from lm.config.load import Config, check_warmup
+from lm.config.schema import Config, check_warmup
 from lm.config.warmups import check_batch_warmup
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files

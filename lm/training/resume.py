@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.common.ranks import Ranks
-from lm.config.load import Config, load
+from lm.config.load import load
+from lm.config.schema import Config
 from lm.data.corpus.prepare import checksums, place_in_run
 from lm.data.sources.mixture import parts
 from lm.model.checksums import SUMS, difference, sha256

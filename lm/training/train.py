@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from lm.common.console import Progress, say
-from lm.common.errors import Diverged, DivergedAlone, Stopped, UserError
+from lm.common.errors import ConfigError, Diverged, DivergedAlone, Stopped, UserError
 from lm.common.files import DamagedError, write_json
 from lm.common.ranks import Ranks, of_lost_peer
 from lm.common.signals import StopSignals
 from lm.common.watchdog import Watchdog
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.config.warmups import Growth
-from lm.report.memory import out_of_memory
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -91,7 +90,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.fit()
             training.conclude()
         except torch.OutOfMemoryError as e:
-            refused = out_of_memory(cfg, ranks.world_size)
+            refused = _too_large(cfg, run)
             run.leave_word(refused, ranks.is_main)
             raise refused from e
         except Exception as e:
@@ -102,6 +101,18 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             raise error from None
     say(f"next     fprnn report {run}, or fprnn export {run} {run}/hf")
     return run.path
+
+
+def _too_large(cfg: Config, run: RunDir) -> ConfigError:
+    """What to say where the GPU's memory does not hold a micro-batch."""
+    size = cfg.train.micro_batch_size
+    held = ""
+    if torch.cuda.is_available():
+        held = f" {torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB"
+    return ConfigError(
+        f"train.micro_batch_size={size} does not fit in this GPU's{held}: `fprnn plan --config"
+        f" {run.config}` names what fits; model.gradient_checkpointing=true needs less, too"
+    )
 
 
 class Training:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
 from lm.runs.log import iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe

@@ -2,7 +2,7 @@
 
 import torch
 
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.training.build import build_model

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.training.build import build_section
 from synthetic import cli, report, tasks
 from synthetic.drawing import ReportError

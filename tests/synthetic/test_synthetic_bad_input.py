@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from lm.cli.arguments import Number, Whole
-from lm.common.errors import BAD_CONFIG, MissingPackageError
+from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError
 from lm.common.files import DamagedError, OutputError
-from lm.config.load import ConfigError
 from lm.training.build import check_section
 from synthetic import config
 from synthetic.cli import main, parser

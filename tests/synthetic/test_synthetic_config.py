@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm.config.load import ConfigError, Section
+from lm.common.errors import ConfigError
 from lm.config.messages import all_keys
+from lm.config.model import Section
 from lm.config.resuming import FIXED, NOTED, resume_rule
 from lm.config.yaml_text import Loader
 from synthetic import config, tasks

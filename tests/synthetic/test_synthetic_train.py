@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.common.errors import BAD_CONFIG
-from lm.config.load import ConfigError
+from lm.common.errors import BAD_CONFIG, ConfigError
 from lm.runs.checkpoint import CheckpointError, listed, newest
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError

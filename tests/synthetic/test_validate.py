@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from lm.common.errors import BAD_CONFIG, Stopped, TrainingError
+from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
 from lm.config import load as base
-from lm.config.load import ConfigError
 from lm.runs.checkpoint import listed
 from synthetic import config, tasks, validate
 from synthetic.cli import main

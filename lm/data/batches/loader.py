@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from lm.config.load import Config, Data
+from lm.config.data import Data
+from lm.config.schema import Config
 from lm.data.batches.mixture_loader import MixtureLoader
 from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_batch
 from lm.data.batches.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from lm.data.corpus.integrity import Tokens
 
 IGNORE = -100  # the label of a position without a target
 CONTEXT = -101  # in a block CONTEXT - id is an id that is an input, and no target
 MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
-
-
-def encode_documents(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], leading_eos: bool = False
-) -> np.ndarray:
-    """Token ids (n,) int64 of the documents in a row, each `[eos] + tokens + eos`.
-
-    Text that spells a special token stays text: no document can forge a boundary.
-    """
-    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
-    backend.no_truncation()
-    backend.no_padding()
-    before, backend.encode_special_tokens = backend.encode_special_tokens, True
-    try:
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    finally:
-        backend.encode_special_tokens = before
-    ids: list[int] = []
-    for encoding in encodings:
-        if leading_eos:
-            ids.append(eos)
-        ids += encoding.ids
-        ids.append(eos)
-    return np.array(ids, dtype=np.int64)
 
 
 class Packer:

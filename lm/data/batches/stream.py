@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.errors import UserError
-from lm.config.load import Data
-from lm.data.batches.packing import MicroBatch, Packer, encode_documents, micro_batch
+from lm.config.data import Data
+from lm.data.batches.packing import MicroBatch, Packer, micro_batch
+from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents, is_validation
 from lm.data.sources.readers import ReaderError, Readers

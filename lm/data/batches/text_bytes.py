@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.errors import UserError
-from lm.data.batches.packing import IGNORE, encode_documents
+from lm.data.batches.packing import IGNORE
+from lm.data.corpus.documents import encode_documents
 
 UNKNOWN = -1  # bytes of an id that may stand for any text, such as <unk>
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token of one byte

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lm.common.console import Progress, say
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.data.corpus import best_fit
 from lm.data.corpus.corpus import open_folder
 from lm.data.corpus.prepare import Prepared, prepare_ahead

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lm.common.files import parse_json, sync, writing
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.batches.packing import CONTEXT, IGNORE
 from lm.data.corpus.corpus import Corpus
 from lm.data.corpus.integrity import Tokens

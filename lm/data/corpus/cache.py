@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
 from lm.common.files import OutputError, check_folder, read_mapping, write_json, writing
-from lm.config.load import Config, Data
+from lm.config.data import Data
+from lm.config.schema import Config
 from lm.data.corpus import integrity
 from lm.data.sources import mixture
 from lm.data.sources.errors import DataError

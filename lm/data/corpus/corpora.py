@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.data.corpus import best_fit
 from lm.data.corpus.corpus import Corpus
 from lm.data.corpus.prepare import ensure_here, open_corpus, place_in_run, prepare

@@ -10,7 +10,7 @@ import numpy as np
 
 from lm.common.console import say
 from lm.common.files import OutputError, parse_json, write_json
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.sources.errors import DataError, first_line
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
 from lm.common.files import DamagedError, OutputError, read_json, read_mapping, write_json, writing
-from lm.config.load import Config, Data
+from lm.config.data import Data
+from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
 from lm.data.corpus.tokenising import documents_done, tokenise

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from lm.common.cards import usable_cores
 from lm.common.console import say
 from lm.common.files import OutputError, parse_json, sync, write_json, write_text, writing
-from lm.config.load import Data
-from lm.data.batches.packing import encode_documents
+from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.corpus.corpus import SPLITS, Meta
+from lm.data.corpus.documents import encode_documents
 from lm.data.sources import readers
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents, is_validation

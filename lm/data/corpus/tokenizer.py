@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lm.common.errors import UserError, require
 from lm.common.files import parse_json
-from lm.config.load import Config, Data
+from lm.config.data import Data
+from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.sources.errors import DataError
 from lm.data.sources.hub import check_hub

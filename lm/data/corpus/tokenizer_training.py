@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.common.errors import UserError, require
 from lm.common.files import OutputError, check_folder, writing
-from lm.config.load import Config
-from lm.data.batches.packing import encode_documents
+from lm.config.schema import Config
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import bpe_of, first_texts, from_sentencepiece, save
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import naming, parts, tokenizer_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lm.common.console import say
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.sources.errors import DataError, HubUnreachable, first_line
 
 PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.sources.errors import DataError, first_line
 from lm.data.sources.hub import HubFiles, open_hub, patiently
 from lm.data.sources.hub_download import local_copy

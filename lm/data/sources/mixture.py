@@ -7,8 +7,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from lm.config.data import OF_A_SINGLE_SOURCE
-from lm.config.load import Config, Data
+from lm.config.data import OF_A_SINGLE_SOURCE, Data
+from lm.config.schema import Config
 from lm.data.sources.errors import DataError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lm.common.files import parse_json
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.sources.errors import DataError
 from lm.data.sources.parquet import read_parquet
 

@@ -8,11 +8,13 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from lm.common import page as shell
-from lm.evaluation.inspection.result import Inspection, Layers
+from lm.common.files import write_text
+from lm.evaluation.inspection.result import Layers, Measured
 from lm.evaluation.inspection.tokens import Token
 from lm.evaluation.inspection.words import (
     LN2,
@@ -137,7 +139,7 @@ show(data.first);
 """
 
 
-def page(found: Inspection) -> str:
+def page(found: Measured) -> str:
     """The whole page."""
     ways = colourings(found)
     parts = [MADE_BY, _facts(found), _chooser(ways), "<section>", _text(found, ways[0])]
@@ -153,7 +155,7 @@ def page(found: Inspection) -> str:
     return shell.page(f"Inside {found.name}", parts, STYLE, SCRIPT)
 
 
-def frame(found: Inspection, height: int = 720) -> str:
+def frame(found: Measured, height: int = 720) -> str:
     """The page within another one, apart from its style and names. height: in pixels."""
     return (
         f"<iframe srcdoc='{html.escape(page(found), quote=True)}'"
@@ -161,7 +163,7 @@ def frame(found: Inspection, height: int = 720) -> str:
     )
 
 
-def _facts(found: Inspection) -> str:
+def _facts(found: Measured) -> str:
     pairs = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in facts(found)
@@ -180,7 +182,7 @@ def _chooser(ways: list[Colouring]) -> str:
     )
 
 
-def _text(found: Inspection, way: Colouring) -> str:
+def _text(found: Measured, way: Colouring) -> str:
     spans = []
     for t, token in enumerate(found.tokens):
         kinds = ["token"]
@@ -216,7 +218,7 @@ def _pieces(token: Token) -> str:
     )
 
 
-def _data(found: Inspection, ways: list[Colouring]) -> str:
+def _data(found: Measured, ways: list[Colouring]) -> str:
     """The numbers that the script reads."""
     hardest = [-1 if value is None else value for value in ways[0].values]
     value = {
@@ -231,7 +233,7 @@ def _data(found: Inspection, ways: list[Colouring]) -> str:
     return f"<script type='application/json' id='data'>{text}</script>"
 
 
-def _of_token(found: Inspection, t: int) -> dict:
+def _of_token(found: Measured, t: int) -> dict:
     token, loss = found.tokens[t], float(found.loss[t])
     rows = [["id", f"{token.id}, the token at {t}"]]
     if token.part_of:
@@ -311,3 +313,20 @@ def _drawn(layers: Layers, tokens: Sequence[Token], rows: list[tuple[str, torch.
     if len(numbers) > 1:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
+
+
+class Inspection(Measured):
+    """What was measured, with the page that shows it."""
+
+    def to_html(self, path: Path | str) -> Path:
+        """Write the page, which needs nothing beside it.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        write_text(path, page(self))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page in a frame of its own, so that neither disturbs the other."""
+        return frame(self)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ class Layers:
 
 
 @dataclass(frozen=True, eq=False)
-class Inspection:
+class Measured:
     """What a model makes of t tokens. Of a text the first token may be one that was put before it;
     `loss`, `entropy` and `guesses` of a token are of the prediction of this very token, made when
     those before it had been read. Of a synthetic task they are of the answer at the token, made
@@ -96,24 +95,6 @@ class Inspection:
     def bits_per_byte(self) -> float | None:
         """None where there is no text, or its first token was not predicted."""
         return bits_per_byte(self.total_loss, self.text_bytes)
-
-    def to_html(self, path: Path | str) -> Path:
-        """Write the page, which needs nothing beside it.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        from lm.common.files import write_text
-        from lm.evaluation.inspection.page import page
-
-        write_text(path, page(self))
-        return Path(path)
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the page in a frame of its own, so that neither disturbs the other."""
-        from lm.evaluation.inspection.page import frame
-
-        return frame(self)
 
     def __repr__(self) -> str:
         solved = "no layer with ℓ*"

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from lm.common.console import say
 from lm.common.files import OutputError, check_file, writing
-from lm.evaluation.inspection.page import MADE_BY
-from lm.evaluation.inspection.result import Inspection
-
-PAGE = "inspect.html"
+from lm.evaluation.inspection.page import MADE_BY, Inspection
+from lm.runs.exported import PAGE
 
 
 def default_page(place: Path | str) -> Path:

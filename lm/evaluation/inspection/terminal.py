@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.result import Measured
 from lm.evaluation.inspection.words import (
     NO_SOLVER,
     Colouring,
@@ -30,7 +30,7 @@ STYLES = (
 MOST = 8  # tokens in the table
 
 
-def parts(found: Inspection, console: Console) -> list[RenderableType]:
+def parts(found: Measured, console: Console) -> list[RenderableType]:
     """What to print, one after another. console: where it goes; colours only where it has them."""
     way = colourings(found)[0]
     coloured = console.is_terminal and not console.no_color
@@ -46,7 +46,7 @@ def parts(found: Inspection, console: Console) -> list[RenderableType]:
     return out
 
 
-def _coloured(found: Inspection, way: Colouring):
+def _coloured(found: Measured, way: Colouring):
     from rich.text import Text
 
     text = Text()
@@ -83,7 +83,7 @@ def _legend(way: Colouring):
     return text
 
 
-def _surprises(found: Inspection, way: Colouring):
+def _surprises(found: Measured, way: Colouring):
     """The tokens of which the highest loss was made, and what was thought likelier."""
     from rich.text import Text
 

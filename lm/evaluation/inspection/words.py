@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lm.evaluation.inspection.result import Inspection, Layers
+from lm.evaluation.inspection.result import Layers, Measured
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
@@ -52,7 +52,7 @@ class Colouring(NamedTuple):
     digits: int
 
 
-def colourings(found: Inspection) -> list[Colouring]:
+def colourings(found: Measured) -> list[Colouring]:
     """All that tokens can be coloured by, the one shown first in front. Those of ℓ* have one scale,
     so that layers can be compared."""
     out = []
@@ -77,7 +77,7 @@ def plain(values: torch.Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def facts(found: Inspection) -> list[tuple[str, str]]:
+def facts(found: Measured) -> list[tuple[str, str]]:
     """What an inspection amounts to, name and value."""
     count = len(found.tokens) - found.has_start
     size = f"{count:,}"
@@ -131,7 +131,7 @@ def layer_rows(layers: Layers, tokens: Sequence[Token]) -> list[list[str]]:
     return rows
 
 
-def notes(found: Inspection) -> list[str]:
+def notes(found: Measured) -> list[str]:
     """What a reader must know of what is shown."""
     out = []
     if found.answers is not None:

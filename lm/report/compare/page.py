@@ -12,10 +12,10 @@ import yaml
 from lm.common import page as html
 from lm.common.files import write_json, write_text, writing
 from lm.report.compare.results import summary
-from lm.report.latex import document
 from lm.report.sections.as_markdown import table
 from lm.report.sections.blocks import with_error
 from lm.report.sections.draw import DASHES, MARKERS, PALETTE
+from lm.report.sections.latex import document
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

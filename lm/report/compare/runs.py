@@ -16,8 +16,9 @@ from lm.common.console import say
 from lm.common.errors import DIVERGED, PREEMPTED, Stopped, TrainingError
 from lm.common.files import DamagedError, read_mapping, write_text
 from lm.common.signals import StopSignals
-from lm.config.load import Config, load
+from lm.config.load import load
 from lm.config.resuming import FREE, resume_rule
+from lm.config.schema import Config
 from lm.report.compare.settings import Training
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir, RunDirError, comparable

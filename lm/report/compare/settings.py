@@ -13,9 +13,9 @@ from pydantic import Field, NonNegativeInt, ValidationError
 
 from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import Config
 from lm.config.messages import explain, is_key, nearest
 from lm.config.model import OpenFraction, Section
+from lm.config.schema import Config, check_warmup
 from lm.config.warmups import refuse_warmups
 from lm.config.yaml_text import load_tree, parse
 
@@ -194,7 +194,7 @@ def training(
     if steps is not None:
         config.set_key(tree, "train.steps", steps)
     cfg = config.build(tree, where)
-    config.check_warmup(cfg)
+    check_warmup(cfg)
     refuse_warmups(cfg, where)
     return Training(model, budget, tuple(point), seed, cfg)
 

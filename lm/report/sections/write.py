@@ -9,11 +9,11 @@ from pathlib import Path
 import lm
 from lm.common.errors import require
 from lm.common.files import OutputError, check_file, write_text
-from lm.report.latex import document
 from lm.report.sections import evidence, learning, overview, settings, solver, speed
 from lm.report.sections.as_html import as_html
 from lm.report.sections.as_markdown import as_markdown
 from lm.report.sections.blocks import Block, Chart, HeatMap, Notes, Section, Stack, Table, still
+from lm.report.sections.latex import document
 from lm.report.sections.read import Files, printable
 
 PAGE, MARKDOWN, LATEX = "report.html", "report.markdown", "report.tex"

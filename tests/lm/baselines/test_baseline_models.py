@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 from lm.baselines import FIELDS
 from lm.baselines.__main__ import count, table
 from lm.baselines.deltanet import DeltaNetForCausalLM
+from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import Config, ConfigError, Model, Optim
+from lm.config.model import Model
+from lm.config.schema import Config, Optim
 from lm.export.export import write_export
 from lm.training import optim
 from lm.training.build import build_model

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lm.baselines.transformer import alibi_bias, alibi_slopes
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.training.build import build_model
 
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 import synthetic.config
 from lm.baselines import FIELDS
+from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import Config, ConfigError, Model, Section, Solver
+from lm.config.model import Model, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
+from lm.config.schema import UNSEEN, Config
 from lm.config.yaml_text import Loader
 from lm.training.build import build_model
 
@@ -81,7 +83,7 @@ def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
 
 
 def test_a_comparison_is_not_taken_for_a_run():
-    path = ROOT / "configs/lm/report/compare/tiny.yaml"
+    path = ROOT / "configs/lm/compare/tiny.yaml"
     with pytest.raises(ConfigError) as refused_file:
         config.load(path)
     assert str(refused_file.value).endswith(f"not the config of one run: fprnn compare {path}")
@@ -369,7 +371,7 @@ def test_a_bad_sweep_is_refused(tmp_path, text, words):
 # Written and read back.
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-places = texts.map(lambda text: config.UNSEEN.sub("_", text))
+places = texts.map(lambda text: UNSEEN.sub("_", text))
 names = places.map(lambda text: re.sub(r"[/\\]", "_", text)).filter(lambda n: n not in (".", ".."))
 trees = st.fixed_dictionaries(
     {},
@@ -521,7 +523,7 @@ def test_a_baseline_reads_nothing_of_the_solver():
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
 def test_every_shipped_yaml_parses(path):
-    schema = synthetic.config.Config if "synthetic" in path.parts else config.Config
+    schema = synthetic.config.Config if "synthetic" in path.parts else Config
     tree = config.load_tree(path)
     cfg = config.load(path, schema=schema)
     assert cfg.name == tree["name"]

@@ -2,9 +2,11 @@
 
 import pytest
 
+from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config import old_keys
-from lm.config.load import Config, ConfigError, Solver
+from lm.config.model import Solver
+from lm.config.schema import Config
 
 EVERY = {
     "schedule": "window:4", "stopping": "causal", "tol": 0.2, "eval_tol": 0.02, "max_iters": 7,

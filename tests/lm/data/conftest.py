@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lm.config.load import Config
 from lm.config.load import build as build_config
+from lm.config.schema import Config
 from lm.data.corpus.tokenizer import train_bpe
 from tests.lm.data.loopback import serving
 

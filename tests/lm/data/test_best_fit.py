@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.data.batches.loader import MapLoader, build
 from lm.data.batches.packing import IGNORE, micro_batch
@@ -171,7 +172,7 @@ def test_a_run_packs_its_corpus_once_and_the_plan_says_the_waste(cfg, bpe, capsy
 
 
 def test_a_stream_cannot_be_packed_best():
-    with pytest.raises(config.ConfigError, match=r"`data.packing: best_fit` must see all"):
+    with pytest.raises(ConfigError, match=r"`data.packing: best_fit` must see all"):
         config.build({"data": {"source": "fineweb", "packing": "best_fit"}})
 
 

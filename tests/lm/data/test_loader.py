@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.batches.loader import MapLoader, build, validation_blocks
-from lm.data.batches.packing import IGNORE, block_count, encode_documents
+from lm.data.batches.packing import IGNORE, block_count
 from lm.data.batches.stream import StreamLoader, merge_states
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation

@@ -12,8 +12,9 @@ import pytest
 import torch
 from tests.lm.test_plan import LM
 
+from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.batches.loader import MapLoader, build
 from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader
 from lm.data.batches.packing import IGNORE
@@ -226,7 +227,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("data, said", REFUSED)
 def test_what_cannot_be_a_mixture_is_refused_by_name(data, said):
-    with pytest.raises(config.ConfigError) as error:
+    with pytest.raises(ConfigError) as error:
         config.build({"data": data})
     assert said in str(error.value)
 
@@ -238,9 +239,9 @@ def test_overrides_and_sweeps_reach_into_a_mixture():
     tree["sweep"] = {"data.mixture.web.weight": [0.3, 0.5]}
     points = config.sweep_points(tree)
     assert config.point_name("x", 1, points[1]) == "x/001-weight=0.5"
-    with pytest.raises(config.ConfigError, match=r"did you mean `data.mixture.web.weight`"):
+    with pytest.raises(ConfigError, match=r"did you mean `data.mixture.web.weight`"):
         config.set_overrides(tree, ["data.mixture.web.wait=3"])
-    with pytest.raises(config.ConfigError, match=r"`data.mixture.wbe.source` is missing"):
+    with pytest.raises(ConfigError, match=r"`data.mixture.wbe.source` is missing"):
         config.set_overrides(
             other := {"data": {"mixture": {"web": WEB}}}, ["data.mixture.wbe.weight=3"]
         )

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.batches.loader import validation_blocks
 from lm.data.batches.ngram import ngram_baselines
 

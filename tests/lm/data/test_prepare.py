@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from lm.common.files import OutputError
-from lm.data.batches.packing import encode_documents
 from lm.data.corpus import integrity
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import open_corpus, prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation

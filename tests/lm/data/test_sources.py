@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import (
     MAX_DOCUMENT,

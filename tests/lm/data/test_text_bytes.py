@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.ranks import Ranks
-from lm.config.load import Data
+from lm.config.data import Data
 from lm.data.batches.loader import validation_blocks
-from lm.data.batches.packing import encode_documents
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import _from_folder
 from lm.training.validation import text_bytes_of
 from tests.lm.data.test_tokenizer import EDGE_CASES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lm.data.batches.packing import encode_documents
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import EOS, PAD, _training_texts, load_tokenizer
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation

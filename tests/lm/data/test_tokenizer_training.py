@@ -9,9 +9,9 @@ import pytest
 
 from lm.cli.main import main
 from lm.config.load import build
-from lm.data.batches.packing import encode_documents
 from lm.data.corpus import tokenizer_training
 from lm.data.corpus.corpora import prepare_sources
+from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import load_tokenizer, train_bpe
 from lm.data.corpus.tokenizer_training import train_tokenizer
 from lm.data.sources.open import is_validation

@@ -60,7 +60,7 @@ def stand_in(monkeypatch):
 
 
 def adapter(name):
-    return importlib.import_module(f"lm.kernels.{name}")
+    return importlib.import_module(f"lm.kernels.mamba_ssm.{name}")
 
 
 def results(scan, tensors, keep=None, state=True):
@@ -76,7 +76,7 @@ def results(scan, tensors, keep=None, state=True):
 
 def test_the_selective_scan(stand_in):
     tensors = scan_inputs(2, 9, 5, 3, torch.float32)
-    h0, scan = tensors.pop("h0"), adapter("mamba_scan").selective_scan
+    h0, scan = tensors.pop("h0"), adapter("scan").selective_scan
     expected = results(selective_scan_plain, tensors, state=False)
     assert_close(results(scan, tensors, state=False), expected, 1e-5)
     with pytest.raises(Unsupported, match="no state before it and no resets"):
@@ -103,7 +103,7 @@ def test_the_chunked_scan(stand_in, with_h0, with_keep):
     keep = torch.ones(2, 9) if with_keep else None
     if with_keep:
         keep[0, 0] = keep[:, 4] = keep[:, 5] = 0  # row 0 forgets its h0
-    scan = adapter("mamba_ssd").ssd_scan
+    scan = adapter("ssd").ssd_scan
     assert_close(results(scan, tensors, keep), results(ssd_scan, tensors, keep), 1e-5)
     with pytest.raises(Unsupported, match=r"torch\.float64"):
         scan(**{k: v.double() for k, v in tensors.items()})
@@ -116,13 +116,13 @@ def test_what_does_not_fit_the_gpu_is_unsupported(stand_in):
     stand_in[NAMES[4]].mamba_chunk_scan_combined = out_of_resources
     x = torch.ones(1, 2, 1, 1)
     with pytest.raises(Unsupported, match="does not fit this GPU"):
-        adapter("mamba_ssd").ssd_scan(x, x[..., 0], -torch.ones(1), x, x)
+        adapter("ssd").ssd_scan(x, x[..., 0], -torch.ones(1), x, x)
 
 
-@pytest.mark.parametrize("name", ["mamba_scan", "mamba_ssd"])
+@pytest.mark.parametrize("name", ["scan", "ssd"])
 def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)  # on the CPU
-    own, function = adapter(name), {"mamba_scan": NAMES[3], "mamba_ssd": NAMES[4]}[name]
+    own, function = adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
     function = next(v for v in vars(stand_in[function]).values() if callable(v))
     assert own.usable() == (True, "")
     probe = triton_build._what_is_wrong.__wrapped__
@@ -144,7 +144,7 @@ def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
 
 def test_products_in_tf32_are_allowed_where_those_of_pytorch_are(stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    own = adapter("mamba_ssd")
+    own = adapter("ssd")
 
     def rounded(x, *args, **options):
         y, S = mamba_chunk_scan_combined(x, *args, **options)

@@ -13,7 +13,7 @@ from rich.console import Console
 from lm.common import console
 
 from lm.runs import metrics
-from lm.config.load import Config
+from lm.config.schema import Config
 from lm.runs.log import TRACKERS, Writer, describe, grouped
 from lm.runs.metrics import (
     Spikes,

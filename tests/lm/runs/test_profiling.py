@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from lm.config.schema import Config
 from lm.config import load as config
 
 from lm.runs import profile as profiling
@@ -109,7 +110,7 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
     assert ("no CUPTI" if fault == "start" else "cannot be written") in said[0]
 
 
-@pytest.mark.parametrize("schema", [config.Config, synthetic_config.Config])
+@pytest.mark.parametrize("schema", [Config, synthetic_config.Config])
 @pytest.mark.parametrize(
     "profile, words",
     [

@@ -23,7 +23,7 @@ from lm.runs.checkpoint import (
     snapshot,
     verify,
 )
-from lm.config.load import Checkpoint
+from lm.config.schema import Checkpoint
 from lm.common.ranks import Ranks
 
 fork = multiprocessing.get_context("fork")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lm.common import ranks
-from lm.config.load import ConfigError, Optim
+from lm.common.errors import ConfigError
+from lm.config.schema import Optim
 from lm.training import deepspeed_json, optim
 from lm.training.build import build_model
 from lm.training.engine import Engine

@@ -3,8 +3,8 @@
 import pytest
 
 import synthetic.config
+from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import ConfigError
 from lm.report import activations
 from lm.report.plan import plan, where
 from lm.report.report import _add_layers

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.load import ConfigError, Optim, check_warmup
+from lm.config.schema import Optim, check_warmup
 from lm.report.plan import plan
 from lm.runs.checkpoint import CheckpointError
 from lm.training import optim

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from lm.config.load import ConfigError
+from lm.common.errors import ConfigError
 from lm.export.export import ExportError, export
 from lm.model import modeling_fprnn
 from lm.model.loss import IGNORED

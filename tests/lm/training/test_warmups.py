@@ -8,8 +8,10 @@ import pytest
 import torch
 from tests.lm.test_train import trace
 
+from lm.common.errors import ConfigError
 from lm.common.ranks import Ranks
-from lm.config.load import ConfigError, check_warmup, load
+from lm.config.load import load
+from lm.config.schema import check_warmup
 from lm.config.warmups import Growth
 from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer

@@ -1,0 +1,346 @@
+"""The sections of the YAML that describe a run, and the whole tree of them, `Config`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from lm.common.errors import ConfigError
+from lm.config.data import LARGEST, Data
+from lm.config.model import Fraction, InitFrom, Model, OpenFraction, Section, Solver
+from lm.config.resuming import FIXED, FREE, NOTED
+from lm.config.warmups import Growing, check_warmups
+from lm.config.yaml_text import Dumper
+
+# Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
+MOST = 10**9  # updates, sequences
+# Of no folder's name: characters of control, of lines, of the direction of writing, and no text.
+UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class Tokenizer(Section):
+    """`name: bpe` trains a byte-level BPE of `vocab_size` on the corpus, once, and keeps it with
+    the run; anything else is a HuggingFace tokenizer, by hub name or folder."""
+
+    name: str = Field("bpe", min_length=1)
+    vocab_size: int = Field(4096, gt=257, le=LARGEST)
+    train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
+
+
+DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
+LR_FACTORS = "a mapping of patterns of parameters' names to factors above 0, {'*.A_log': 0.1}"
+
+
+class Muon(Section):
+    """Of `optim.name: muon`, for the matrices of hidden layers."""
+
+    lr: float | None = Field(None, gt=0)  # peak; null: optim.lr
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    # what the orthogonalised gradient is scaled by, for a matrix of m × n: 0.2 √max(m, n), as large
+    # as a step of AdamW; or √max(1, m / n)
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+
+
+class Optim(Section):
+    """AdamW, or Muon beside it, with decoupled weight decay and a schedule, counted in updates."""
+
+    lr: float = Field(4e-3, gt=0)
+    min_lr: float = Field(1e-5, ge=0)
+    warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
+    decay: float | None = Field(None, gt=0)
+    lr_factors: dict[str, float] = Field({}, description=LR_FACTORS)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    grad_clip: float = Field(1.0, ge=0)  # 0: off
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
+    muon: Muon = Muon()
+
+    @model_validator(mode="after")
+    def _floor_below_peak(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _muon_of_muon(self) -> Self:
+        if self.name != "muon" and self.muon != Muon():
+            raise ValueError("`muon` is of `name: muon` alone: set optim.name to muon as well")
+        return self
+
+    @model_validator(mode="after")
+    def _decay_of_wsd(self) -> Self:
+        if self.decay is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"`decay` is {self.decay:g}, and is of schedule wsd alone, not {self.schedule}:"
+                " leave it out (null)"
+            )
+        return self
+
+    @field_validator("lr_factors", mode="before")
+    @classmethod
+    def _factors_above_0(cls, value):
+        for pattern, factor in value.items() if isinstance(value, dict) else ():
+            is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+            if not is_number or not factor > 0 or not pattern:
+                raise ValueError(f"{pattern!r}: {factor!r} will not do: it must be {LR_FACTORS}")
+        return value
+
+    @property
+    def decay_of_wsd(self) -> float:
+        return DECAY if self.decay is None else self.decay
+
+
+class Skip(Section):
+    """An update whose loss or gradient norm is more than `sigma` standard deviations above the mean
+    of the last `window` updates is left out."""
+
+    sigma: float = Field(6.0, gt=0)
+    window: int = Field(128, ge=2, le=100_000)
+
+
+class Train(Growing):
+    """How much is trained at once, and for how long."""
+
+    steps: int = Field(4800, gt=0, le=MOST)  # optimizer updates
+    # sequences an update, over all ranks: on any number of ranks the same training (a checkpoint
+    # knows what it was, and another is refused)
+    global_batch_size: int | None = Field(None, gt=0, le=MOST)
+    micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences a forward pass, per rank
+    # null: what makes the global batch, or 1 where that is not given
+    grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
+    world_size: int | None = Field(
+        None, gt=0, le=1_000_000
+    )  # ranks this config is meant for; others are refused
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
+    device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
+    threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
+    # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
+    # data after it.
+    rollbacks: int = Field(2, ge=0)
+    spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
+    # so many times the mean of log²Z over the targets is added to the loss; 0: off
+    z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
+    skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
+    ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
+
+    @model_validator(mode="after")
+    def _one_way_to_say_the_batch(self) -> Self:
+        if self.global_batch_size and self.grad_accum_steps:
+            raise ValueError(
+                "`grad_accum_steps` follows from `global_batch_size`, the ranks and"
+                " `micro_batch_size`: leave it out (null)"
+            )
+        return self
+
+    def accumulation(self, world_size: int) -> int:
+        """Forward passes of an update.
+
+        Raises:
+            ConfigError: the global batch cannot be made of such micro-batches.
+        """
+        if self.global_batch_size is None:
+            return self.grad_accum_steps or 1
+        at_once = self.micro_batch_size * world_size
+        count, left = divmod(self.global_batch_size, at_once)
+        if left or not count:
+            ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+            raise ConfigError(
+                f"train.global_batch_size {self.global_batch_size} is no multiple of"
+                f" micro_batch_size {self.micro_batch_size} × {ranks} = {at_once}: set"
+                " train.micro_batch_size so that it is"
+            )
+        return count
+
+    def sequences(self, world_size: int) -> int:
+        """Sequences of an update, over all ranks."""
+        return self.micro_batch_size * self.accumulation(world_size) * world_size
+
+
+class Engine(Section):
+    """DeepSpeed. Its JSON is generated from the whole config; `deepspeed` (a mapping or the path of
+    a JSON file) is merged over it last."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    deepspeed: dict[str, Any] | str | None = None
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
+    hang_s: int = Field(3600, gt=0, le=31_536_000)  # without a step: write all stacks, and end
+
+
+class Checkpoint(Section):
+    every: int = Field(500, gt=0)  # updates
+    keep: int = Field(2, gt=0)  # newest checkpoints kept
+    keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
+
+
+PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"
+
+
+class Log(Section):
+    every: int = Field(10, gt=0)  # updates
+    wandb: bool = False  # offline when no key is configured
+    wandb_project: str = "fprnn"
+    tensorboard: bool = False
+    probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
+    contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
+    # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
+    profile: tuple[PositiveInt, PositiveInt] | None = Field(None, description=PROFILED)
+
+    @field_validator("profile")
+    @classmethod
+    def _first_to_last(cls, value):
+        if value is not None and value[0] > value[1]:
+            raise ValueError(f"{list(value)} will not do: it must be {PROFILED}")
+        return value
+
+
+class Eval(Section):
+    every: int = Field(500, gt=0)  # updates; always once more at the end
+    micro_batch_size: int | None = Field(None, gt=0, le=65_536)  # null: that of training
+
+
+class Run(Section):
+    """What every run has. `out_dir/name` is its run directory. Each field says whether a resumed
+    run may change it, a section for all that is in it."""
+
+    name: Annotated[str, FREE] = Field("run", min_length=1)
+    out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
+    seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
+    model: Annotated[Model, FIXED] = Model()
+    solver: Annotated[Solver, NOTED] = Solver()
+    sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
+    if TYPE_CHECKING:  # each kind of run has these at a place, and of a class, of its own
+        resume: str
+        optim: Optim
+        train: Any
+        log: Log
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value):
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("out_dir")
+    @classmethod
+    def _home_of_out_dir(cls, value):
+        """A shell that does not see ~ at the beginning of a word leaves it to us."""
+        if UNSEEN.search(value):
+            raise ValueError(f"{value!r} holds a character that no folder's name should have")
+        place = os.path.expanduser(value)
+        if place.startswith("~"):
+            raise ValueError(f"`{value}` begins with ~, and there is no such user: give the folder")
+        return place
+
+    @field_validator("name")
+    @classmethod
+    def _name_below_out_dir(cls, value):
+        """`--overwrite` deletes the run directory: it must be one of out_dir's own."""
+        parts = value.split("/")
+        if "" in parts or "." in parts or ".." in parts:
+            raise ValueError(
+                f"`{value}` is no name of a folder inside out_dir: give one, or several with `/`"
+                " between them, as in mixers/first; another place is out_dir"
+            )
+        if "\\" in value or UNSEEN.search(value):
+            raise ValueError(f"{value!r} holds a character that no folder's name should have")
+        return value
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out_dir) / self.name
+
+    def to_yaml(self) -> str:
+        tree = self.model_dump(mode="json")
+        return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def number_of_updates(value: float, steps: int) -> int:
+    """`optim.warmup` or `optim.decay` in updates: below 1 it is a fraction of all of them."""
+    return round(value * steps if value < 1 else value)
+
+
+def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
+    """Raises ValueError for a `log.profile` of updates that a run of so many does not make."""
+    if profile is not None and profile[1] > steps:
+        raise ValueError(
+            f"`log.profile` ends with update {profile[1]}, and `train.steps` is only {steps}"
+        )
+
+
+def check_warmup(cfg: Run) -> None:
+    """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
+    before this was checked are still read.
+
+    Raises:
+        ConfigError: it is longer than the run, or no whole number of updates; or there is no room
+            for the decay of `wsd` after it.
+    """
+    _check_decay(cfg.optim, cfg.train.steps)
+    if isinstance(cfg, Config):
+        check_warmups(cfg)
+    warmup = cfg.optim.warmup
+    if warmup > 1 and warmup != int(warmup):
+        raise ConfigError(
+            f"optim.warmup: {warmup:g} updates cannot be: below 1 it is a fraction of all updates,"
+            " else a whole number of them"
+        )
+    if warmup > cfg.train.steps:
+        raise ConfigError(
+            f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
+            " learning rate would never reach optim.lr"
+        )
+
+
+def _check_decay(optim: Optim, steps: int) -> None:
+    if optim.schedule != "wsd":
+        return
+    decay = optim.decay_of_wsd
+    if decay > 1 and decay != int(decay):
+        raise ConfigError(
+            f"optim.decay: {decay:g} updates cannot be: below 1 it is a fraction of all updates,"
+            " else a whole number of them"
+        )
+    in_updates = [number_of_updates(value, steps) for value in (optim.warmup, decay)]
+    if sum(in_updates) > steps:
+        raise ConfigError(
+            f"optim.warmup and optim.decay are {in_updates[0]} and {in_updates[1]} updates, and"
+            f" train.steps is only {steps}: they do not fit one after the other"
+        )
+
+
+class Config(Run):
+    """A language-model run."""
+
+    # never | auto (newest good checkpoint of this run) | a checkpoint's path
+    resume: Annotated[str, FREE] = Field("never", min_length=1)
+    init_from: Annotated[InitFrom | None, FIXED] = None
+    tokenizer: Annotated[Tokenizer, FIXED] = Tokenizer()
+    data: Annotated[Data, FIXED] = Data()
+    optim: Annotated[Optim, FIXED] = Optim()
+    train: Annotated[Train, FREE] = Train()
+    engine: Annotated[Engine, FREE] = Engine()
+    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
+    log: Annotated[Log, FREE] = Log()
+    eval: Annotated[Eval, FREE] = Eval()
+
+    @model_validator(mode="after")
+    def _profile_within_training(self) -> Self:
+        check_profile(self.log.profile, self.train.steps)
+        return self
+
+    def tokens_per_step(self, world_size: int = 1) -> int:
+        """Tokens an optimizer update sees, over all ranks."""
+        return self.train.sequences(world_size) * self.data.seq_len
