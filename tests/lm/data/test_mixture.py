@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tests.lm.test_plan import LM
+from tests.lm.report.test_plan import LM
 
 from lm.common.errors import ConfigError
 from lm.config import load as config

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.lm.test_elastic import EVERY, close, trace
+from tests.lm.training.test_elastic import EVERY, close, trace
 
 from lm.data.corpus.prepare import open_corpus
 from tests.running import ROOT, fprnn, run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lm.test_train import trace
+from tests.lm.training.test_train import trace
 
 from lm.common.errors import ConfigError
 from lm.common.ranks import Ranks
