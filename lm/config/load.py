@@ -21,6 +21,11 @@ from lm.config.yaml_text import load_tree, parse
 
 MOST_POINTS = 10_000  # of a sweep
 SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
+# Keys that are no longer there, and their defaults when they were: a config.yaml of then that holds
+# one with its default is read without it.
+REMOVED = {
+    "data.packing": "plain",
+}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -76,6 +81,29 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     return key, parse(value, f"override `{text}`: the value")
 
 
+def without_removed(tree: dict, where: str) -> dict:
+    """A whole YAML without the keys of REMOVED; the tree given is left as it is.
+
+    Raises:
+        ConfigError: one of them has another value than its default was.
+    """
+    tree = copy.deepcopy(tree)
+    for key, default in REMOVED.items():
+        *parents, last = key.split(".")
+        section: Any = tree
+        for name in parents:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or last not in section:
+            continue
+        value = section.pop(last)
+        if value != default:
+            raise ConfigError(
+                f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
+                f" as its default {default!r} did"
+            )
+    return tree
+
+
 @overload
 def build(tree: dict, where: str = "config") -> Config: ...
 @overload
@@ -86,7 +114,7 @@ def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
     Raises:
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
-    tree = moved_tree(tree, where)
+    tree = without_removed(moved_tree(tree, where), where)
     if schema is Config and {"models", "reference"} <= tree.keys():
         raise ConfigError(
             f"{where} compares several models, it is not the config of one run: fprnn compare"

@@ -240,7 +240,6 @@ def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
         "dataset_tokens": dataset_tokens,
         "dataset": dataset,
         "sources": sources,
-        "packing": _packing(cfg),
         "passes": tokens / dataset_tokens if dataset_tokens else None,
     }
 
@@ -351,25 +350,8 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         *p["warmups"],
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         *(_mixed(p) or _single(p, cfg)),
-        *p["packing"],
         *(("optimizer", line) for line in p["optimizer"]),
     ]
-
-
-def _packing(cfg: Config) -> list[tuple[str, str]]:
-    """Rows of what best-fit packing wastes, as the run has packed its sources; none of plain."""
-    if cfg.data.packing == "plain":
-        return []
-    from lm.data.corpus import best_fit
-    from lm.data.corpus.prepare import place_in_run
-    from lm.data.sources.mixture import parts
-
-    rows = []
-    for name, part in parts(cfg).items():
-        found = best_fit.read(place_in_run(cfg.run_dir, name), part.data)
-        cost = found[1] if found else "best_fit: its padding is known once the run has packed it"
-        rows.append((f"packing {name}".rstrip(), str(cost)))
-    return rows
 
 
 def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:

@@ -114,7 +114,6 @@ def optimisation(runs: Sequence[Files]) -> Section:
     for title, unit, key in (
         ("Batch", "sequences an update", "batch_size"),
         ("Length of sequences", "tokens", "length"),
-        ("Padding", "share of positions", "data_padding"),
     ):
         if any(having(files.records, key) for files in runs):
             blocks += per_run(runs, title, unit, (key,))

@@ -16,6 +16,7 @@ import synthetic.config
 from lm.baselines import FIELDS
 from lm.common.errors import ConfigError
 from lm.config import load as config
+from lm.config.messages import is_key
 from lm.config.model import Model, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
@@ -80,6 +81,16 @@ def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     message = refused({"checkpoint": {"zzzz": 1}})
     assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
+
+
+@pytest.mark.parametrize("key", config.REMOVED)
+def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
+    assert not is_key(key, Config)
+    tree = {}
+    config.set_key(tree, key, config.REMOVED[key])
+    assert config.build(tree) == Config() and tree != {}
+    config.set_key(tree, key, "another")
+    assert f"`{key}` is no longer there, and is 'another'" in refused(tree)
 
 
 def test_a_comparison_is_not_taken_for_a_run():
