@@ -25,6 +25,8 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "train.batch_warmup": None,
+    "train.length_warmup": None,
 }
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

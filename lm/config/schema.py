@@ -19,7 +19,6 @@ from lm.common.errors import ConfigError
 from lm.config.data import LARGEST, Data
 from lm.config.model import Fraction, InitFrom, Model, OpenFraction, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED
-from lm.config.warmups import Growing, check_warmups
 from lm.config.yaml_text import Dumper
 
 # Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
@@ -112,7 +111,7 @@ class Skip(Section):
     window: int = Field(128, ge=2, le=100_000)
 
 
-class Train(Growing):
+class Train(Section):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0, le=MOST)  # optimizer updates
@@ -289,8 +288,6 @@ def check_warmup(cfg: Run) -> None:
             for the decay of `wsd` after it.
     """
     _check_decay(cfg.optim, cfg.train.steps)
-    if isinstance(cfg, Config):
-        check_warmups(cfg)
     warmup = cfg.optim.warmup
     if warmup > 1 and warmup != int(warmup):
         raise ConfigError(

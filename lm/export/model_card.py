@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm import __version__
-from lm.common.errors import ConfigError
 from lm.common.files import read_mapping
 from lm.config.data import Data
 from lm.config.schema import Config, Optim
-from lm.config.warmups import Growth
 from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.mixture import parts
 from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
@@ -74,12 +72,9 @@ def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
 def _tokens(cfg: Config, manifest: dict) -> str:
     """How many were trained on until a checkpoint, in words."""
     step, sequences = manifest["step"], manifest.get("global_batch_size")
-    if cfg.train.batch_warmup is None and sequences is not None:
-        return f"{step * sequences * cfg.data.seq_len:,} tokens"
-    try:
-        return f"{Growth(cfg, manifest['world_size']).tokens_until(step):,} tokens"
-    except ConfigError:  # the config is of later ranks, or of later micro-batches
+    if sequences is None:  # version 0.1 did not write it
         return "a number of tokens that is not known"
+    return f"{step * sequences * cfg.data.seq_len:,} tokens"
 
 
 def _data(run: RunDir, cfg: Config) -> list[str]:

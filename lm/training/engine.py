@@ -28,7 +28,6 @@ from lm.common.errors import (
 )
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
-from lm.config.warmups import Growth
 from lm.model.loss import log_z_sum, number_of
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
@@ -304,7 +303,7 @@ class Engine:
         """One update.
 
         Args:
-            batches: its micro-batches, on every rank as many.
+            batches: its micro-batches, on every rank as many as `train.accumulation` says.
             stop: this rank was asked to stop. alive: called after each micro-batch.
             outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
                 where `train.skip` is set.
@@ -313,7 +312,6 @@ class Engine:
                 spoilt.
         """
         self.deepspeed.train()
-        self._accumulate(len(batches))
         total, stats = torch.zeros((), device=self.ranks.device), []
         added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
@@ -350,15 +348,6 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)
-
-    def _accumulate(self, count: int) -> None:
-        """Have DeepSpeed make the next update of so many micro-batches."""
-        engine = self.deepspeed
-        if count != engine.gradient_accumulation_steps():
-            at_once = engine.train_micro_batch_size_per_gpu() * self.ranks.world_size
-            engine.set_train_batch_size(count * at_once)
-            # The update ends where `count` divides the micro-batches since here.
-            engine.micro_steps = 0
 
     def _unless_skipped(self, step: Callable) -> Callable:
         """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
@@ -505,8 +494,7 @@ class Engine:
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates
         self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
-        growth = Growth(self.cfg, self.ranks.world_size)
-        self.deepspeed.global_samples = growth.sequences_until(updates)
+        self.deepspeed.global_samples = updates * self.config["train_batch_size"]
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
 

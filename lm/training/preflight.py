@@ -13,7 +13,6 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_warmup
-from lm.config.warmups import check_batch_warmup
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
 from lm.kernels import asked
@@ -98,7 +97,6 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
     check_contraction(cfg, config)
     check_muon(cfg, config)
     check_average(cfg, config)
-    check_batch_warmup(cfg, world_size, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     groups(model, cfg.optim)
     init_from.check(cfg, model)

@@ -18,12 +18,10 @@ from lm.training.optim import signature
 
 def identity(cfg: Config, world_size: int) -> dict:
     """What a checkpoint's manifest says of the training that it is of."""
-    warmup = cfg.train.batch_warmup
     return {
         **layout(cfg, world_size),
         "optimizer": signature(cfg.optim),
         "global_batch_size": cfg.train.sequences(world_size),
-        "batch_warmup": warmup and warmup.model_dump(),
     }
 
 
@@ -78,13 +76,6 @@ def check_batch(path: Path, manifest: dict, now: dict, run: RunDir, ranks: Ranks
     Args:
         now: `identity` of this run.
     """
-    grown, growing = manifest.get("batch_warmup"), now["batch_warmup"]
-    if grown != growing:
-        was, this = ("null" if w is None else w for w in (grown, growing))
-        raise CheckpointError(
-            f"{path} was trained with train.batch_warmup={was}, this run has {this}: the tokens"
-            " that it has seen are counted by it, so set the same (it may be over)"
-        )
     now = now["global_batch_size"]
     before = manifest.get("global_batch_size")
     if before is None:  # of a run of 0.1, whose config says it for one rank

@@ -17,7 +17,6 @@ from lm.common.ranks import Ranks, of_lost_peer
 from lm.common.signals import StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
-from lm.config.warmups import Growth
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -135,7 +134,7 @@ class Training:
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
-        self.growth = Growth(cfg, ranks.world_size)
+        self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
         self.profile = Profile(profiled, run.profile, say, self._paused)
         on_exit.callback(self.profile.close)
@@ -228,7 +227,7 @@ class Training:
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.solves = cfg.model.has_fixed_point
-        flops = affine(getattr(self.model, "flops_per_token", None), self.growth.lengths)
+        flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
         decay = cfg.train.ema
         self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
@@ -352,10 +351,8 @@ class Training:
             say(f"optim    {line}")
         if warning := missing_kernels(cfg):
             say(warning)
-        per_step = cfg.tokens_per_step(self.ranks.world_size)
         stage = self.engine.zero_stage
-        say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
-        self.growth.announce(say)
+        say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -417,7 +414,7 @@ class Training:
             self._validate()
 
     def _micro_batches(self) -> list:
-        """Of the next update.
+        """The next update's micro-batches.
 
         Raises:
             DataError: on every rank, where one cannot read.
@@ -425,7 +422,7 @@ class Training:
         micro, error = [], None
         try:
             with self.engine.times.part("data"):
-                for _ in range(self.growth.micro_batches(self.step + 1)):
+                for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):
                     micro.append(next(self.batches))
                     self.alive()
         except UserError as e:
@@ -433,7 +430,7 @@ class Training:
         (failed,) = self.ranks.sum(error is not None)
         if failed:
             self.ranks.raise_any(error)
-        return self.growth.cut(micro, self.step + 1)
+        return micro
 
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
@@ -449,7 +446,7 @@ class Training:
         if self.average:
             self.average.update()
         self.stats += update.stats
-        self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
+        self.speed.count(self.tokens_per_step)
         self.engine.times.end_update()
         return update
 
@@ -528,8 +525,7 @@ class Training:
             "grad_norm": update.norm,
             **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
             **({"skipped": self.outliers.number} if cfg.train.skip else {}),
-            "tokens": self.growth.tokens_until(self.step),
-            **self.growth.record(self.step),
+            "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **adjoint_metrics(self.model, self.ranks.gather),
@@ -595,7 +591,7 @@ class Training:
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
-            tokens = self.growth.tokens_until(steps)
+            tokens = steps * self.tokens_per_step
             result = {
                 "updates": steps,
                 "tokens": tokens,

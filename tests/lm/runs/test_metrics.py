@@ -233,17 +233,17 @@ def clock(monkeypatch):
 
 def test_throughput_and_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
-    speed = Throughput({8: lambda evaluations: 100 * evaluations}, world_size=2)
+    speed = Throughput(lambda evaluations: 100 * evaluations, world_size=2)
     clock.seconds += 2
     clock.processor += 3
-    speed.count(5000, 8)
+    speed.count(5000)
     # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
     read = speed.read(4.0)
     assert read.pop("spent") == {"seconds": 2.0, "processor_seconds": 3.0}
     assert read == {"tokens_per_s": 2500.0, "mfu": 0.5}
     clock.seconds += 3
     clock.processor += 1
-    speed.count(30, 8)
+    speed.count(30)
     read = speed.read(0.0)
     assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
     assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
@@ -251,28 +251,28 @@ def test_throughput_and_mfu(monkeypatch, clock):
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 4
     clock.processor += 3
-    speed.count(1000, 8)
+    speed.count(1000)
     clock.seconds += 50
     clock.processor += 50
     speed.restart()
     clock.seconds += 2
     clock.processor += 1
-    speed.count(20, 8)
+    speed.count(20)
     spent = {"seconds": 6.0, "processor_seconds": 4.0}
     assert speed.read(1.0) == {"tokens_per_s": 10.0, "spent": spent}  # no peak, no MFU
 
 
 def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 50
     speed.skip()
     for _ in range(2):
         clock.seconds += 4
-        speed.count(100, 8)
+        speed.count(100)
         clock.seconds += 1000  # a validation
         speed.skip()
     read = speed.read(1.0)
