@@ -19,7 +19,6 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP
 from lm.config import load as base
-from lm.config.old_keys import moved_tree
 from lm.runs.run_dir import RunDir, settled
 from lm.training.build import check_section
 from synthetic.build import device_of
@@ -92,7 +91,7 @@ def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config that a run was made with, and the one of today, both with settled values: with
     what the defaults of their version stand for."""
     path = RunDir(cfg.run_dir).config
-    saved = moved_tree(base.load_tree(path), str(path)) if path.exists() else {}
+    saved = base.without_removed(base.load_tree(path), str(path)) if path.exists() else {}
     wanted = cfg.model_dump(mode="json")
     if "model" in saved:
         saved = {**saved, "model": settled(saved["model"])}

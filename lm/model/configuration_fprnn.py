@@ -179,30 +179,6 @@ def parse_gradient(text: str) -> tuple[str, int | None]:
     raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
 
 
-def schedule_of_now(schedule: str) -> str:
-    """The schedule that takes the place of one of version 0.1, which is said once; any other as it
-    is."""
-    new = {"mixed": "auto", "exact": "sequential"}.get(str(schedule).partition(":")[0])
-    if new is None:
-        return schedule
-    logger.warning_once(f"schedule `{schedule}` is of version 0.1: `{new}` takes its place")
-    return new
-
-
-def refuse_agreement_reg(kwargs: dict[str, Any]) -> None:
-    """Take `agreement_reg`, a regulariser of version 0.1, from the arguments.
-
-    Raises:
-        ValueError: it is above 0.
-    """
-    weight = kwargs.pop("agreement_reg", 0)
-    if weight:
-        raise ValueError(
-            f"agreement_reg is {weight}: there is no such regulariser any more; with token"
-            " `exact` all schedules have the same solution"
-        )
-
-
 def refuse_solver_token(kwargs: dict[str, Any]) -> None:
     """Raise a ValueError where `token` of a `from_pretrained` names one of the solver's: to
     transformers it is a password, and nothing of the solver's would change."""
@@ -355,7 +331,6 @@ class FPRNNConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_agreement_reg(kwargs)
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_layer = n_layer
@@ -542,7 +517,6 @@ class FPRNNConfig(PretrainedConfig):
             self.stopping = "paper" if self.token == "iterate" else "causal"
         if self.gradient == "auto":
             self.gradient = "one_step" if self.token == "iterate" else "exact"
-        self.schedule = schedule_of_now(self.schedule)
         width = parse_schedule(self.schedule)
         kind, _ = parse_gradient(self.gradient)
         if self.stopping == "paper":

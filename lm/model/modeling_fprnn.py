@@ -23,7 +23,6 @@ from .configuration_fprnn import (
     SOLVER_FIELDS,
     FPRNNConfig,
     parse_gradient,
-    refuse_agreement_reg,
     refuse_solver_token,
 )
 from .contraction import spectral_norm
@@ -47,7 +46,6 @@ from .loss import (
     targets_of,
     weighted_penalty,
 )
-from .mixer_base import NORMED
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
@@ -90,9 +88,6 @@ _TRAVELS = (
     carried_kernels,
 )
 
-# Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
-# names that it was loaded with.)
-OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
 
@@ -151,10 +146,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         return False
 
     @classmethod
-    def from_pretrained(
-        cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any
-    ) -> Any:
-        """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1.
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """PreTrainedModel.from_pretrained, of files that are what they were.
 
         Raises:
             ValueError: the folder's weights or config.json are not what its SHA256SUMS says.
@@ -164,9 +157,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
             folder = os.path.join(place, kwargs.get("subfolder", ""))
             refuse_changed(folder, lambda name: name == "config.json" or ".safetensors" in name)
         refuse_solver_token(kwargs)
-        refuse_agreement_reg(kwargs)
-        names = {**OLD_NAMES, **(key_mapping or {})}
-        return super().from_pretrained(*args, key_mapping=names, **kwargs)
+        return super().from_pretrained(*args, **kwargs)
 
     def fixed_point_blocks(self) -> list[FixedPointBlock]:
         return [module for module in self.modules() if isinstance(module, FixedPointBlock)]

@@ -274,7 +274,7 @@ class Training:
         folder = self.run.checkpoints
         if self.found is not None:
             path, manifest = self.found
-            check_batch(path, manifest, self.checkpoints.about, self.run, self.ranks)
+            check_batch(path, manifest, self.checkpoints.about)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
                 raise CheckpointError(

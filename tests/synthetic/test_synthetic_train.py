@@ -1,7 +1,6 @@
 """The trainer in this process on tiny models: determinism, resume, curriculum, ℓmax, early stop."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -428,16 +427,6 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     assert counts | {"elsewhere": others["elsewhere"]} == others
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
-    # Of a checkpoint that has not kept it, and of another task, nothing is said.
-    folder = c.run_dir / "checkpoints"
-    saved = torch.load(newest(folder) / "state.pt", weights_only=True)
-    seen = saved.pop("seen")
-    assert seen.dtype == torch.uint64 and len(seen) > 9
-    shutil.rmtree(folder)
-    folder.mkdir()
-    torch.save(saved, folder / "last.pt")  # as version 0.1 kept it
-    old = [row["in_training"] for row in evaluate_run(c.run_dir)["eval"]]
-    assert old == [{"count": None, "of": 16}] * 2
 
 
 def test_the_questions_that_bAbI_has_in_two_splits_are_counted(cfg, babi):

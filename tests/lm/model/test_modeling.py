@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.layers import WNLinear
-from lm.model.modeling_fprnn import NORMED, FPRNNForCausalLM, FPRNNModel
+from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 from lm.model.non_finite import NonFiniteError
 from lm.model.patterns import FIXED_POINT, KINDS
 from lm.model.sizes import GATED
@@ -347,34 +346,6 @@ def test_an_auto_that_is_set_later_is_settled():
     config.kronecker_norm = config.contractive = config.quantile = "auto"
     config = FPRNNForCausalLM(config).config
     assert (config.kronecker_norm, config.contractive, config.quantile) == ("spectral", None, 0.9)
-
-
-def test_a_key_mapping_of_the_users_is_added_to_the_old_names(tmp_path):
-    torch.manual_seed(0)
-    model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1))
-    model.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state = {name.replace(".direction", ".weight"): t for name, t in state.items()}
-    state["backbone.final.weight"] = state.pop("backbone.norm_f.weight")
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = FPRNNForCausalLM.from_pretrained(
-        tmp_path, key_mapping={"backbone.final": "backbone.norm_f"}
-    )
-    for name, p in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), p), name
-
-
-def test_every_layer_with_a_direction_has_its_old_name():
-    found = set()
-    for fields in (
-        dict(mixer_proj_rank=2, dt_h_dep=True), dict(mixer="kronecker"), dict(mixer="monarch"),
-        dict(mixer="mixture", mixer_rank=2), dict(mixer="selective_dense"),
-    ):  # fmt: skip
-        model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, **fields))
-        for name, module in model.named_modules():
-            if isinstance(module, WNLinear):
-                found.add(name.rpartition(".")[2])
-    assert found == set(NORMED)
 
 
 def test_contraction_takes_a_mask_of_numbers():

@@ -151,22 +151,3 @@ def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
         claim(tiny("resume=auto", change, "solver.tol=0.5"), False)
 
 
-def test_a_run_from_before_the_solver_had_a_section_goes_on(tiny, capsys):
-    import yaml
-
-    from lm.config import old_keys
-
-    saved = started(tiny())
-    tree = yaml.safe_load(saved.read_text())
-    solver = {k: v for k, v in tree.pop("solver").items() if k in old_keys.MOVED}
-    solver |= {"schedule": "mixed", "stopping": "causal", "gradient": "one_step"}
-    tree["model"] |= {**solver, "agreement_reg": 0.0}
-    saved.write_text(yaml.safe_dump(tree))
-    said = []
-    old_keys._said.clear()
-    claim(tiny("resume=auto"), False, said.append)
-    assert said == [
-        "note: solver.gradient was 'one_step', is 'exact': training goes on with what it is now"
-    ]
-    assert "model.schedule → solver.schedule (mixed → auto)" in capsys.readouterr().err
-    assert "agreement_reg" not in saved.read_text()
