@@ -26,6 +26,7 @@ REMOVED = {
     "data.packing": "plain",
     "train.batch_warmup": None,
     "train.length_warmup": None,
+    "train.spike": None,
 }
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

@@ -130,7 +130,6 @@ class Train(Section):
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
-    spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
     # so many times the mean of log²Z over the targets is added to the loss; 0: off
     z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
     skip: Annotated[Skip | None, NOTED] = None  # updates that are left out

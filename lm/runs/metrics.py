@@ -242,34 +242,6 @@ def imbalance(seconds: float, gather: Gather) -> dict:
     return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
 
 
-class Spikes:
-    """Notices a loss far above those before it.
-
-    Args:
-        times: above so many times their mean; None: never.
-        window: updates that the mean remembers, and that must have gone by.
-    """
-
-    def __init__(self, times: float | None, window: int = 50):
-        self.times, self.window = times, window
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew: the weights are others."""
-        self.mean, self.count = 0.0, 0
-
-    def look(self, loss: float) -> str | None:
-        """What is wrong with an update's loss, or None."""
-        if self.times and self.count >= self.window and loss > self.times * self.mean:
-            return (
-                f"the loss is {loss:.4f}, more than {self.times:g} times (train.spike) its mean of"
-                f" {self.mean:.4f}"
-            )
-        self.count += 1
-        self.mean += (loss - self.mean) / min(self.count, self.window)
-        return None
-
-
 class Outliers:
     """Notices updates far above those before them, and counts them.
 

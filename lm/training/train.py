@@ -31,7 +31,6 @@ from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
     FailureWatch,
     Outliers,
-    Spikes,
     Throughput,
     adjoint_metrics,
     affine,
@@ -130,7 +129,6 @@ class Training:
         self.began = time.perf_counter()
         self.writer: Writer | None = None  # on rank 0
         self.signals = on_exit.enter_context(StopSignals())
-        self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
@@ -437,8 +435,6 @@ class Training:
         self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
         update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
-        if not update.skipped and (what := self.spikes.look(update.loss)):
-            raise Diverged(what)
         self.first_micro_batch = micro[0]
         self.step += 1
         if update.skipped:
@@ -498,7 +494,6 @@ class Training:
         self.went_back_to = self.step
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
-        self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
             f" the data that comes next (rollback {self.rollbacks} of {most})"

@@ -16,7 +16,6 @@ from lm.runs import metrics
 from lm.config.schema import Config
 from lm.runs.log import TRACKERS, Writer, describe, grouped
 from lm.runs.metrics import (
-    Spikes,
     Throughput,
     fixed_point_metrics,
     imbalance,
@@ -599,20 +598,6 @@ def test_other_ranks_are_silent(screen, monkeypatch):
         with console.Progress("training", total=10) as bar:
             bar.update(4, text="loss 3.2")
         assert file.getvalue() == ""
-
-
-def test_a_spike_is_a_loss_of_so_many_times_the_mean_before_it():
-    spikes = Spikes(2.0, window=4)
-    before = [spikes.look(loss) for loss in (9.0, 1.0, 1.0, 1.0)]
-    assert before == [None] * 4  # it knows no mean yet
-    assert spikes.mean == pytest.approx(3.0)
-    assert spikes.look(5.9) is None and spikes.mean == pytest.approx(3.725)
-    said = spikes.look(7.5)
-    assert said == "the loss is 7.5000, more than 2 times (train.spike) its mean of 3.7250"
-    assert spikes.mean == pytest.approx(3.725)  # which a spike does not move
-    spikes.forget()
-    assert spikes.look(100.0) is None
-    assert Spikes(None, window=1).look(1e9) is None
 
 
 def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
