@@ -27,6 +27,7 @@ REMOVED = {
     "train.batch_warmup": None,
     "train.length_warmup": None,
     "train.spike": None,
+    "engine.hang_s": 3600,
 }
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

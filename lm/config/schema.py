@@ -174,8 +174,7 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
-    hang_s: int = Field(3600, gt=0, le=31_536_000)  # without a step: write all stacks, and end
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # standing still for so long is an error
 
 
 class Checkpoint(Section):

@@ -120,7 +120,7 @@ def start(cfg: Config) -> Ranks:
     try:
         deepspeed.init_distributed(
             "nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=cfg.engine.timeout_s),
+            timeout=_limit_of_collectives(cfg),
             auto_mpi_discovery=False,
             verbose=False,
         )
@@ -131,6 +131,11 @@ def start(cfg: Config) -> Ranks:
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
     return Ranks(rank, world, device, objects)
+
+
+def _limit_of_collectives(cfg: Config) -> timedelta:
+    """A tenth longer than the watchdog's, which leaves stacks behind, and does not watch all."""
+    return timedelta(seconds=1.1 * cfg.engine.timeout_s)
 
 
 def _limit_collectives(timeout: timedelta, but) -> None:
@@ -260,7 +265,7 @@ class Engine:
         if cfg.train.skip:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self.times = self._timed(model)
-        _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
+        _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
 
     def _timed(self, model: torch.nn.Module) -> UpdateTimes:
         """The clock of the parts of an update, which the model's solves tell when they happen."""

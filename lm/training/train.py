@@ -358,11 +358,11 @@ class Training:
         Raises:
             Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
         """
-        steps, engine_settings = self.cfg.train.steps, self.cfg.engine
+        steps = self.cfg.train.steps
         if self.step >= steps:
             say(f"complete already: {self.step} of {steps} updates; --overwrite trains anew")
             return
-        watchdog = Watchdog(engine_settings.hang_s, self.run.stacks, self.ranks.rank)
+        watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
         self.profile.begin_at(self.step)
