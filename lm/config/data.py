@@ -128,9 +128,7 @@ class Data(Section):
         "auto"  # processes per rank that read them
     )
     # several sources in the place of one
-    mixture: dict[str, Source] | None = Field(
-        None, description="a mapping of names to sources, each with source, path, weight; or null"
-    )
+    mixture: dict[str, Source] | None = None
     temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
 
     @field_validator("mixture", mode="before")

@@ -60,7 +60,7 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
     decay: float | None = Field(None, gt=0)
-    lr_factors: dict[str, float] = Field({}, description=LR_FACTORS)
+    lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -194,7 +194,7 @@ class Log(Section):
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
-    profile: tuple[PositiveInt, PositiveInt] | None = Field(None, description=PROFILED)
+    profile: tuple[PositiveInt, PositiveInt] | None = None
 
     @field_validator("profile")
     @classmethod

@@ -214,7 +214,7 @@ REFUSED = [
     ({"mixture": {"web": WEB | {"wieght": 2}}}, "did you mean `data.mixture.web.weight`?"),
     ({"mixture": {"../web": WEB}}, "'../web' cannot be a source's name"),
     ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
-    ({"mixture": [WEB]}, "it must be a mapping of names to sources"),
+    ({"mixture": [WEB]}, "it must be a valid dictionary"),
     ({"mixture": {}}, "`data.mixture`: it has no source"),
     ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),

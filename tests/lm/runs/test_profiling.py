@@ -115,12 +115,12 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
     "profile, words",
     [
         ([4, 3], "[4, 3] will not do: it must be two updates"),
-        ([0, 3], "`log.profile` is [0, 3]: it must be two updates, the first and the last"),
-        ([-1, 3], "the first and the last, counted from 1"),
-        ([3], "`log.profile` is [3]: it must be two updates"),
+        ([0, 3], "`log.profile[0]` is 0: it must be greater than 0"),
+        ([-1, 3], "`log.profile[0]` is -1"),
+        ([3], "`log.profile[1]` is missing"),
         ([1, 2, 3], "`log.profile` is [1, 2, 3]"),
         (3, "`log.profile` is 3"),
-        ([1.5, 3], "`log.profile` is [1.5, 3]"),
+        ([1.5, 3], "`log.profile[0]` is 1.5"),
         ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
     ],
 )
