@@ -82,7 +82,7 @@ def differences(cfg: Config) -> list[str]:
                 continue
             value = wanted[section].get(key, was)
             folder_not_given = key == "data" and value is None  # it was, when the run was started
-            if value != was and key not in ("threads", "workers") and not folder_not_given:
+            if value != was and key != "threads" and not folder_not_given:
                 found.append(f"{section}.{key} was {was}, is {value}")
     return found
 

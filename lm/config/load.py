@@ -28,6 +28,9 @@ REMOVED = {
     "train.length_warmup": None,
     "train.spike": None,
     "engine.hang_s": 3600,
+    "train.world_size": None,
+    "train.workers": 0,  # of a synthetic run
+    "log.wandb_project": "fprnn",
 }
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

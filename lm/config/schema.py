@@ -121,9 +121,6 @@ class Train(Section):
     micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences a forward pass, per rank
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
-    world_size: int | None = Field(
-        None, gt=0, le=1_000_000
-    )  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
@@ -189,7 +186,6 @@ PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
     wandb: bool = False  # offline when no key is configured
-    wandb_project: str = "fprnn"
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step

@@ -144,7 +144,7 @@ class Wandb:
         self.run = wandb.init(
             id=run.wandb_id.read_text(),
             resume="allow",
-            project=cfg.log.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "fprnn"),
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),

@@ -75,21 +75,13 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
 
     Returns: the model on the meta device, for a vocabulary of 8.
     Raises:
-        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
-            be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
-            of parameters that are not there, a ZeRO stage that the optimizer or train.ema cannot
-            have.
+        ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
+            cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
+            optimizer or train.ema cannot have.
         CheckpointError: no checkpoint of the name that `resume` gives.
         SourceError, LoadError: nothing to start from at `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
-    wanted = cfg.train.world_size
-    if wanted and wanted != world_size:
-        raise ConfigError(
-            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
-            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.global_batch_size to train alike on any number"
-        )
     asked()
     check_warmup(cfg)
     check_resume(cfg.resume)

@@ -86,7 +86,6 @@ def blocked(tmp_path):
         ("eval.examples=0", "`eval.examples` is 0"),
         ("train.stop_at=2", "`train.stop_at` is 2"),
         ("train.gamma_shape=0", "`train.gamma_shape` is 0"),
-        ("train.workers=-1", "`train.workers` is -1"),
         ("task.ngram=0", "`task.ngram` is 0"),
         ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
         ("train.steps=true", "`train.steps`: true and false are only for what is"),

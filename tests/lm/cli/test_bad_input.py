@@ -345,8 +345,6 @@ def test_gpus_are_those_of_a_plan(capsys, tmp_path):
     message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
     assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
     assert not (tmp_path / "runs").exists()
-    message = refused(capsys, *dry_run("--gpus", 2, "train.world_size=4"))
-    assert message.startswith("train.world_size is 4 but 2 process(es) were asked for: launch 4")
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
