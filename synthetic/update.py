@@ -77,8 +77,6 @@ def loss_of(
         reduction="sum",
     )
     loss = total / count.clamp_min(1)  # a segment of a stream may hold no answer
-    if answers.statistics[0] is not None:
-        loss = loss + answers.statistics[0].penalty.mean()
     return Pass(loss, answers.logits, answers.statistics, answers.state)
 
 

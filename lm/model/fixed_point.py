@@ -430,22 +430,16 @@ class FixedPointBlock(nn.Module):
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
         c, y_star = self.settings, solution.y
-        kind, k = parse_gradient(c.gradient)
+        kind, terms = parse_gradient(c.gradient)
         if kind in ("exact", "adjoint"):
             y = adjoint_gradient(
-                lambda y: self.explicit(s, y)[0], y_star, k, c.adjoint_clip, self._record
+                lambda y: self.explicit(s, y)[0], y_star, terms, c.adjoint_clip, self._record
             )
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
-        elif kind == "phantom":  # k damped steps (Geng et al. 2021)
-            damping = c.stepsize
-            y = damping * first + (1 - damping) * y_star
-            for _ in range(k - 1):
-                g, h_end = self.step(s, y, True)
-                y = damping * g + (1 - damping) * y
         else:
             for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
@@ -456,14 +450,6 @@ class FixedPointBlock(nn.Module):
 
     def _record(self, norm):
         self.adjoint_norm = norm.detach()
-
-    def _penalty(self, s, y):
-        """What the regulariser adds to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y by a
-        finite difference (Bai et al. 2021)."""
-        y, sigma = y.detach(), 1e-2
-        moved = self.step(s, y + sigma * torch.randn_like(y))
-        jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
-        return self.settings.jacobian_reg * jacobian
 
     def _through_time(self, u):
         """Whether the solve itself is what the gradient goes through."""
@@ -495,7 +481,7 @@ class FixedPointBlock(nn.Module):
         c, own = self.settings, self.config
         if count_iterations or c.token != "exact" or self.width(length, like) != 1:
             return False
-        with_gradient = torch.is_grad_enabled() and (c.gradient != "exact" or c.jacobian_reg)
+        with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
         reads_y = own.block != "fp_rnn" and own.dt_h_dep
         return self.mixer.reflections() is not None and not (with_gradient or reads_y)
 
@@ -517,10 +503,9 @@ class FixedPointBlock(nn.Module):
                 solution = self._solve(s)
                 return self._finished(s, solution, solution.y, solution.h, solution.stats)
 
-            out, penalty, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
+            out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            out, penalty, stats, end = self._solved_apart(u, seqs, checkpoint)
-        stats = stats._replace(penalty=penalty)
+            out, stats, end = self._solved_apart(u, seqs, checkpoint)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
@@ -546,17 +531,13 @@ class FixedPointBlock(nn.Module):
         return self._finished(s, solution, *self._attach(s, solution))
 
     def _finished(self, s, solution, y, h, stats):
-        """The output, the penalty (by itself: a checkpoint gives gradients to tensors that it
-        returns, not to those in a tuple), FixedPointStats and the state after the last token."""
+        """The output, FixedPointStats and the state after the last token."""
         mask = s.seqs.mask
-        penalty = torch.zeros_like(stats.penalty)  # its own: a checkpoint marks what it returns
         if mask is not None and self.settings.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
             shares = {name: getattr(stats, name) * share for name in SHARES}
             stats = stats._replace(**shares)
-        if self.training and self.settings.jacobian_reg:
-            penalty = self._penalty(s, solution.y)
-        return self.finish(s, y), penalty, stats, self._end(s, solution.y, y, h)
+        return self.finish(s, y), stats, self._end(s, solution.y, y, h)
 
     # What is measured.
 

@@ -44,7 +44,6 @@ from .loss import (
     nll_sum,
     number_of,
     targets_of,
-    weighted_penalty,
 )
 from .mixers import nrm
 from .names import initialise_once, let_be_known
@@ -510,7 +509,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         # 1. What is to be predicted, (b,l).
         targets = targets_of(labels, kwargs.pop("shift_labels", None))
         num_items = kwargs.get("num_items_in_batch")
-        self._check_targets(targets, loss_only, logits_to_keep, num_items, log_z)
+        self._check_targets(targets, loss_only, logits_to_keep, log_z)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
 
@@ -538,7 +537,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         else:
             scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
         logits, loss, mean_log_z = scored
-        loss = self._with_penalty(loss, outputs.fixed_point, targets, num_items)
         self._check_head(logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
@@ -572,13 +570,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         mean_log_z = log_z_sum(logits, those) / count if log_z else None
         return logits, loss, mean_log_z
 
-    def _with_penalty(self, loss, fixed_point, targets, num_items):
-        """The loss, in training with what the regularisers add to it; None without targets."""
-        if loss is None or not self.training or fixed_point is None:
-            return loss
-        count = number_of(targets, num_items)
-        return loss + weighted_penalty(fixed_point.penalty, targets, count)
-
     def _check_head(self, logits, loss):
         """Raise a NonFiniteError unless all that there is of the two is finite."""
         finite = [all_finite(t) for t in (logits, loss) if t is not None]
@@ -589,21 +580,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
 
-    def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
+    def _check_targets(self, targets, loss_only, logits_to_keep, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
         if targets is None and (loss_only or log_z):
             which = "loss_only" if loss_only else "log_z"
             raise ValueError(f"{which} needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
-        if targets is not None or num_items is None or not self.training:
-            return
-        if any(block.settings.jacobian_reg for block in self.fixed_point_blocks()):
-            raise ValueError(
-                "jacobian_reg is part of the loss that the model computes from labels; here it gets"
-                " none (the Trainer computes the loss itself with label_smoothing_factor or"
-                " compute_loss_func): turn it off"
-            )
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
@@ -616,8 +599,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     ) -> float:
         """FLOPs per token with so many evaluations a token in every fixed-point layer.
 
-        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards, of
-        phantom:K K) and finish forward and backward (three times the forward); the head likewise.
+        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards)
+        and finish forward and backward (three times the forward); the head likewise.
         Where the gradient goes through the solve itself, token by token, that evaluation is one of
         the solve's. What an adjoint iterates in windows is not counted: it is known afterwards
         only. A multiply-add counts two, and the number is affine in `evaluations`.
@@ -634,8 +617,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if not solved:
             return (3 if training else 1) * (once + head)
         block = solved[0]
-        (kind, k), how = parse_gradient(block.settings.gradient), block.solver()
-        steps = {"one_step": block.settings.n_backwards, "phantom": k}.get(kind, 1)
+        (kind, _), how = parse_gradient(block.settings.gradient), block.solver()
+        steps = block.settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":
             evaluations = evaluations - 1

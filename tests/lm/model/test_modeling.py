@@ -329,7 +329,7 @@ def test_registration_does_not_depend_on_import_order(first):
         ("mixer_act", "gelu"), ("eigen_range", "postive"), ("kronecker_norm", "spectrall"),
         ("contractive", 2.0), ("contractive", 0.0), ("contractive", "none"), ("tol", float("nan")),
         ("tol", -1.0), ("eval_tol", "loose"), ("quantile", -24), ("stepsize", 3),
-        ("jacobian_reg", -1.0), ("stopping", "papper"), ("dt_rank", 0),
+        ("state_noise", -1.0), ("stopping", "papper"), ("dt_rank", 0),
     ],
 )  # fmt: skip
 def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(field, value):
@@ -339,6 +339,12 @@ def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(f
     setattr(config, field, value)  # as from_pretrained does with its overrides
     with pytest.raises(ValueError, match=field):
         FPRNNForCausalLM(config)
+
+
+def test_a_field_that_was_removed_is_read_with_its_default_alone():
+    assert not hasattr(FPRNNConfig(jacobian_reg=0.0), "jacobian_reg")
+    with pytest.raises(ValueError, match=r"jacobian_reg is 0\.5, and is no longer there"):
+        FPRNNConfig(jacobian_reg=0.5)
 
 
 def test_an_auto_that_is_set_later_is_settled():
