@@ -32,6 +32,7 @@ REMOVED = {
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
     "log.wandb_project": "fprnn",
+    "log.contraction": False,
 }
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections

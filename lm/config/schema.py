@@ -188,7 +188,6 @@ class Log(Section):
     wandb: bool = False  # offline when no key is configured
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
-    contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
     profile: tuple[PositiveInt, PositiveInt] | None = None
 

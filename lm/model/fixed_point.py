@@ -13,7 +13,6 @@ from torch import nn
 
 from .cell import Token, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
-from .contraction import mixing_norm, spectral_norm
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
 from .layers import affine_map, parameters_of, product_dtype, without_autocast
@@ -549,26 +548,6 @@ class FixedPointBlock(nn.Module):
         return count_iterations_of(
             lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
         )
-
-    def contraction(
-        self,
-        u: torch.Tensor,
-        seqs: Sequences = Sequences(),  # noqa: B008
-        power_iterations: int = 10,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How contractive the paper's iteration is at its fixed point, by power iteration.
-
-        Returns:
-            mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
-        """
-        with torch.no_grad():
-            s = self.prepare(u, seqs)
-            y = self._solve(s).y
-            raw = s.projections.rows(shift(y, s.seqs))["mixer"]
-        with torch.autocast(y.device.type, enabled=False):
-            mixing = mixing_norm(self.mixer, raw, s.mixer, y, power_iterations)
-            lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
-        return mixing.amax(-1), lipschitz
 
     @torch.no_grad()
     def over_time(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> OverTime:  # noqa: B008

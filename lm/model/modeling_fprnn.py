@@ -25,7 +25,6 @@ from .configuration_fprnn import (
     parse_gradient,
     refuse_solver_token,
 )
-from .contraction import spectral_norm
 from .delta import GatedDeltaNet
 from .delta_chunks import gated_delta_rule
 from .delta_rule import delta_rule
@@ -73,7 +72,6 @@ _TRAVELS = (
     finish,
     find_root,
     solve_by_iterating,
-    spectral_norm,
     Projections,
     gaussian,
     Attention,
@@ -423,31 +421,6 @@ class FPRNNModel(FPRNNPreTrainedModel):
         before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
         tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
-
-    def contraction(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        power_iterations: int = 10,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How contractive every layer's iteration is on these tokens (see blocks.contraction).
-
-        Returns:
-            mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*; of
-            the fixed-point layers alone.
-        """
-        mask = checked_mask(attention_mask, *input_ids.shape)
-        seqs, residual, rows = self._sequences(input_ids, mask), None, []
-        with torch.no_grad():
-            hidden = self.embeddings(input_ids)
-            for layer in self.layers:
-                before = hidden if residual is None else residual + hidden
-                block = layer.block
-                if isinstance(block, FixedPointBlock):
-                    rows.append(block.contraction(layer.norm(before), seqs, power_iterations))
-                hidden, residual, _ = layer(hidden, residual, seqs)
-        mixing, lipschitz = zip(*rows)
-        return torch.stack(mixing), torch.stack(lipschitz)
 
 
 class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):

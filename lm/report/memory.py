@@ -217,8 +217,7 @@ class Planner:
             key = "engine__deepspeed__zero_optimization__reduce_bucket_size"
             bucket.append({key: SMALL_BUCKET})
         if self.world_size > 1 and not own_json:
-            most = 2 if self.cfg.log.contraction else 3
-            most = min(most, highest_stage(self.cfg))
+            most = highest_stage(self.cfg)
             stages += [{"engine__zero_stage": s} for s in range(stage + 1, most + 1)]
         if not m.gradient_checkpointing:
             checkpointed.append({"model__gradient_checkpointing": True})

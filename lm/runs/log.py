@@ -19,7 +19,7 @@ from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
 GROUPS = {
-    "solver": ("adjoint", "evaluations", *SHARES, "lipschitz", "mixing_norm", "residual"),
+    "solver": ("adjoint", "evaluations", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
     "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
     "data": ("data_epochs", "data_share"),

@@ -557,15 +557,6 @@ class Engine:
             self.deepspeed.empty_partition_cache()
         self.ranks.barrier()
 
-    def contraction(self, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-        """Per layer, the mean over a micro-batch of ‖I − Q‖ and ‖∂f/∂y‖ (`log.contraction`)."""
-        model = self.deepspeed.module
-        mixing, lipschitz = model.backbone.contraction(batch["input_ids"].to(self.ranks.device))
-        return {
-            "mixing_norm": [round(v, 4) for v in mixing.float().mean(-1).tolist()],
-            "lipschitz": [round(v, 4) for v in lipschitz.float().mean(-1).tolist()],
-        }
-
     def _norm_of_plain_gradients(self) -> float:
         grads = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads).item()

@@ -21,7 +21,6 @@ from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
     check_average,
-    check_contraction,
     check_device,
     check_muon,
     deepspeed_config,
@@ -86,7 +85,6 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
     check_warmup(cfg)
     check_resume(cfg.resume)
     config = deepspeed_config(cfg, world_size)
-    check_contraction(cfg, config)
     check_muon(cfg, config)
     check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)

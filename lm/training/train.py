@@ -435,7 +435,6 @@ class Training:
         self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
         update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
-        self.first_micro_batch = micro[0]
         self.step += 1
         if update.skipped:
             self._note_skip(update.skipped)
@@ -529,8 +528,6 @@ class Training:
             **self.batches.drawn(),
             "peak_memory_bytes": self._peak_memory(),
         }
-        if cfg.log.contraction:
-            record |= self.engine.contraction(self.first_micro_batch)
         self.stats = []
         self._write(record)
         self._log_saves()

@@ -86,12 +86,6 @@ MUTATIONS = [
         GRADIENT, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
         other_gradient("fp_mamba1-dplr2", "implicit"),
     ),
-    Mutation(
-        "the Lipschitz estimate twice too large",
-        "lm/model/contraction.py", "(f(y + h * v) - f(y - h * v)) / (2 * h)",
-        "(f(y + h * v) - f(y - h * v)) / h",
-        (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
-    ),
     # The block.
     Mutation(
         "with symm_mixer false, sh(y) goes through the weights of x",
@@ -123,11 +117,6 @@ MUTATIONS = [
         "y* left behind where the output's iterate is meant",
         BLOCK, 'f_y = at_the_end(y, "f_y")', 'f_y = at_the_end(y_star, "f_y")',
         (f"{TESTS}test_token.py::test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance",),
-    ),
-    Mutation(
-        "the mean ‖I − Q‖ of the tokens reported, not the largest",
-        BLOCK, "return mixing.amax(-1), lipschitz", "return mixing.mean(-1), lipschitz",
-        (f"{TESTS}test_blocks.py::test_contraction_estimates_equal_the_matrices",),
     ),
     # The language model.
     Mutation(

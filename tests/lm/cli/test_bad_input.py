@@ -145,11 +145,6 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
             ["data.source=text", "data.path=/nonexist"],
             "data.path /nonexist: no such file or folder",
         ),
-        (["model=mamba", "log.contraction=true"], "log.contraction is for model.name fprnn: mamba"),
-        (
-            ["log.contraction=true", "engine.deepspeed={zero_optimization: {stage: 3}}"],
-            "use zero_stage 0, 1 or 2 with it",
-        ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
         (

@@ -354,16 +354,6 @@ def test_an_auto_that_is_set_later_is_settled():
     assert (config.kronecker_norm, config.contractive, config.quantile) == ("spectral", None, 0.9)
 
 
-def test_contraction_takes_a_mask_of_numbers():
-    for block in ("fp_mamba1", "fp_rnn"):
-        config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, block=block, eos_token_id=3)
-        model, ids = FPRNNForCausalLM(config).eval(), torch.arange(8).expand(2, 8)
-        mask = torch.ones_like(ids)
-        mask[0, 6:] = 0
-        mixing, _ = model.backbone.contraction(ids, mask)
-        assert mixing.isfinite().all()
-
-
 def test_a_loss_alone_is_of_all_tokens():
     model, ids = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1)), torch.arange(8)
     with pytest.raises(ValueError, match="logits_to_keep must be 0"):
