@@ -21,7 +21,7 @@ from lm.model.noise import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
 from lm.runs.lease import LeaseError
 from lm.runs.log import Writer, describe, iterations_of_layers, probed
-from lm.runs.metrics import FailureWatch, adjoint_metrics, fixed_point_metrics, is_due
+from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.build import missing_kernels
@@ -135,7 +135,7 @@ class Training:
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversary
-        self.adversary = Adversary(self.model.fixed_point_blocks(), kappa) if kappa else None
+        self.adversary = Adversary(self.model, kappa) if kappa else None
         self.max_iters = MaxIters(cfg)
 
     def start(self, run: RunDir) -> None:
@@ -391,7 +391,6 @@ class Training:
             "tokens_per_s": round(self.tokens / (now - self.window_began), 1),
             "seconds": round(self.seconds + now - self.fit_began, 1),
             **fixed_point_metrics(self.statistics),
-            **adjoint_metrics(self.model),
         }
         self.writer.write(record)
         self._log_saves()

@@ -131,7 +131,7 @@ class FPMamba(FixedPointBlock):
         rank, *_ = reflections
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
-        norm, clip = self.out_norm(), self.settings.adjoint_clip
+        norm, clip = self.out_norm(), self.settings(s.seqs).adjoint_clip
         options = (
             *reflections,
             cfg.bc_norm,
@@ -393,7 +393,7 @@ class FPRNN(FixedPointBlock):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         rank, *_ = reflections
         x, at = s.x, s.projections.columns["mixer"].start
-        clip = self.settings.adjoint_clip
+        clip = self.settings(s.seqs).adjoint_clip
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, clip, 0)
         before = (s.seqs.before(name) for name in ("y", "h"))

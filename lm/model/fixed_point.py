@@ -4,7 +4,6 @@ Shape suffixes: b batch, l length, d channels (d_inner), n d_state; r rank, w to
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +13,9 @@ from torch import nn
 from .cell import Token, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
-from .gradient import adjoint_gradient, clipped, implicit_gradient, with_settings_of_now
+from .gradient import adjoint_gradient, clipped, implicit_gradient
 from .layers import affine_map, parameters_of, product_dtype, without_autocast
 from .mixers import Mixer, MixerWeights, build_mixer
-from .noise import gaussian
 from .opaque import compiling
 from .projections import Projection, Projections, side_by_side
 from .solver import (
@@ -88,21 +86,10 @@ class FixedPointBlock(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.solver_config = config  # whose solver fields hold: of a hybrid the model's
-        self.solving = None  # a config whose solver fields hold instead (`model.solving`)
-        self.draw_noise = gaussian  # an Adversary has its own
-        self.around_solve = nullcontext  # what each solve happens within: a clock's context, say
-        self.adjoint_norm = None  # (b,) of the last backward through time: max ‖adjoint‖ / max ‖v‖
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy made inside `model.solving`, or an Adversary's pass, would never leave it; nor
-        would one of a model whose solves are timed stop the clock of the other."""
-        own = {"solving": None, "draw_noise": gaussian, "around_solve": nullcontext}
-        return {**vars(self), **own}
 
     def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
@@ -296,15 +283,14 @@ class FixedPointBlock(nn.Module):
 
     # How it is solved.
 
-    @property
-    def settings(self) -> Any:
+    def settings(self, seqs: Sequences) -> Any:
         """The config whose solver fields hold."""
-        return self.solver_config if self.solving is None else self.solving
+        return self.config if seqs.solving.settings is None else seqs.solving.settings
 
-    def rule(self) -> Rule:
+    def rule(self, settings: Any) -> Rule:
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
-        in App. B.4)."""
-        c, exact = self.settings, self.settings.token == "exact"
+        in App. B.4). settings: the config whose solver fields hold."""
+        c, exact = settings, settings.token == "exact"
         tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
         if exact:
             tol = min(tol, COARSE)
@@ -317,23 +303,24 @@ class FixedPointBlock(nn.Module):
                 tol = min(tol, FINE.get(products, COARSE) if exact else COARSE)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
 
-    def width(self, length: int, like: torch.Tensor) -> int:
-        """How many tokens are solved at once. like: a tensor on the device computed on."""
-        width = parse_schedule(self.settings.schedule)
+    def width(self, settings: Any, length: int, like: torch.Tensor) -> int:
+        """How many tokens are solved at once. settings: as in `rule`. like: a tensor on the device
+        computed on."""
+        width = parse_schedule(settings.schedule)
         if width is None:
-            by_token = self.settings.token == "exact" and self.mixer.has_low_rank
+            by_token = settings.token == "exact" and self.mixer.has_low_rank
             width = 1 if by_token and like.device.type != "cuda" else AUTO_WINDOW
         return min(width or length, length)
 
-    def solver(self, length: int | None = None) -> dict[str, Any]:
+    def solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.
 
-        Args: length: of the sequences.
+        Args: settings: as in `rule`. length: of the sequences.
         Returns: {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}; tol is None
         where nothing is iterated, and max_iters with token exact: every token is solved.
         """
-        rule, c = self.rule(), self.settings
-        width = self.width(length or 2**62, self.out_proj.weight)
+        rule, c = self.rule(settings), settings
+        width = self.width(settings, length or 2**62, self.out_proj.weight)
         whole = width == (length or 2**62) and (width > 1 or c.stopping == "paper")
         schedule = "parallel" if whole else "sequential" if width == 1 else f"window:{width}"
         exact = c.token == "exact"
@@ -349,14 +336,15 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
-        with self.around_solve():
+        with s.seqs.solving.around():
             return self._solution(s)
 
     def _solution(self, s):
-        c, width = self.settings, self.width(s.x.shape[1], s.x)
+        c = self.settings(s.seqs)
+        width = self.width(c, s.x.shape[1], s.x)
         if c.token == "exact" and width == 1:
             return self._solve_compiled(s) or self._solve_sequential(s)
-        rule = self.rule()
+        rule = self.rule(c)
         if c.stopping == "paper":
             return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
         if c.token == "iterate":
@@ -374,15 +362,11 @@ class FixedPointBlock(nn.Module):
             return None
         if mask is not None and not compiling() and (mask[:, 1:] & ~mask[:, :-1]).any():
             return None  # the kernel passes y on unmasked: no token may follow padding
-        measured = torch.is_grad_enabled() and not compiling()
-        adjoint = s.x.new_zeros(s.x.shape[0]) if measured else None
         with without_autocast(s.x):
-            found = self.compiled(s, reflections, adjoint)
+            found = self.compiled(s, reflections, s.seqs.adjoint_norm)
         if found is None:
             return None
         y, h, outcome = found
-        if adjoint is not None:
-            self.adjoint_norm = adjoint
         y = s.seqs.masked(y)
         stats = stats_of(torch.zeros_like(y[..., 0]), self._outcome(s, outcome), 1.0)
         return Solution(y, stats, y, h)
@@ -390,23 +374,25 @@ class FixedPointBlock(nn.Module):
     def _solve_sequential(self, s):
         if not torch.is_grad_enabled():
             return solve_sequential(self.one_token, s)
+        clip, adjoint_norm = self.settings(s.seqs).adjoint_clip, s.seqs.adjoint_norm
         longest = []
 
         def remember(v):
             v = s.seqs.masked(v)
             longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
-            self.adjoint_norm = torch.zeros_like(longest[-1][:, 0])
+            if adjoint_norm is not None:
+                adjoint_norm.zero_()
             return v
 
         def watch(g):
             norms = torch.linalg.vector_norm(g[:, 0], dim=-1) / longest[-1][:, 0].clamp_min(1e-30)
-            self.adjoint_norm = torch.maximum(self.adjoint_norm, norms)
+            if adjoint_norm is not None:
+                adjoint_norm.copy_(torch.maximum(adjoint_norm, norms.detach()))
 
         def one_token(now):
             state = now.seqs.state
             if state is not None and state.y.requires_grad:
                 link = state.y.view_as(state.y)
-                clip = self.settings.adjoint_clip
                 link.register_hook(lambda g: clipped(g.unsqueeze(1), clip, longest[-1])[:, 0])
                 now = now._replace(seqs=now.seqs._replace(state=state._replace(y=link)))
             y, h, outcome = self.one_token(now)
@@ -428,17 +414,17 @@ class FixedPointBlock(nn.Module):
         Under `causal` stopping the value is the map at y*, as without gradients, whatever steps
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
-        c, y_star = self.settings, solution.y
+        c, y_star = self.settings(s.seqs), solution.y
         kind, terms = parse_gradient(c.gradient)
         if kind in ("exact", "adjoint"):
             y = adjoint_gradient(
-                lambda y: self.explicit(s, y)[0], y_star, terms, c.adjoint_clip, self._record
+                lambda y: self.explicit(s, y)[0], y_star, terms, c.adjoint_clip, s.seqs.adjoint_norm
             )
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
-            y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule())
+            y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule(c))
         else:
             for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
@@ -447,14 +433,10 @@ class FixedPointBlock(nn.Module):
             return y, h_end, solution.stats._replace(residual=residual)
         return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
 
-    def _record(self, norm):
-        self.adjoint_norm = norm.detach()
-
-    def _through_time(self, u):
+    def _through_time(self, u, c):
         """Whether the solve itself is what the gradient goes through."""
-        c = self.settings
         exact = torch.is_grad_enabled() and c.token == "exact" and c.gradient == "exact"
-        return exact and self.width(u.shape[1], u) == 1
+        return exact and self.width(c, u.shape[1], u) == 1
 
     def forward(
         self,
@@ -468,17 +450,17 @@ class FixedPointBlock(nn.Module):
         Raises:
             NotImplementedError: under torch.export, such a solve.
         """
-        if compiling() and not self.is_one_operator(u.shape[1], u, count_iterations):
+        if compiling() and not self.is_one_operator(u, seqs, count_iterations):
             if torch.compiler.is_exporting():
                 raise NotImplementedError(NOT_EXPORTED)
             return self._outside(u, seqs, checkpoint, count_iterations)
         return self._forward(u, seqs, checkpoint, count_iterations)
 
-    def is_one_operator(self, length: int, like: torch.Tensor, count_iterations: bool) -> bool:
+    def is_one_operator(self, u: torch.Tensor, seqs: Sequences, count_iterations: bool) -> bool:
         """Whether torch.compile and torch.export have an operator for the solve and its gradient:
-        the exact token, one after the other, by reflections. like: as in `width`."""
-        c, own = self.settings, self.config
-        if count_iterations or c.token != "exact" or self.width(length, like) != 1:
+        the exact token, one after the other, by reflections. Arguments: `forward`'s."""
+        c, own = self.settings(seqs), self.config
+        if count_iterations or c.token != "exact" or self.width(c, u.shape[1], u) != 1:
             return False
         with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
         reads_y = own.block != "fp_rnn" and own.dt_h_dep
@@ -489,13 +471,15 @@ class FixedPointBlock(nn.Module):
         return self._forward(*args)
 
     def _forward(self, u, seqs, checkpoint, count_iterations):
-        if checkpoint is not None and not compiling():
-            checkpoint = with_settings_of_now(self, checkpoint)
+        c = self.settings(seqs)
         if self.training:
-            seqs = seqs._replace(noise=self.draw_noise(self, u))
+            seqs = seqs._replace(noise=seqs.solving.draw_noise(self, u, c.state_noise))
+        if torch.is_grad_enabled() and not compiling():
+            dtype = torch.promote_types(u.dtype, torch.float32)
+            seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))
         if seqs.kept is not None:
             seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
-        if self._through_time(u):
+        if self._through_time(u, c):
 
             def solve(u):
                 s = self.prepare(u, seqs)
@@ -505,6 +489,7 @@ class FixedPointBlock(nn.Module):
             out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
             out, stats, end = self._solved_apart(u, seqs, checkpoint)
+        stats = stats._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
@@ -517,7 +502,7 @@ class FixedPointBlock(nn.Module):
             s = self.prepare(u, seqs)
         with torch.no_grad():
             solution = self._solve(s)
-        if not torch.is_grad_enabled() and self.settings.stopping == "causal":
+        if not torch.is_grad_enabled() and self.settings(seqs).stopping == "causal":
             return self._finished(s, solution, solution.f_y, solution.h, solution.stats)
 
         def attach(u, y):
@@ -532,7 +517,8 @@ class FixedPointBlock(nn.Module):
     def _finished(self, s, solution, y, h, stats):
         """The output, FixedPointStats and the state after the last token."""
         mask = s.seqs.mask
-        if mask is not None and self.settings.stopping == "causal":
+        c = self.settings(s.seqs)
+        if mask is not None and c.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
             shares = {name: getattr(stats, name) * share for name in SHARES}
             stats = stats._replace(**shares)

@@ -5,7 +5,6 @@ Shapes: b batch, l length, d channels.
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -70,7 +69,7 @@ def adjoint_gradient(
     y_star: torch.Tensor,
     terms: int | None,
     clip: float | None,
-    record: Callable[[torch.Tensor], None],
+    norms: torch.Tensor | None,
 ) -> torch.Tensor:
     """F(y*) with the gradient of the explicit recurrence's solution attached.
 
@@ -81,7 +80,7 @@ def adjoint_gradient(
         F: (b,l,d) → (b,l,d). y_star: (b,l,d), detached. terms: K, of the sum's terms after the
         first; None: until they are rounding.
         clip: Jᵀ g of a token is at most so many times as long as the longest v of its sequence.
-        record: called with max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
+        norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
     """
     first = F(y_star)
     if not first.requires_grad:
@@ -99,7 +98,8 @@ def adjoint_gradient(
             change = (g - before).abs().amax((1, 2)) / g.abs().amax((1, 2)).clamp_min(1e-30)
             if terms is None and (change < ADJOINT_TOL[v.dtype]).all():
                 break
-        record((_longest(g) / longest.clamp_min(1e-30)).squeeze(1))
+        if norms is not None:
+            norms.copy_((_longest(g) / longest.clamp_min(1e-30)).squeeze(1).detach())
         return g
 
     first.register_hook(sum_up)
@@ -118,24 +118,3 @@ def clipped(carried: torch.Tensor, clip: float | None, longest: torch.Tensor) ->
     size = torch.linalg.vector_norm(carried, dim=-1)
     share = (clip * longest / size.clamp_min(1e-30)).clamp_max(1.0)
     return carried * share.unsqueeze(-1)
-
-
-def with_settings_of_now(block: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint that computes again with the solver's settings of now: `model.solving` may have
-    ended when the backward comes.
-
-    Args: block: FixedPointBlock. checkpoint: like torch.utils.checkpoint's.
-    """
-    solving = block.solving
-
-    def checkpointed(compute, *args):
-        def as_now(*args):
-            later, block.solving = block.solving, solving
-            try:
-                return compute(*args)
-            finally:
-                block.solving = later
-
-        return checkpoint(as_now, *args)
-
-    return checkpointed

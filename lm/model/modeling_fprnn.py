@@ -58,7 +58,7 @@ from .residual import FPRNNLayer
 from .scan import selective_scan
 from .sizes import heads_of
 from .solver import Rule
-from .state import FPRNNCache, FPRNNState, Sequences, last, padding_to_the_right, taken
+from .state import FPRNNCache, FPRNNState, Sequences, Solving, last, padding_to_the_right, taken
 from .step import finish
 from .whole_solve import whole_solve
 
@@ -171,28 +171,32 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         for name in fields:
             if name not in SOLVER_FIELDS:
                 raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER_FIELDS)}")
-        blocks = self.fixed_point_blocks()
-        if not blocks:
+        if not self.fixed_point_blocks():
             raise ValueError(f"no layer of `{self.config.layers}` is solved: there is no solver")
-        before = [block.solving for block in blocks]
-        settings = copy.copy(blocks[0].settings)
+        settings = copy.copy(self._settings())
         if fields.get("token", settings.token) != settings.token:
             settings.schedule = settings.stopping = settings.gradient = "auto"
         for name, value in fields.items():
             setattr(settings, name, value)
         settings.settle()
-        try:
-            for block in blocks:
-                block.solving = settings
+        with self.passes(settings=settings):
             yield self
-        finally:
-            for block, was in zip(blocks, before):
-                block.solving = was
 
-    def adjoint_norms(self) -> list[torch.Tensor | None]:
-        """Of every layer, max over tokens of ‖adjoint‖ by that of what came from above, (b,), in
-        the last backward through time; None where there was none."""
-        return [block.adjoint_norm for block in self.fixed_point_blocks()]
+    @contextlib.contextmanager
+    def passes(self, **fields: Any) -> Iterator[None]:
+        """Inside, a pass of the model has these fields of state.Solving; contexts nest."""
+        backbone = self.base_model
+        before = backbone.how
+        backbone.how = before._replace(**fields)
+        try:
+            yield
+        finally:
+            backbone.how = before
+
+    def _settings(self):
+        """The config whose solver fields hold."""
+        settings = self.base_model.how.settings
+        return self.config if settings is None else settings
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -210,6 +214,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
+        self.how = Solving(config)
         self.norm_f = residual_norm(config)
         # The numbers of the fixed-point layers, from 0 on; None where all are.
         self.solved_layers = None
@@ -217,6 +222,10 @@ class FPRNNModel(FPRNNPreTrainedModel):
             kinds = [layer.kind for layer in self.layers]
             self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
         self.post_init()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy made inside `passes` would never leave it."""
+        return {**vars(self), "how": Solving(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
@@ -236,7 +245,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
         if starts is not None and not compiling() and not starts.any():
             starts = None
-        return Sequences(mask, starts, return_state=return_state)
+        return Sequences(mask, starts, return_state=return_state, solving=self.how)
 
     def forward(
         self,
@@ -384,11 +393,13 @@ class FPRNNModel(FPRNNPreTrainedModel):
         fixed-point layer. device: of the report; layers may lie on several."""
         if not stats:
             return None
+        *others, adjoint_norms = zip(*stats)
         fields = [
             None if field[0] is None else torch.stack([t.to(device) for t in field])
-            for field in zip(*stats)
+            for field in others
         ]
-        report = FixedPointReport(fields, self.solved_layers)
+        written_later = None if adjoint_norms[0] is None else list(adjoint_norms)
+        report = FixedPointReport([*fields, written_later], self.solved_layers)
         if back is not None and report.token_iters is not None:
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
         return report
@@ -565,7 +576,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
         where no layer is solved."""
         blocks = self.fixed_point_blocks()
-        return blocks[0].solver(length) if blocks else "none"
+        return blocks[0].solver(self._settings(), length) if blocks else "none"
 
     def flops_per_token(
         self, evaluations: float, training: bool = True, length: int | None = None
@@ -590,8 +601,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         if not solved:
             return (3 if training else 1) * (once + head)
         block = solved[0]
-        (kind, _), how = parse_gradient(block.settings.gradient), block.solver()
-        steps = block.settings.n_backwards if kind == "one_step" else 1
+        settings = self._settings()
+        (kind, _), how = parse_gradient(settings.gradient), block.solver(settings)
+        steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":
             evaluations = evaluations - 1

@@ -2,16 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-def gaussian(block: Any, u: torch.Tensor) -> torch.Tensor | None:
+def gaussian(block: Any, u: torch.Tensor, sigma: float) -> torch.Tensor | None:
     """`state_noise` σ of a block: N(0, s²) with an s of every sequence's own from U[0, σ]; None for
     σ = 0. u: (b,l,d_model) → (b,l,d_inner), in units of the vector that the block's norm makes."""
-    sigma = block.settings.state_noise
     if not sigma:
         return None
     noise = torch.randn(*u.shape[:2], block.config.d_inner, device=u.device)
@@ -31,42 +29,32 @@ class Adversary:
         worse.backward()
 
     Args:
-        blocks: the FixedPointBlocks of a model in training mode.
+        model: in training mode, with fixed-point layers.
         size: the most that a token's vector is long, of √d_inner, the length of what the block's
             norm makes; every sequence draws its own from U[0, size].
     """
 
-    def __init__(self, blocks: Iterable[Any], size: float) -> None:
-        self.blocks, self.size = list(blocks), size
+    def __init__(self, model: Any, size: float) -> None:
+        self.model, self.size = model, size
         self.noise: dict[Any, torch.Tensor] = {}
-
-    @contextlib.contextmanager
-    def _with(self, draw):
-        for block in self.blocks:
-            block.draw_noise = draw
-        try:
-            yield
-        finally:
-            for block in self.blocks:
-                block.draw_noise = gaussian
 
     def first_pass(self) -> contextlib.AbstractContextManager[None]:
         """The context of the first pass: every block's noise is kept, with its gradient."""
         self.noise.clear()
-        return self._with(self._kept)
+        return self.model.passes(draw_noise=self._kept)
 
     def second_pass(self) -> contextlib.AbstractContextManager[None]:
         """The context of the second, after the backward of the first."""
-        return self._with(self._against)
+        return self.model.passes(draw_noise=self._against)
 
-    def _kept(self, block, u):
-        noise = gaussian(block, u)
+    def _kept(self, block, u, sigma):
+        noise = gaussian(block, u, sigma)
         if noise is None:
             noise = torch.zeros(*u.shape[:2], block.config.d_inner, device=u.device)
         self.noise[block] = noise.requires_grad_()
         return noise
 
-    def _against(self, block, u):
+    def _against(self, block, u, sigma):
         noise = self.noise[block]
         if noise.grad is None:
             raise RuntimeError("the second pass needs the backward of the first")

@@ -17,7 +17,8 @@ from .state import FPRNNCache, FPRNNState
 
 class FixedPointReport:
     """The FixedPointStats of all layers: the same fields, stacked to (n_layer,b), and `token_iters`
-    to (n_layer,b,l); None what was not asked for. Of a hybrid n_layer is the number of its
+    to (n_layer,b,l); `adjoint_norm` is a list of the layers' own tensors, which the backward writes
+    into; None what was not asked for. Of a hybrid n_layer is the number of its
     fixed-point layers, and `layers` says which these are.
 
     No tuple, since transformers takes tuples in an output apart, to concatenate over batches or to

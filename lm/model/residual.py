@@ -46,7 +46,6 @@ class FPRNNLayer(SolvesOnceLayer):
             self.block = PLAIN[layer.kind](own)
         else:
             self.block = build_block(own)
-            self.block.solver_config = config
 
     def forward(
         self,

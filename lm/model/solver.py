@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 class FixedPointStats(NamedTuple):
     """What a solve needed, (b,) each and, of `token_iters`, (b,l); stacked over layers by the model
-    to (n_layer,b) and (n_layer,b,l). The last four are None where they were not asked for."""
+    to (n_layer,b) and (n_layer,b,l). The last five are None where they were not asked for."""
 
     evaluations: torch.Tensor  # evaluations a token that were done, of f or of F
     failed: torch.Tensor  # share of the tokens that were not solved, or not to the tolerance
@@ -43,6 +43,9 @@ class FixedPointStats(NamedTuple):
     converged: torch.Tensor | None = None  # bool: it did
     token_iters: torch.Tensor | None = None  # the one after which all tokens up to it stay within
     elsewhere: torch.Tensor | None = None  # share of the tokens where it ends in another solution
+    # max over tokens of ‖adjoint‖ by that of what came from above, which the backward through time
+    # writes here; until then, and without one, 0
+    adjoint_norm: torch.Tensor | None = None
 
 
 # Distance, in lengths of y, beyond which the paper's procedure, whose own tolerance is 0.1 of the

@@ -4,11 +4,13 @@ Shape suffixes: b batch, l length, d channels, k d_conv.
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .noise import gaussian
 from .opaque import compiling
 
 
@@ -189,8 +191,17 @@ def once(kept: Kept | None, name: Hashable, make: Callable[[], Any]) -> Any:
     return make() if kept is None else kept.once(name, make)
 
 
+class Solving(NamedTuple):
+    """How the layers solve in one pass of the model."""
+
+    settings: Any = None  # a config whose solver fields hold; None: the block's own
+    draw_noise: Callable[..., torch.Tensor | None] = gaussian  # an Adversary has its own
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # each solve: a clock's context
+
+
 class Sequences(NamedTuple):
-    """What is known of the tokens besides their embedding; a None means 'nothing special'."""
+    """What is known of the tokens besides their embedding, and how a block is to solve; a None
+    means 'nothing special'."""
 
     mask: torch.Tensor | None = None  # (b,l) bool, False at padding: a step there changes no state
     starts: torch.Tensor | None = None  # (b,l) bool, True at the first token of a packed document
@@ -199,6 +210,8 @@ class Sequences(NamedTuple):
     return_state: bool = False  # the block returns its BlockState as well
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
     kept: Kept | None = None  # what the block need not make of its parameters again
+    solving: Solving = Solving()
+    adjoint_norm: torch.Tensor | None = None  # (b,) which the backward fills: FixedPointStats
 
     def before(self, name: str, index: int | None = None) -> Any:
         """A field of the state to start from (of a tuple: its index-th), None without a state."""
@@ -208,7 +221,7 @@ class Sequences(NamedTuple):
     def cut(self, start: int, end: int, state: Any) -> "Sequences":
         """Of the tokens start ≤ t < end, which go on from the state."""
         mask, starts = (None if t is None else t[:, start:end] for t in (self.mask, self.starts))
-        return Sequences(mask, starts, state)
+        return Sequences(mask, starts, state, solving=self.solving)
 
     def masked(self, x: torch.Tensor) -> torch.Tensor:
         """x, zero at padding. x: (b,l,·)"""

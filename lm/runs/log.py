@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
-from lm.config.schema import Run
 from lm.common.console import say
-from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.common.files import write_text, writing
+from lm.config.schema import Run
+from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.

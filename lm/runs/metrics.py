@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,9 @@ def fixed_point_metrics(
         effect; the mean over sequences of the largest residual of a token. Of stats that a `probe`
         gave also "num_iters" {mean, median, max} of ℓ* and {elsewhere}, the share of tokens where
         the paper's procedure ends in another solution, each such a list; of a hybrid "layers", the
-        numbers of the layers that these are of. {} for a model without a solver.
+        numbers of the layers that these are of. After a backward through time "adjoint": the norm
+        of the adjoint in the last one relative to what came in, the largest over sequences (and
+        ranks). {} for a model without a solver.
     """
     if not stats:
         return {}
@@ -83,6 +85,10 @@ def fixed_point_metrics(
             "max": _rounded(iterations.amax(-1)),
             "elsewhere": _rounded(over_all("elsewhere").mean(-1)),
         }
+    if stats[-1].adjoint_norm is not None:
+        norms = gather(torch.stack([n.double() for n in stats[-1].adjoint_norm])).amax(-1)
+        if norms.any():  # else there was no backward through time
+            measured["adjoint"] = _rounded(norms)
     return measured
 
 
@@ -114,15 +120,6 @@ def peak_memory(device: torch.device) -> int:
         return int(found[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def adjoint_metrics(model: torch.nn.Module, gather: Gather = lambda t: t) -> dict:
-    """{"adjoint": [a number a layer]}: the norm of the adjoint in the last backward relative to
-    what came in, the largest over its sequences (and ranks); {} where there was none."""
-    norms = model.adjoint_norms() if hasattr(model, "adjoint_norms") else []
-    if not norms or any(norm is None for norm in norms):
-        return {}
-    return {"adjoint": _rounded(gather(torch.stack(norms).double()).amax(-1))}
 
 
 def _rounded(t: torch.Tensor) -> list[float]:

@@ -264,16 +264,9 @@ class Engine:
         self._skip: str | None = None  # what it has said
         if cfg.train.skip:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
-        self.times = self._timed(model)
+        self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
+        self.times = UpdateTimes(ranks.device, self._solves)
         _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
-
-    def _timed(self, model: torch.nn.Module) -> UpdateTimes:
-        """The clock of the parts of an update, which the model's solves tell when they happen."""
-        solving: list[torch.nn.Module] = getattr(model, "fixed_point_blocks", list)()
-        times = UpdateTimes(self.ranks.device, solves=bool(solving))
-        for block in solving:
-            block.around_solve = times.solving
-        return times
 
     @property
     def lr(self) -> float:
@@ -291,12 +284,16 @@ class Engine:
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
         log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
         extra = {"loss_only": True, "log_z": log_z} if self.losses_only else {}
-        return self.deepspeed(
-            input_ids=batch["input_ids"],
-            labels=batch["labels"],
-            shift_labels=batch["labels"],
-            **extra,
-        )
+        timed: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self._solves:
+            timed = self.deepspeed.module.passes(around=self.times.solving)
+        with timed:
+            return self.deepspeed(
+                input_ids=batch["input_ids"],
+                labels=batch["labels"],
+                shift_labels=batch["labels"],
+                **extra,
+            )
 
     def step(
         self,

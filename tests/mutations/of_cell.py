@@ -459,8 +459,8 @@ MUTATIONS = [
     ),
     Mutation(
         "adjoint: its norm is that of the last token gone through",
-        BLOCK, "self.adjoint_norm = torch.maximum(self.adjoint_norm, norms)",
-        "self.adjoint_norm = norms",
+        BLOCK, "adjoint_norm.copy_(torch.maximum(adjoint_norm, norms.detach()))",
+        "adjoint_norm.copy_(norms.detach())",
         of_models("compiled_and_plain_give_the_same_gradients[fp_mamba1-torch.float64-1e-08]"),
     ),
     # The projections.

@@ -206,19 +206,23 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_the_iterate_wide(conv, glu):
     assert (low.float() - exact).abs().max() < 0.05 * exact.abs().max()
 
 
+def rule_of(block, training=False):
+    return block.train(training).rule(block.config)
+
+
 def test_training_rule_and_evaluation_rule_differ():
     model = block(max_iters=7, eval_max_iters=9)
-    assert model.train().rule()[:3] == (COARSE, 7, 0.75)
-    assert model.eval().rule()[:3] == (FINE[torch.float64], 9, 1.0)
-    assert block(torch.float32).eval().rule().tol == FINE[torch.float32]
+    assert rule_of(model, training=True)[:3] == (COARSE, 7, 0.75)
+    assert rule_of(model)[:3] == (FINE[torch.float64], 9, 1.0)
+    assert rule_of(block(torch.float32)).tol == FINE[torch.float32]
     with torch.autocast("cpu", torch.bfloat16):  # its rounding is as large
-        assert model.eval().rule().tol == COARSE
-    assert block(eval_tol=0.03).eval().rule().tol == 0.03
-    assert block(tol=1e-3).train().rule().tol == 1e-3
+        assert rule_of(model).tol == COARSE
+    assert rule_of(block(eval_tol=0.03)).tol == 0.03
+    assert rule_of(block(tol=1e-3), training=True).tol == 1e-3
     iterated = block(token="iterate", stopping="causal")
-    assert iterated.train().rule().tol == 0.1 and iterated.eval().rule().tol == COARSE
+    assert rule_of(iterated, training=True).tol == 0.1 and rule_of(iterated).tol == COARSE
     paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
-    assert paper.eval().rule()[:3] == (0.1, 1000, 1.0)
+    assert rule_of(paper)[:3] == (0.1, 1000, 1.0)
 
 
 def test_shift():

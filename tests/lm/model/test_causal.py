@@ -104,11 +104,17 @@ def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
 
 
 def gradients_of(model, tokens, **fields):
+    return gradients_and_norms(model, tokens, **fields)[0]
+
+
+def gradients_and_norms(model, tokens, **fields):
+    """name → gradient, and the adjoints' norms, a tensor a layer."""
     model.zero_grad()
     with model.solving(**fields):
         out = model.train()(tokens, labels=tokens)
     out.loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    every = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return every, out.fixed_point.adjoint_norm
 
 
 def assert_alike(ours, theirs, tol=1e-8):
@@ -175,18 +181,16 @@ def test_the_first_terms_of_the_series_tend_to_the_exact_gradient(name):
 
 def test_the_adjoint_is_clipped_and_its_norm_told():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
-    exact = gradients_of(model, tokens)
-    (free,) = model.adjoint_norms()
+    exact, (free,) = gradients_and_norms(model, tokens)
     first = dict(schedule="parallel", gradient="adjoint:0")
     assert free.shape == (2,) and (free > 0.5).all()
     for schedule in ("sequential", "parallel"):
-        same = gradients_of(model, tokens, schedule=schedule, adjoint_clip=1e6)
+        same, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e6)
         assert_alike(same, exact, 1e-7)
-        torch.testing.assert_close(model.adjoint_norms()[0], free, rtol=0.05, atol=0)
-        cut = gradients_of(model, tokens, schedule=schedule, adjoint_clip=1e-9)
+        torch.testing.assert_close(norms, free, rtol=0.05, atol=0)
+        cut, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e-9)
         assert any(largest(cut[key], exact[key]) > 1e-4 for key in exact)
         if schedule == "parallel":  # nothing comes back from later tokens: the first term alone
-            (norms,) = model.adjoint_norms()
             torch.testing.assert_close(norms, torch.ones_like(norms), rtol=1e-6, atol=0)
             assert_alike(cut, gradients_of(model, tokens, **first), 1e-6)
 
@@ -313,7 +317,8 @@ def test_compiled_and_plain_give_the_same_gradients(name, dtype, tol, monkeypatc
     for kernels in ("plain", "auto"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         model = model_of(name, dtype=dtype, n_layer=1)
-        found[kernels] = gradients_of(model, tokens), model.adjoint_norms()[0]
+        gradients, (norm,) = gradients_and_norms(model, tokens)
+        found[kernels] = gradients, norm
     assert_alike(found["auto"][0], found["plain"][0], tol)
     ours, theirs = (norms.clamp_min(1) for _, norms in (found["auto"], found["plain"]))
     torch.testing.assert_close(ours, theirs, rtol=max(tol, 1e-6), atol=0)

@@ -287,11 +287,14 @@ def test_the_report_is_of_the_fixed_point_layers():
 
 def test_solver_fields_of_the_model_hold_in_its_layers():
     model = build(layers="mamba fp_mamba1", n_layer=2)
-    model.config.tol = 0.5
+    model.config.tol, seen = 0.5, []
     block = model.fixed_point_blocks()[0]
-    assert block.settings.tol == 0.5
+    block.register_forward_pre_hook(lambda block, given: seen.append(block.settings(given[1]).tol))
+    model(ids_of(1, 3))
     with model.solving(schedule="parallel", tol=1e-3):
-        assert block.settings.tol == 1e-3 and model.solver()["schedule"] == "parallel"
+        model(ids_of(1, 3))
+        assert model.solver()["schedule"] == "parallel"
+    assert seen == [0.5, 1e-3]
 
 
 def test_flops_are_those_of_the_layers():

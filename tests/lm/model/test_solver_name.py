@@ -101,7 +101,20 @@ def test_one_token_is_solved_alone_under_every_schedule():
 
 
 def settings_of(made):
-    return [layer.block.settings for layer in made.backbone.layers]
+    """The config whose solver fields hold in a pass of each layer."""
+    seen = []
+
+    def remember(block, given):
+        seen.append(block.settings(given[1]))
+
+    blocks = [layer.block for layer in made.backbone.layers]
+    hooks = [block.register_forward_pre_hook(remember) for block in blocks]
+    with torch.no_grad():
+        made(IDS)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == len(blocks)
+    return seen
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def two_passes(model, seed=2):
     """Logits of both passes, every gradient of half their losses' sum, the adversary."""
     model.zero_grad()
     torch.manual_seed(seed)
-    adversary, logits = Adversary(model.fixed_point_blocks(), KAPPA), []
+    adversary, logits = Adversary(model, KAPPA), []
     for enter in (adversary.first_pass, adversary.second_pass):
         with enter():
             out = model(tokens(), labels=tokens())
@@ -176,12 +176,12 @@ def test_an_adversary_with_checkpoints_and_gaussian_noise(reentrant):
 
 def test_an_adversary_leaves_nothing_behind():
     model = model_of()
-    adversary = Adversary(model.fixed_point_blocks(), KAPPA)
+    adversary = Adversary(model, KAPPA)
     with pytest.raises(KeyError), adversary.first_pass():
         inside = copy.deepcopy(model)
         raise KeyError
-    for block in (*model.fixed_point_blocks(), *inside.fixed_point_blocks()):
-        assert block.draw_noise is gaussian
+    for one in (model, inside):
+        assert one.backbone.how.draw_noise is gaussian
     with adversary.first_pass():
         model(tokens(), labels=tokens())
     with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from lm.runs.checkpoint import CheckpointError, newest, verify
 from lm.common.files import write_json
-from lm.training.reshard import consolidated
+from lm.runs.checkpoint import CheckpointError, newest, verify
 from lm.runs.run_dir import RunDir, RunDirError
+from lm.training.reshard import consolidated
 
 
 def claim(cfg, overwrite=False, say=print):
@@ -149,5 +149,3 @@ def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
     key = change.partition("=")[0]
     with pytest.raises(RunDirError, match=rf"holds a run of another config \({key} was "):
         claim(tiny("resume=auto", change, "solver.tol=0.5"), False)
-
-

@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 
 from lm.common import console
-
-from lm.runs import metrics
 from lm.config.schema import Config
+from lm.model.outputs import FixedPointReport
+from lm.model.solver import FixedPointStats
+from lm.runs import metrics
 from lm.runs.log import TRACKERS, Writer, describe, grouped
 from lm.runs.metrics import (
     Throughput,
@@ -30,7 +31,7 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
     tensors |= dict.fromkeys(("bisected", "limited", "elsewhere"), 0.0 * tensors["residual"])
     counted = None if iterations is None else torch.tensor(iterations)
-    return SimpleNamespace(**tensors, num_iters=counted, layers=None)
+    return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
 
 
 # Two layers; three sequences in two micro-batches.
@@ -96,19 +97,19 @@ def test_a_model_without_a_solver_has_no_fixed_point_metrics():
 
 
 @pytest.mark.parametrize(
-    "norms, measured",
+    "norms, adjoint",
     [
-        ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], {"adjoint": [2.0, 1.0]}),
-        ([None, None], {}),
-        ([], {}),
+        ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], [2.0, 1.0]),
+        ([torch.zeros(2), torch.zeros(2)], None),  # there was no backward through time
+        (None, None),
     ],
 )
-def test_the_adjoint_is_the_largest_of_each_layer(norms, measured):
-    assert metrics.adjoint_metrics(SimpleNamespace(adjoint_norms=lambda: norms)) == measured
-
-
-def test_a_baseline_has_no_adjoint():
-    assert metrics.adjoint_metrics(SimpleNamespace()) == {}
+def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
+    ones = torch.ones(2, 2)
+    fields = dict.fromkeys(FixedPointStats._fields)
+    fields |= dict.fromkeys(("evaluations", "failed", "bisected", "limited", "residual"), ones)
+    report = FixedPointReport((fields | {"adjoint_norm": norms}).values())
+    assert fixed_point_metrics([report]).get("adjoint") == adjoint
 
 
 EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
@@ -207,7 +208,7 @@ def test_fixed_point_metrics_of_a_real_model():
     assert measured.keys() == {"evaluations", "failed", "bisected", "limited", "residual"}
     assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
     output.loss.backward()
-    adjoint = metrics.adjoint_metrics(made)["adjoint"]
+    adjoint = fixed_point_metrics([output.fixed_point])["adjoint"]
     assert len(adjoint) == 3 and all(norm > 0 for norm in adjoint)
 
 

@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 
-from lm.config.schema import Config
-from lm.config import load as config
-
-from lm.runs import profile as profiling
 from lm.common.errors import ConfigError
+from lm.config import load as config
+from lm.config.schema import Config
+from lm.runs import profile as profiling
 from lm.runs.profile import Profile
 from synthetic import config as synthetic_config
 from tests.running import ENV, ROOT, command, losses
