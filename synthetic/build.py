@@ -82,7 +82,7 @@ def newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
     """The training state of a run's newest complete checkpoint without NaN; None where there is
-    none. Runs of 0.1 kept one file, `last.pt`.
+    none.
 
     Raises:
         CheckpointError: there are checkpoints, and none can be used. RunDirError: the run's config
@@ -90,8 +90,7 @@ def newest_state(
     """
     path = newest(run.checkpoints, say)
     if path is None:
-        file = run.checkpoints / "last.pt"
-        return read_checkpoint(file, device) if file.exists() else None
+        return None
     check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_checkpoint(path / STATE, device)

@@ -94,7 +94,6 @@ class Train(Section):
     stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
     precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
     threads: int | None = Field(None, gt=0)
-    workers: int = Field(0, ge=0)  # loader processes; any number gives the same data
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # batches after it.
     rollbacks: int = Field(2, ge=0)

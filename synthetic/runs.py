@@ -19,7 +19,6 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP
 from lm.config import load as base
-from lm.config.old_keys import moved_tree
 from lm.runs.run_dir import RunDir, settled
 from lm.training.build import check_section
 from synthetic.build import device_of
@@ -83,7 +82,7 @@ def differences(cfg: Config) -> list[str]:
                 continue
             value = wanted[section].get(key, was)
             folder_not_given = key == "data" and value is None  # it was, when the run was started
-            if value != was and key not in ("threads", "workers") and not folder_not_given:
+            if value != was and key != "threads" and not folder_not_given:
                 found.append(f"{section}.{key} was {was}, is {value}")
     return found
 
@@ -92,7 +91,7 @@ def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config that a run was made with, and the one of today, both with settled values: with
     what the defaults of their version stand for."""
     path = RunDir(cfg.run_dir).config
-    saved = moved_tree(base.load_tree(path), str(path)) if path.exists() else {}
+    saved = base.without_removed(base.load_tree(path), str(path)) if path.exists() else {}
     wanted = cfg.model_dump(mode="json")
     if "model" in saved:
         saved = {**saved, "model": settled(saved["model"])}

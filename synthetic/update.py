@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,57 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm.common.signals import STOP
 from lm.model.noise import Adversary
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import Tensors, answer
 
 
-class Batches(torch.utils.data.Dataset):
-    """Training batches by number; each is made from (seed, number) alone."""
-
-    def __init__(self, task: tasks.Task, cfg: Config, lengths: tuple[int, int], first: int):
-        self.task = task
-        self.cfg = cfg
-        self.lengths = lengths
-        self.first = first
-
-    def __len__(self) -> int:
-        return 2**31  # more than anybody asks for: a rollback leaves some out
-
-    def __getitem__(self, i: int) -> tasks.Batch:
-        cfg = self.cfg
-        return self.task.batch(
-            cfg.seed, "train", self.first + i, cfg.train.batch_size, self.lengths
-        )
-
-
 def batches_from(
     task: tasks.Task, cfg: Config, lengths: tuple[int, int], first: int
 ) -> Iterator[tasks.Batch]:
-    """Training batches from number `first` on."""
-    loader = torch.utils.data.DataLoader(
-        Batches(task, cfg, lengths, first),
-        batch_size=None,
-        collate_fn=lambda batch: batch,
-        num_workers=cfg.train.workers,
-        generator=torch.Generator(),  # of its own: the global one is left as it is
-        worker_init_fn=_leave_signals_to_the_trainer,
-    )
-    # A worker inherits the mask: no signal reaches it before it ignores them.
-    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
-
-
-def _leave_signals_to_the_trainer(_worker: int) -> None:
-    """A launcher and a terminal send theirs to every process of a group."""
-    for number in STOP:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+    """Training batches from number `first` on; each is made from (seed, number) alone."""
+    for number in itertools.count(first):
+        yield task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
 
 
 class MaxIters:
@@ -116,8 +77,6 @@ def loss_of(
         reduction="sum",
     )
     loss = total / count.clamp_min(1)  # a segment of a stream may hold no answer
-    if answers.statistics[0] is not None:
-        loss = loss + answers.statistics[0].penalty.mean()
     return Pass(loss, answers.logits, answers.statistics, answers.state)
 
 

@@ -11,7 +11,6 @@ from lm.common.console import say
 from lm.common.errors import ConfigError
 from lm.common.files import check_file, write_json
 from lm.config import load as base
-from lm.config.old_keys import moved_tree
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
@@ -38,7 +37,7 @@ def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]
 
     Any YAML with a `model:` section will do, a language model's too; other sections are left out.
     """
-    tree = moved_tree(base.load_tree(path), path)
+    tree = base.load_tree(path)
     unknown = tree.keys() - config.Config.model_fields.keys() - LMConfig.model_fields.keys()
     if unknown:
         raise ConfigError(f"{path}: unknown section {', '.join(sorted(map(str, unknown)))}")

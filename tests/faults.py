@@ -77,6 +77,19 @@ def stop_at(count: int) -> None:
     _before_update(count, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
+def stop_at_the_end(_: int) -> None:
+    """SIGSTOP before the last validation."""
+    from lm.training.train import Training
+
+    real = Training.conclude
+
+    def conclude(self):
+        self.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        real(self)
+
+    Training.conclude = conclude
+
+
 def sleep_at(count: int) -> None:
     """The count-th update never ends."""
     _before_update(count, lambda: time.sleep(600))
@@ -168,6 +181,7 @@ INJECTED = (
     nonfinite_at,
     no_data_at,
     stop_at,
+    stop_at_the_end,
     sleep_at,
     weight_nan_at,
     moment_nan_at,

@@ -114,19 +114,13 @@ class Block:
 
     def forward(self):
         """The output (l,d_model), with the gradient that options.gradient names."""
-        kind, _, steps = self.c.gradient.partition(":")
+        kind, _, _ = self.c.gradient.partition(":")
         if kind in ("implicit", "exact"):  # the derivative of the solution itself
             return self.output_of(self.solve())
         with torch.no_grad():
             y = self.solve()
-        if kind == "phantom":
-            damping = self.c.stepsize
-            for _ in range(int(steps)):
-                g, _ = self.iterate(y)
-                y = [damping * a + (1 - damping) * b for a, b in zip(g, y)]
-        else:
-            for _ in range(self.c.n_backwards):
-                y, _ = self.iterate(y)
+        for _ in range(self.c.n_backwards):
+            y, _ = self.iterate(y)
         return self.output_of(y)
 
 

@@ -202,7 +202,6 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
         ("d_inner, d_arg):\n", "d_inner):\n", "give it __init__(self, d_inner, d_arg), or a"),
         ("self.d_inner = d_inner", "self.d = d_inner", "must set self.d_inner = d_inner, here 32"),
         ("self.out_features = 2 * d_inner + 1", "self.out_features = 3", "must be ((3, 64), (3,))"),
-        ("plane_proj = WNLinear", "gate_proj = torch.nn.Linear", "would not be found again"),
         ("if d_inner < 2", "if d_inner < 99", "mixer `my_mixer_2:PlaneRotation`: d_inner = expand"),
         ("import math", "import my_nothing", "cannot be imported: ModuleNotFoundError: No module"),
         ("import math", "import math)", "my_mixer_2.py:1)"),
@@ -211,9 +210,6 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
 )  # fmt: skip
 def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new, words):
     typed(page, "my_mixer", old, new)
-    if "gate_proj" in new:
-        path = page / "my_mixer_2.py"
-        path.write_text(path.read_text().replace("self.plane_proj", "self.gate_proj"))
     with pytest.raises(ConfigError) as e:
         model_of(mixer="my_mixer_2:PlaneRotation")
     assert words in str(e.value)

@@ -97,7 +97,7 @@ def _planned(cfg, args):
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
 
-    gpus = args.gpus or cfg.train.world_size or launched()[1]
+    gpus = args.gpus or launched()[1]
     at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
     with nothing_imported("a plan"):
         check_config(with_built_in_mixers(cfg)[0], gpus)
@@ -307,7 +307,7 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
         "--gpus",
         type=Whole(1, 1_000_000),
         metavar="N",
-        help="GPUs to plan for, in all, at least 1 (default: train.world_size, or those launched)",
+        help="GPUs to plan for, in all, at least 1 (default: those launched)",
     )
     c.add_argument(
         "--nodes",

@@ -88,11 +88,6 @@ def check_mixture(data: Data) -> None:
     Raises:
         ValueError: they say two things, or one that cannot be.
     """
-    if data.packing == "best_fit" and data.source == "fineweb":
-        raise ValueError(
-            "`data.packing: best_fit` must see all documents before the first batch, and `fineweb`"
-            " streams them: leave it out, or download the files and take `source: parquet`"
-        )
     if data.mixture is None:
         if data.temperature is not None:
             raise ValueError(
@@ -133,12 +128,8 @@ class Data(Section):
         "auto"  # processes per rank that read them
     )
     # several sources in the place of one
-    mixture: dict[str, Source] | None = Field(
-        None, description="a mapping of names to sources, each with source, path, weight; or null"
-    )
+    mixture: dict[str, Source] | None = None
     temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
-    # plain cuts the text every seq_len tokens; best_fit keeps documents that fit whole, and pads
-    packing: Literal["plain", "best_fit"] = "plain"
 
     @field_validator("mixture", mode="before")
     @classmethod

@@ -15,12 +15,25 @@ from pydantic import (
 
 from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
-from lm.config.old_keys import is_old, moved, moved_tree
 from lm.config.schema import UNSEEN, Config, Run, check_warmup
 from lm.config.yaml_text import load_tree, parse
 
 MOST_POINTS = 10_000  # of a sweep
 SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
+# Keys that are no longer there, and their defaults when they were: a config.yaml of then that holds
+# one with its default is read without it.
+REMOVED = {
+    "data.packing": "plain",
+    "solver.jacobian_reg": 0.0,
+    "train.batch_warmup": None,
+    "train.length_warmup": None,
+    "train.spike": None,
+    "engine.hang_s": 3600,
+    "train.world_size": None,
+    "train.workers": 0,  # of a synthetic run
+    "log.wandb_project": "fprnn",
+    "log.contraction": False,
+}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -45,7 +58,7 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
 
 def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
-    for key, value in moved(point.items(), "sweep"):
+    for key, value in point.items():
         # The keys of optim.lr_factors are patterns with dots, no keys of ours.
         if isinstance(value, dict) and key != "optim.lr_factors":
             for below, v in value.items():
@@ -58,11 +71,10 @@ def set_overrides(tree: dict, overrides: Iterable[str], schema: type[Run] = Conf
     """Put `key=value` overrides into a tree.
 
     Raises:
-        ConfigError: as `parse_override`, or a key under both its old and its new name.
+        ConfigError: as `parse_override`.
     """
-    pairs = [parse_override(text, schema) for text in overrides]
-    for key, value in moved(pairs, "override"):
-        set_key(tree, key, value)
+    for text in overrides:
+        set_key(tree, *parse_override(text, schema))
 
 
 def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
@@ -70,10 +82,32 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
-    known = is_key(key, schema) or is_old(key)
-    if not known and not key.startswith("engine.deepspeed."):
+    if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
+
+
+def without_removed(tree: dict, where: str) -> dict:
+    """A whole YAML without the keys of REMOVED; the tree given is left as it is.
+
+    Raises:
+        ConfigError: one of them has another value than its default was.
+    """
+    tree = copy.deepcopy(tree)
+    for key, default in REMOVED.items():
+        *parents, last = key.split(".")
+        section: Any = tree
+        for name in parents:
+            section = section.get(name) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or last not in section:
+            continue
+        value = section.pop(last)
+        if value != default:
+            raise ConfigError(
+                f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
+                f" as its default {default!r} did"
+            )
+    return tree
 
 
 @overload
@@ -86,7 +120,7 @@ def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
     Raises:
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
-    tree = moved_tree(tree, where)
+    tree = without_removed(tree, where)
     if schema is Config and {"models", "reference"} <= tree.keys():
         raise ConfigError(
             f"{where} compares several models, it is not the config of one run: fprnn compare"
@@ -117,7 +151,7 @@ def load(
     Raises:
         ConfigError: bad file, key, value or index.
     """
-    tree = moved_tree(load_tree(path), str(path))
+    tree = load_tree(path)
     if job_index is not None:
         points = sweep_points(tree, str(path), schema)
         if not 0 <= job_index < len(points):
@@ -156,7 +190,7 @@ def sweep_points(
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     for key, values in sweep.items():
-        if not is_key(str(key), schema) and not is_old(str(key)):
+        if not is_key(str(key), schema):
             raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")

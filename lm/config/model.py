@@ -172,13 +172,11 @@ class Solver(Section):
     patience: int = Field(15, gt=0)
     gradient: str = Field(
         "auto",  # exact; one_step of what is iterated
-        pattern=r"^(auto|exact|one_step|implicit|adjoint:[0-9]+|phantom:[1-9][0-9]*)$",
-        description="auto, exact, adjoint:K, one_step, phantom:K or implicit (K: a whole number of"
-        " steps)",
+        pattern=r"^(auto|exact|one_step|implicit|adjoint:[0-9]+)$",
+        description="auto, exact, adjoint:K, one_step or implicit (K: a whole number of terms)",
     )
     n_backwards: int = Field(1, gt=0)
     adjoint_clip: PositiveFloat | None = None
-    jacobian_reg: float = Field(0.0, ge=0)
     state_noise: float = Field(0.0, ge=0)
 
     @property

@@ -19,7 +19,6 @@ from lm.common.errors import ConfigError
 from lm.config.data import LARGEST, Data
 from lm.config.model import Fraction, InitFrom, Model, OpenFraction, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED
-from lm.config.warmups import Growing, check_warmups
 from lm.config.yaml_text import Dumper
 
 # Bounds far above what anybody trains, and below what exhausts a machine before it is refused.
@@ -61,7 +60,7 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
     decay: float | None = Field(None, gt=0)
-    lr_factors: dict[str, float] = Field({}, description=LR_FACTORS)
+    lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
@@ -112,7 +111,7 @@ class Skip(Section):
     window: int = Field(128, ge=2, le=100_000)
 
 
-class Train(Growing):
+class Train(Section):
     """How much is trained at once, and for how long."""
 
     steps: int = Field(4800, gt=0, le=MOST)  # optimizer updates
@@ -122,16 +121,12 @@ class Train(Growing):
     micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences a forward pass, per rank
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
-    world_size: int | None = Field(
-        None, gt=0, le=1_000_000
-    )  # ranks this config is meant for; others are refused
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
-    spike: float | None = Field(None, gt=1)  # a loss of so many times its running mean is one, too
     # so many times the mean of log²Z over the targets is added to the loss; 0: off
     z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
     skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
@@ -176,8 +171,7 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a collective that takes longer is an error
-    hang_s: int = Field(3600, gt=0, le=31_536_000)  # without a step: write all stacks, and end
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # standing still for so long is an error
 
 
 class Checkpoint(Section):
@@ -192,12 +186,10 @@ PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
     wandb: bool = False  # offline when no key is configured
-    wandb_project: str = "fprnn"
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
-    contraction: bool = False  # per layer ‖I − Q‖ and ‖∂f/∂y‖ of one micro-batch, each log step
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
-    profile: tuple[PositiveInt, PositiveInt] | None = Field(None, description=PROFILED)
+    profile: tuple[PositiveInt, PositiveInt] | None = None
 
     @field_validator("profile")
     @classmethod
@@ -289,8 +281,6 @@ def check_warmup(cfg: Run) -> None:
             for the decay of `wsd` after it.
     """
     _check_decay(cfg.optim, cfg.train.steps)
-    if isinstance(cfg, Config):
-        check_warmups(cfg)
     warmup = cfg.optim.warmup
     if warmup > 1 and warmup != int(warmup):
         raise ConfigError(

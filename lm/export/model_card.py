@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm import __version__
-from lm.common.errors import ConfigError
 from lm.common.files import read_mapping
 from lm.config.data import Data
 from lm.config.schema import Config, Optim
-from lm.config.warmups import Growth
 from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.mixture import parts
 from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
@@ -73,13 +71,7 @@ def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
 
 def _tokens(cfg: Config, manifest: dict) -> str:
     """How many were trained on until a checkpoint, in words."""
-    step, sequences = manifest["step"], manifest.get("global_batch_size")
-    if cfg.train.batch_warmup is None and sequences is not None:
-        return f"{step * sequences * cfg.data.seq_len:,} tokens"
-    try:
-        return f"{Growth(cfg, manifest['world_size']).tokens_until(step):,} tokens"
-    except ConfigError:  # the config is of later ranks, or of later micro-batches
-        return "a number of tokens that is not known"
+    return f"{manifest['step'] * manifest['global_batch_size'] * cfg.data.seq_len:,} tokens"
 
 
 def _data(run: RunDir, cfg: Config) -> list[str]:
@@ -140,13 +132,12 @@ def _public(name: str) -> str:
 
 def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
     step, world_size = manifest["step"], manifest["world_size"]
-    sequences = manifest.get("global_batch_size")
-    batch = "" if sequences is None else f"{sequences} sequences an update (at the end), "
     of, env = cfg.optim, read_mapping(run.environment) or {}
     result = read_mapping(run.result) or {}
     lines = [
-        f"- {step:,} of {cfg.train.steps:,} updates, {_tokens(cfg, manifest)}: {batch}seed"
-        f" {cfg.seed}, {cfg.train.precision}.",
+        f"- {step:,} of {cfg.train.steps:,} updates, {_tokens(cfg, manifest)}:"
+        f" {manifest['global_batch_size']} sequences an update, seed {cfg.seed},"
+        f" {cfg.train.precision}.",
         f"- {_optimizer(of)}: peak learning rate {of.lr:g}, schedule `{of.schedule}` with warm-up"
         f" {of.warmup:g} and floor {of.min_lr:g}, betas {of.betas[0]:g} and {of.betas[1]:g},"
         f" weight decay {of.weight_decay:g}, gradients clipped at {of.grad_clip:g}.",

@@ -51,7 +51,6 @@ RANGES = {  # field → (least, most, both in words)
     "stepsize": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "stepsize_decay": (_TINY, 1, "a number above 0 and up to 1, or auto"),
     "mixer_gate_start": (-20, 20, "a number from -20 to 20"),
-    "jacobian_reg": (0, _LARGE, "a number from 0 on"),
     "state_noise": (0, _LARGE, "a number from 0 on"),
     "adjoint_clip": (_TINY, _LARGE, "a number above 0, or null"),
     "norm_epsilon": (_TINY, _LARGE, "a number above 0"),
@@ -120,7 +119,6 @@ SOLVER_FIELDS = (
     "gradient",
     "n_backwards",
     "adjoint_clip",
-    "jacobian_reg",
     "state_noise",
 )
 
@@ -130,6 +128,8 @@ CHOICES = {
     "position": ("rope", "nope"),
     "allow_neg_eigval": ("auto", True, False),
 }
+# Fields that are no longer there, and their defaults: a config.json of then is read with these.
+REMOVED = {"jacobian_reg": 0.0}
 SCHEDULES = {
     "auto": "sequential with householder or dplr on a CPU, else window:128",
     "sequential": "one token after the other",
@@ -141,7 +141,6 @@ GRADIENTS = {
     "exact": "of the solution: backpropagation through time",
     "adjoint:K": "the first K + 1 terms of its Neumann series",
     "one_step": "the paper's, of n_backwards steps from the solution (App. B.2)",
-    "phantom:K": "of K damped steps (Geng et al. 2021)",
     "implicit": "of the fixed point of the paper's iteration (Eq. 16)",
 }
 
@@ -170,37 +169,12 @@ def parse_gradient(text: str) -> tuple[str, int | None]:
         ValueError: no such gradient, or an impossible K.
     """
     kind, colon, steps = str(text).partition(":")
-    least = {"adjoint": 0, "phantom": 1}.get(kind)
-    if least is None and not colon and kind in GRADIENTS:
+    if not colon and kind in GRADIENTS:
         return kind, None
-    if least is not None and steps.isdecimal() and int(steps) >= least:
+    if kind == "adjoint" and steps.isdecimal():
         return kind, int(steps)
     known = "; ".join(f"{name} ({what})" for name, what in GRADIENTS.items())
     raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
-
-
-def schedule_of_now(schedule: str) -> str:
-    """The schedule that takes the place of one of version 0.1, which is said once; any other as it
-    is."""
-    new = {"mixed": "auto", "exact": "sequential"}.get(str(schedule).partition(":")[0])
-    if new is None:
-        return schedule
-    logger.warning_once(f"schedule `{schedule}` is of version 0.1: `{new}` takes its place")
-    return new
-
-
-def refuse_agreement_reg(kwargs: dict[str, Any]) -> None:
-    """Take `agreement_reg`, a regulariser of version 0.1, from the arguments.
-
-    Raises:
-        ValueError: it is above 0.
-    """
-    weight = kwargs.pop("agreement_reg", 0)
-    if weight:
-        raise ValueError(
-            f"agreement_reg is {weight}: there is no such regulariser any more; with token"
-            " `exact` all schedules have the same solution"
-        )
 
 
 def refuse_solver_token(kwargs: dict[str, Any]) -> None:
@@ -268,7 +242,6 @@ class FPRNNConfig(PretrainedConfig):
         token "iterate" "one_step".
         adjoint_clip: what reaches a token's output from later tokens, in the exact gradient, is at
         most so many times the largest that reaches one of the sequence from above; None: no limit.
-        jacobian_reg: weight of ‖∂f/∂y‖_F² / (l d) at y* in the loss; 0: off.
         state_noise: σ of Gaussian noise on sh(y) wherever the iteration reads it, in training, see
         noise.py; 0: off. States that survive it have margin (docs/fixed-point.md).
         max_position_embeddings: a recurrence has no limit, but lm-evaluation-harness cuts contexts
@@ -346,7 +319,6 @@ class FPRNNConfig(PretrainedConfig):
         gradient: str = "auto",
         n_backwards: int = 1,
         adjoint_clip: float | None = None,
-        jacobian_reg: float = 0.0,
         state_noise: float = 0.0,
         max_position_embeddings: int = 2048,
         use_cache: bool = True,
@@ -355,7 +327,9 @@ class FPRNNConfig(PretrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_agreement_reg(kwargs)
+        for name, default in REMOVED.items():
+            if (value := kwargs.pop(name, default)) != default:
+                raise ValueError(f"{name} is {value!r}, and is no longer there: leave it out")
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_layer = n_layer
@@ -412,7 +386,6 @@ class FPRNNConfig(PretrainedConfig):
         self.gradient = gradient
         self.n_backwards = n_backwards
         self.adjoint_clip = adjoint_clip
-        self.jacobian_reg = jacobian_reg
         self.state_noise = state_noise
         self.settle()
         self.max_position_embeddings = max_position_embeddings
@@ -542,7 +515,6 @@ class FPRNNConfig(PretrainedConfig):
             self.stopping = "paper" if self.token == "iterate" else "causal"
         if self.gradient == "auto":
             self.gradient = "one_step" if self.token == "iterate" else "exact"
-        self.schedule = schedule_of_now(self.schedule)
         width = parse_schedule(self.schedule)
         kind, _ = parse_gradient(self.gradient)
         if self.stopping == "paper":

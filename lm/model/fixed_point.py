@@ -12,7 +12,6 @@ from torch import nn
 
 from .cell import Token, solve_low_rank
 from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
-from .contraction import mixing_norm, spectral_norm
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient
 from .layers import affine_map, parameters_of, product_dtype, without_autocast
@@ -416,22 +415,16 @@ class FixedPointBlock(nn.Module):
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
         c, y_star = self.settings(s.seqs), solution.y
-        kind, k = parse_gradient(c.gradient)
+        kind, terms = parse_gradient(c.gradient)
         if kind in ("exact", "adjoint"):
             y = adjoint_gradient(
-                lambda y: self.explicit(s, y)[0], y_star, k, c.adjoint_clip, s.seqs.adjoint_norm
+                lambda y: self.explicit(s, y)[0], y_star, terms, c.adjoint_clip, s.seqs.adjoint_norm
             )
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
         if kind == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule(c))
-        elif kind == "phantom":  # k damped steps (Geng et al. 2021)
-            damping = c.stepsize
-            y = damping * first + (1 - damping) * y_star
-            for _ in range(k - 1):
-                g, h_end = self.step(s, y, True)
-                y = damping * g + (1 - damping) * y
         else:
             for _ in range(c.n_backwards - 1):
                 y, h_end = self.step(s, y, True)
@@ -439,14 +432,6 @@ class FixedPointBlock(nn.Module):
             residual = relative_residual(y_star, first.detach())
             return y, h_end, solution.stats._replace(residual=residual)
         return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
-
-    def _penalty(self, s, y):
-        """What the regulariser adds to the loss, (b,): an estimate of ‖∂f/∂y‖_F² / (l d) at y by a
-        finite difference (Bai et al. 2021)."""
-        y, sigma = y.detach(), 1e-2
-        moved = self.step(s, y + sigma * torch.randn_like(y))
-        jacobian = ((moved - self.step(s, y)) / sigma).square().mean((1, 2))
-        return self.settings(s.seqs).jacobian_reg * jacobian
 
     def _through_time(self, u, c):
         """Whether the solve itself is what the gradient goes through."""
@@ -477,7 +462,7 @@ class FixedPointBlock(nn.Module):
         c, own = self.settings(seqs), self.config
         if count_iterations or c.token != "exact" or self.width(c, u.shape[1], u) != 1:
             return False
-        with_gradient = torch.is_grad_enabled() and (c.gradient != "exact" or c.jacobian_reg)
+        with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
         reads_y = own.block != "fp_rnn" and own.dt_h_dep
         return self.mixer.reflections() is not None and not (with_gradient or reads_y)
 
@@ -501,10 +486,10 @@ class FixedPointBlock(nn.Module):
                 solution = self._solve(s)
                 return self._finished(s, solution, solution.y, solution.h, solution.stats)
 
-            out, penalty, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
+            out, stats, end = solve(u) if checkpoint is None else checkpoint(solve, u)
         else:
-            out, penalty, stats, end = self._solved_apart(u, seqs, checkpoint)
-        stats = stats._replace(penalty=penalty, adjoint_norm=seqs.adjoint_norm)
+            out, stats, end = self._solved_apart(u, seqs, checkpoint)
+        stats = stats._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
@@ -530,18 +515,14 @@ class FixedPointBlock(nn.Module):
         return self._finished(s, solution, *self._attach(s, solution))
 
     def _finished(self, s, solution, y, h, stats):
-        """The output, the penalty (by itself: a checkpoint gives gradients to tensors that it
-        returns, not to those in a tuple), FixedPointStats and the state after the last token."""
+        """The output, FixedPointStats and the state after the last token."""
         mask = s.seqs.mask
-        penalty = torch.zeros_like(stats.penalty)  # its own: a checkpoint marks what it returns
         c = self.settings(s.seqs)
         if mask is not None and c.stopping == "causal":
             share = mask.shape[1] / mask.sum(1).clamp_min(1)  # of the tokens that are no padding
             shares = {name: getattr(stats, name) * share for name in SHARES}
             stats = stats._replace(**shares)
-        if self.training and c.jacobian_reg:
-            penalty = self._penalty(s, solution.y)
-        return self.finish(s, y), penalty, stats, self._end(s, solution.y, y, h)
+        return self.finish(s, y), stats, self._end(s, solution.y, y, h)
 
     # What is measured.
 
@@ -553,26 +534,6 @@ class FixedPointBlock(nn.Module):
         return count_iterations_of(
             lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
         )
-
-    def contraction(
-        self,
-        u: torch.Tensor,
-        seqs: Sequences = Sequences(),  # noqa: B008
-        power_iterations: int = 10,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How contractive the paper's iteration is at its fixed point, by power iteration.
-
-        Returns:
-            mixing (b,): the largest ‖I − Q_t‖₂ over the tokens; lipschitz (b,): ‖∂f/∂y‖₂ at y*.
-        """
-        with torch.no_grad():
-            s = self.prepare(u, seqs)
-            y = self._solve(s).y
-            raw = s.projections.rows(shift(y, s.seqs))["mixer"]
-        with torch.autocast(y.device.type, enabled=False):
-            mixing = mixing_norm(self.mixer, raw, s.mixer, y, power_iterations)
-            lipschitz = spectral_norm(lambda v: self.step(s, v), y, power_iterations)
-        return mixing.amax(-1), lipschitz
 
     @torch.no_grad()
     def over_time(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> OverTime:  # noqa: B008

@@ -14,7 +14,7 @@ from .solver import Rule, solve_paper
 FAILED = "the solve in the backward of `gradient: implicit` diverged"
 CURE = (
     "The layer does not contract at its fixed point: use gradient exact (with token exact),"
-    " one_step or phantom:K, or bound the mixer (contractive: 0.9)"
+    " one_step, or bound the mixer (contractive: 0.9)"
 )
 
 MOST_GROWTH = 1e3  # of g over v, beyond which an iteration that has not converged will not do so

@@ -80,13 +80,6 @@ class WNLinear(NonDynamicallyQuantizableLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix(), self.bias)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Until 0.1 the direction was called `weight`."""
-        old, new = f"{prefix}weight", f"{prefix}direction"
-        if old in state_dict and new not in state_dict:
-            state_dict[new] = state_dict.pop(old)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 # What the unit vectors are multiplied by: beside the bias, W must keep its digits in bf16. A power
 # of two, so that nothing else is rounded.

@@ -98,16 +98,3 @@ def number_of(
     if num_items_in_batch is None:
         return (targets != IGNORED).sum().clamp_min(1)
     return torch.as_tensor(num_items_in_batch, device=targets.device).clamp_min(1)
-
-
-def weighted_penalty(
-    penalty: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | int
-) -> torch.Tensor:
-    """What the regularisers add to a mean loss: each sequence counts as much as it has targets, so
-    that micro-batches add up to what one large batch gives.
-
-    Args:
-        penalty: (n_layer,b). targets: (b,l). count: see `number_of`.
-    """
-    of_sequence = (targets != IGNORED).sum(1) / count
-    return (penalty.mean(0) * of_sequence).sum()

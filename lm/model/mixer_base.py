@@ -20,18 +20,6 @@ MIXERS: dict[str, type["Mixer"]] = {}
 
 # What a subclass must define, and how it is called.
 METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
-# Layers of these names are weight-normalised ones, whose `weight` had this name until version 0.1:
-# `from_pretrained` takes a parameter so called for one of theirs.
-NORMED = (
-    "u_down",
-    "u_proj",
-    "alpha_proj",
-    "uv_proj",
-    "gate_proj",
-    "bc_y_proj",
-    "dt_y_proj",
-    "z_y_proj",
-)
 
 
 class MixerError(ValueError):
@@ -258,14 +246,6 @@ def _check_made(made, name, d_inner, d_arg):
             f"mixer `{name}`: its d_inner is {getattr(made, 'd_inner', 'missing')}: __init__ must"
             f" set self.d_inner = d_inner, here {d_inner}"
         )
-    for parameter, _ in made.named_parameters():
-        parts = ["", *parameter.split(".")]
-        layer, last = parts[-2:]
-        if layer in NORMED and last == "weight":
-            raise MixerError(
-                f"mixer `{name}`: a parameter called {parameter} would not be found again by"
-                f" from_pretrained, which takes {layer} for a WNLinear: use one, or another name"
-            )
     with torch.no_grad():
         weights = made.weights(next(made.parameters(), torch.zeros(1)))
     shapes = tuple(weights.first.shape), tuple(weights.bias.shape)

@@ -23,10 +23,8 @@ from .configuration_fprnn import (
     SOLVER_FIELDS,
     FPRNNConfig,
     parse_gradient,
-    refuse_agreement_reg,
     refuse_solver_token,
 )
-from .contraction import spectral_norm
 from .delta import GatedDeltaNet
 from .delta_chunks import gated_delta_rule
 from .delta_rule import delta_rule
@@ -45,9 +43,7 @@ from .loss import (
     nll_sum,
     number_of,
     targets_of,
-    weighted_penalty,
 )
-from .mixer_base import NORMED
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
@@ -76,7 +72,6 @@ _TRAVELS = (
     finish,
     find_root,
     solve_by_iterating,
-    spectral_norm,
     Projections,
     gaussian,
     Attention,
@@ -90,9 +85,6 @@ _TRAVELS = (
     carried_kernels,
 )
 
-# Versions up to 0.1 called a WNLinear's direction its weight. (transformers saves a model under the
-# names that it was loaded with.)
-OLD_NAMES = {f"{name}.weight": f"{name}.direction" for name in NORMED}
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
 
 
@@ -151,10 +143,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         return False
 
     @classmethod
-    def from_pretrained(
-        cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any
-    ) -> Any:
-        """PreTrainedModel.from_pretrained; also of checkpoints that use names of 0.1.
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """PreTrainedModel.from_pretrained, of files that are what they were.
 
         Raises:
             ValueError: the folder's weights or config.json are not what its SHA256SUMS says.
@@ -164,9 +154,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
             folder = os.path.join(place, kwargs.get("subfolder", ""))
             refuse_changed(folder, lambda name: name == "config.json" or ".safetensors" in name)
         refuse_solver_token(kwargs)
-        refuse_agreement_reg(kwargs)
-        names = {**OLD_NAMES, **(key_mapping or {})}
-        return super().from_pretrained(*args, key_mapping=names, **kwargs)
+        return super().from_pretrained(*args, **kwargs)
 
     def fixed_point_blocks(self) -> list[FixedPointBlock]:
         return [module for module in self.modules() if isinstance(module, FixedPointBlock)]
@@ -445,31 +433,6 @@ class FPRNNModel(FPRNNPreTrainedModel):
         tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
-    def contraction(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        power_iterations: int = 10,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """How contractive every layer's iteration is on these tokens (see blocks.contraction).
-
-        Returns:
-            mixing (n_layer,b): the largest ‖I − Q_t‖₂; lipschitz (n_layer,b): ‖∂f/∂y‖₂ at y*; of
-            the fixed-point layers alone.
-        """
-        mask = checked_mask(attention_mask, *input_ids.shape)
-        seqs, residual, rows = self._sequences(input_ids, mask), None, []
-        with torch.no_grad():
-            hidden = self.embeddings(input_ids)
-            for layer in self.layers:
-                before = hidden if residual is None else residual + hidden
-                block = layer.block
-                if isinstance(block, FixedPointBlock):
-                    rows.append(block.contraction(layer.norm(before), seqs, power_iterations))
-                hidden, residual, _ = layer(hidden, residual, seqs)
-        mixing, lipschitz = zip(*rows)
-        return torch.stack(mixing), torch.stack(lipschitz)
-
 
 class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     """FPRNNModel with a language-model head, tied to the embedding or not."""
@@ -530,7 +493,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         # 1. What is to be predicted, (b,l).
         targets = targets_of(labels, kwargs.pop("shift_labels", None))
         num_items = kwargs.get("num_items_in_batch")
-        self._check_targets(targets, loss_only, logits_to_keep, num_items, log_z)
+        self._check_targets(targets, loss_only, logits_to_keep, log_z)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
 
@@ -558,7 +521,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         else:
             scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
         logits, loss, mean_log_z = scored
-        loss = self._with_penalty(loss, outputs.fixed_point, targets, num_items)
         self._check_head(logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
@@ -592,13 +554,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         mean_log_z = log_z_sum(logits, those) / count if log_z else None
         return logits, loss, mean_log_z
 
-    def _with_penalty(self, loss, fixed_point, targets, num_items):
-        """The loss, in training with what the regularisers add to it; None without targets."""
-        if loss is None or not self.training or fixed_point is None:
-            return loss
-        count = number_of(targets, num_items)
-        return loss + weighted_penalty(fixed_point.penalty, targets, count)
-
     def _check_head(self, logits, loss):
         """Raise a NonFiniteError unless all that there is of the two is finite."""
         finite = [all_finite(t) for t in (logits, loss) if t is not None]
@@ -609,21 +564,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             what = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, what)
 
-    def _check_targets(self, targets, loss_only, logits_to_keep, num_items, log_z):
+    def _check_targets(self, targets, loss_only, logits_to_keep, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
         if targets is None and (loss_only or log_z):
             which = "loss_only" if loss_only else "log_z"
             raise ValueError(f"{which} needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
-        if targets is not None or num_items is None or not self.training:
-            return
-        if self.fixed_point_blocks() and self._settings().jacobian_reg:
-            raise ValueError(
-                "jacobian_reg is part of the loss that the model computes from labels; here it gets"
-                " none (the Trainer computes the loss itself with label_smoothing_factor or"
-                " compute_loss_func): turn it off"
-            )
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
         """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
@@ -636,8 +583,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     ) -> float:
         """FLOPs per token with so many evaluations a token in every fixed-point layer.
 
-        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards, of
-        phantom:K K) and finish forward and backward (three times the forward); the head likewise.
+        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards)
+        and finish forward and backward (three times the forward); the head likewise.
         Where the gradient goes through the solve itself, token by token, that evaluation is one of
         the solve's. What an adjoint iterates in windows is not counted: it is known afterwards
         only. A multiply-add counts two, and the number is affine in `evaluations`.
@@ -655,8 +602,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return (3 if training else 1) * (once + head)
         block = solved[0]
         settings = self._settings()
-        (kind, k), how = parse_gradient(settings.gradient), block.solver(settings)
-        steps = {"one_step": settings.n_backwards, "phantom": k}.get(kind, 1)
+        (kind, _), how = parse_gradient(settings.gradient), block.solver(settings)
+        steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":
             evaluations = evaluations - 1

@@ -39,7 +39,6 @@ class FixedPointStats(NamedTuple):
     bisected: torch.Tensor  # of those that bisection found, since the iteration runs into nothing
     limited: torch.Tensor  # of those where the gradient's limit may take effect (cell.LIMITED)
     residual: torch.Tensor  # relative residual of what the solve returned
-    penalty: torch.Tensor  # to be added to the loss; zero unless a regulariser is on
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: it did
     token_iters: torch.Tensor | None = None  # the one after which all tokens up to it stay within
@@ -167,7 +166,7 @@ def solve_paper(
     failed = (~converged).to(residual.dtype)
     zero = torch.zeros_like(residual)
     counts = num_iters, converged, token_iters
-    stats = FixedPointStats(evaluations, failed, zero, zero, residual, zero, *counts)
+    stats = FixedPointStats(evaluations, failed, zero, zero, residual, *counts)
     return Solution(y, stats)
 
 
@@ -282,5 +281,4 @@ def stats_of(residual: torch.Tensor, outcome: torch.Tensor, evaluations: float) 
     failed, bisected, limited = (
         (outcome & what != 0).to(residual.dtype).mean(1) for what in (FAILED, BISECTED, LIMITED)
     )
-    penalty = torch.zeros_like(residual)
-    return FixedPointStats(evaluations, failed, bisected, limited, residual, penalty)
+    return FixedPointStats(evaluations, failed, bisected, limited, residual)

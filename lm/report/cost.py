@@ -22,14 +22,9 @@ class Link(NamedTuple):
     bytes_per_second: float  # that one GPU sends
 
 
-def flops_of(
-    cfg: Config, model: PreTrainedModel, of: Sizes, length: int | None = None
-) -> dict[str, float]:
-    """FLOPs of a token in training, forward and backward, by what they depend on.
-
-    Args: length: of the sequences; None: data.seq_len.
-    """
-    m, length = cfg.model, length or cfg.data.seq_len
+def flops_of(cfg: Config, model: PreTrainedModel, of: Sizes) -> dict[str, float]:
+    """FLOPs of a token in training, forward and backward, by what they depend on."""
+    m, length = cfg.model, cfg.data.seq_len
     if m.name == "fprnn":
         counts = COUNTS if model.solver() != "none" else COUNTS[:1]
         flops = {k: model.flops_per_token(k, length=length) for k in counts}

@@ -14,7 +14,6 @@ import torch
 
 from lm.common.cards import GIB, Card
 from lm.config.schema import Config, Optim
-from lm.config.warmups import Growth
 from lm.report import activations
 from lm.report.activations import Activations
 from lm.training.build import build_model
@@ -128,9 +127,7 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
     n, t = 4.0 * of.parameters, cfg.train
     share = n / world_size
     tokens = t.micro_batch_size * cfg.data.seq_len
-    # Short sequences, of which a micro-batch then has more, may hold more states.
-    lengths = Growth(cfg, world_size).lengths
-    kept, temporary = max((held.held(tokens // n, n) for n in lengths), key=sum)
+    kept, temporary = held.held(t.micro_batch_size, cfg.data.seq_len)
     logits_kept, logits = activations.loss_bytes(cfg, tokens, of.vocab_size)
     logits = max(logits, logits / 3 + 4.0 * of.head)  # the gradient of the head, before it is added
     copy = 0.0 if stage == 0 else share
@@ -220,8 +217,7 @@ class Planner:
             key = "engine__deepspeed__zero_optimization__reduce_bucket_size"
             bucket.append({key: SMALL_BUCKET})
         if self.world_size > 1 and not own_json:
-            most = 2 if self.cfg.log.contraction else 3
-            most = min(most, highest_stage(self.cfg))
+            most = highest_stage(self.cfg)
             stages += [{"engine__zero_stage": s} for s in range(stage + 1, most + 1)]
         if not m.gradient_checkpointing:
             checkpointed.append({"model__gradient_checkpointing": True})

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from lm.common.cards import GIB, GPUS_A_HOST, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
-from lm.config.warmups import Growth
 from lm.report import cost
 from lm.report.activations import for_gpu
 from lm.report.cost import flops_of
@@ -210,7 +209,6 @@ def plan(cfg: Config, at: Where | int) -> dict:
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
     counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
-    growth = Growth(cfg, at.world_size)
     return {
         "at": at,
         "world_size": at.world_size,
@@ -221,47 +219,37 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "parameters": counted.parameters,
         "parameters_without_embedding": counted.parameters - counted.embedding,
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
-        **_planned_data(cfg, at, growth),
-        **_planned_work(cfg, at, growth, model, counted),
+        **_planned_data(cfg, at),
+        **_planned_work(cfg, at, model, counted),
         **_planned_memory(cfg, at, counted),
     }
 
 
-def _planned_data(cfg: Config, at: Where, growth: Growth) -> dict:
+def _planned_data(cfg: Config, at: Where) -> dict:
     """What is read, and how often."""
-    tokens = growth.tokens_until(cfg.train.steps)
+    tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
     sources = mixed_data(cfg, tokens)
     dataset_tokens, dataset = (None, "") if sources else training_data(cfg)
     return {
         "sequences_per_step": cfg.train.sequences(at.world_size),
         "tokens_per_step": cfg.tokens_per_step(at.world_size),
         "tokens": tokens,
-        "warmups": growth.described(),
         "dataset_tokens": dataset_tokens,
         "dataset": dataset,
         "sources": sources,
-        "packing": _packing(cfg),
         "passes": tokens / dataset_tokens if dataset_tokens else None,
     }
 
 
-def _planned_work(
-    cfg: Config, at: Where, growth: Growth, model: PreTrainedModel, counted: Sizes
-) -> dict:
-    """FLOPs and hours; sequences may be of several lengths. counted: the model's sizes."""
-    tokens_of_length = growth.tokens_by_length(cfg.train.steps)
+def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, counted: Sizes) -> dict:
+    """FLOPs and hours. counted: the model's sizes."""
+    tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
     flops_per_token = flops_of(cfg, model, counted)
-    flops_in_all: dict[str, float] = dict.fromkeys(flops_per_token, 0)
-    for length, tokens in tokens_of_length.items():
-        for name, flops in flops_of(cfg, model, counted, length).items():
-            flops_in_all[name] += flops * tokens
+    flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
     evaluations = evaluations_of(model, at)
     work = next(iter(flops_in_all.values()))
     if evaluations is not None:
-        work = sum(
-            model.flops_per_token(evaluations, length=length) * tokens
-            for length, tokens in tokens_of_length.items()
-        )
+        work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * tokens
     return {
         "flops_per_token": flops_per_token,
         "flops_in_all": flops_in_all,
@@ -348,28 +336,10 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("ranks (GPUs)", _ranks(p["at"])),
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
-        *p["warmups"],
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
         *(_mixed(p) or _single(p, cfg)),
-        *p["packing"],
         *(("optimizer", line) for line in p["optimizer"]),
     ]
-
-
-def _packing(cfg: Config) -> list[tuple[str, str]]:
-    """Rows of what best-fit packing wastes, as the run has packed its sources; none of plain."""
-    if cfg.data.packing == "plain":
-        return []
-    from lm.data.corpus import best_fit
-    from lm.data.corpus.prepare import place_in_run
-    from lm.data.sources.mixture import parts
-
-    rows = []
-    for name, part in parts(cfg).items():
-        found = best_fit.read(place_in_run(cfg.run_dir, name), part.data)
-        cost = found[1] if found else "best_fit: its padding is known once the run has packed it"
-        rows.append((f"packing {name}".rstrip(), str(cost)))
-    return rows
 
 
 def _single(p: dict, cfg: Config) -> list[tuple[str, str]]:

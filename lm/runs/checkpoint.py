@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lm.config.schema import Checkpoint
 from lm.common.errors import UserError
-from lm.model import checksums
 from lm.common.files import DamagedError, read_json, sync, write_json, writing
 from lm.common.ranks import Ranks
+from lm.config.schema import Checkpoint
+from lm.model import checksums
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
-from lm.config.schema import Run
 from lm.common.console import say
-from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.common.files import write_text, writing
+from lm.config.schema import Run
+from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
 GROUPS = {
-    "solver": ("adjoint", "evaluations", *SHARES, "lipschitz", "mixing_norm", "residual"),
+    "solver": ("adjoint", "evaluations", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
     "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
-    "data": ("data_epochs", "data_padding", "data_share"),
+    "data": ("data_epochs", "data_share"),
 }
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}
 # Mappings that are a group themselves.
@@ -144,7 +144,7 @@ class Wandb:
         self.run = wandb.init(
             id=run.wandb_id.read_text(),
             resume="allow",
-            project=cfg.log.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "fprnn"),
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),

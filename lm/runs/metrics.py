@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,34 +239,6 @@ def imbalance(seconds: float, gather: Gather) -> dict:
     return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
 
 
-class Spikes:
-    """Notices a loss far above those before it.
-
-    Args:
-        times: above so many times their mean; None: never.
-        window: updates that the mean remembers, and that must have gone by.
-    """
-
-    def __init__(self, times: float | None, window: int = 50):
-        self.times, self.window = times, window
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew: the weights are others."""
-        self.mean, self.count = 0.0, 0
-
-    def look(self, loss: float) -> str | None:
-        """What is wrong with an update's loss, or None."""
-        if self.times and self.count >= self.window and loss > self.times * self.mean:
-            return (
-                f"the loss is {loss:.4f}, more than {self.times:g} times (train.spike) its mean of"
-                f" {self.mean:.4f}"
-            )
-        self.count += 1
-        self.mean += (loss - self.mean) / min(self.count, self.window)
-        return None
-
-
 class Outliers:
     """Notices updates far above those before them, and counts them.
 
@@ -322,15 +294,15 @@ class Throughput:
             rank's process, of all its threads, also of one that writes a checkpoint meanwhile.
     """
 
-    def __init__(self, flops_per_token: dict | None, world_size: int):
-        self.flops_per_token = flops_per_token  # length → (evaluations per token → FLOPs), or None
+    def __init__(self, flops_per_token: Callable[[float], float] | None, world_size: int):
+        self.flops_per_token = flops_per_token  # of evaluations per token
         self.peak = peak_flops()
         self.world_size = world_size
         self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
-        self.tokens: dict[int, int] = {}  # by the length of their sequences
+        self.tokens = 0
         self.since = self.last = _clocks()
 
     def skip(self) -> None:
@@ -340,9 +312,9 @@ class Throughput:
             self.since[name] += now[name] - self.last[name]
         self.last = now
 
-    def count(self, tokens: int, length: int) -> None:
-        """An update of so many tokens, in sequences of this length, has ended."""
-        self.tokens[length] = self.tokens.get(length, 0) + tokens
+    def count(self, tokens: int) -> None:
+        """An update of so many tokens has ended."""
+        self.tokens += tokens
         now = _clocks()
         for name in self.spent:
             self.spent[name] += now[name] - self.last[name]
@@ -355,12 +327,11 @@ class Throughput:
             evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
         """
         seconds = _clocks()["seconds"] - self.since["seconds"]
-        rates = {n: count / seconds if seconds > 0 else 0.0 for n, count in self.tokens.items()}
+        rate = self.tokens / seconds if seconds > 0 else 0.0
         values: dict[str, float | dict[str, float]] = {}
-        values["tokens_per_s"] = round(float(sum(rates.values())), 1)
+        values["tokens_per_s"] = round(rate, 1)
         if self.peak and self.flops_per_token:
-            each = self.flops_per_token
-            flops = sum(rate * each[length](evaluations) for length, rate in rates.items())
+            flops = rate * self.flops_per_token(evaluations)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()
@@ -400,18 +371,14 @@ def parse_record(line: bytes) -> dict | None:
 
 
 def affine(
-    flops_per_token: Callable[..., float] | None, lengths: Iterable[int]
-) -> dict[int, Callable[[float], float]] | None:
-    """{length: evaluations a token → FLOPs in sequences of that length}, taken while the weights
-    are whole; None for a model that cannot say."""
+    flops_per_token: Callable[..., float] | None, length: int
+) -> Callable[[float], float] | None:
+    """Evaluations a token → FLOPs a token in sequences of that length, taken while the weights are
+    whole; None for a model that cannot say."""
     if flops_per_token is None:
         return None
-
-    def of(length: int) -> Callable[[float], float]:
-        at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
-        return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
-
-    return {length: of(length) for length in lengths}
+    at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
+    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lm.config.load import build
-from lm.config.yaml_text import load_tree
-from lm.config.schema import Run
 from lm.common.errors import DivergedAlone, UserError, exit_status, sentence
+from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
+from lm.config.load import build
+from lm.config.resuming import Resume, resume_rule
+from lm.config.schema import Run
+from lm.config.yaml_text import load_tree
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics
-from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
-from lm.config.resuming import Resume, resume_rule
 
 
 class RunDirError(UserError, RuntimeError):
@@ -74,8 +74,8 @@ class RunDir:
 
     def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
-        What a continued run may change is said by the fields of the schema (`lm.config.resuming`); its
-        config.yaml stays as it was until `confirm`.
+        What a continued run may change is said by the fields of the schema
+        (`lm.config.resuming`); its config.yaml stays as it was until `confirm`.
 
         A directory whose run never got to its first step (a start that failed) is made anew.
 

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from lm.common.errors import PREEMPTED, ConfigError
+from lm.common.files import read_mapping
 from lm.config import load as config
-from lm.common.errors import ConfigError
-from lm.common.errors import PREEMPTED
 from lm.runs.lease import is_alive
 from lm.runs.metrics import marked, read_metrics
-from lm.common.files import read_mapping
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:

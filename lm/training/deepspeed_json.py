@@ -192,23 +192,3 @@ def check_muon(cfg: Config, config: dict) -> None:
             f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
             " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
         )
-
-
-def check_contraction(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where `log.contraction` has no blocks to look into.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if not cfg.log.contraction:
-        return
-    if not cfg.model.has_fixed_point:
-        raise ConfigError(
-            "log.contraction is for model.name fprnn:"
-            f" {cfg.model.layers or cfg.model.name} has no fixed point"
-        )
-    if config["zero_optimization"]["stage"] == 3:
-        raise ConfigError(
-            "log.contraction looks inside the blocks, which ZeRO-3 has partitioned away: use"
-            " zero_stage 0, 1 or 2 with it"
-        )

@@ -28,7 +28,6 @@ from lm.common.errors import (
 )
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
-from lm.config.warmups import Growth
 from lm.model.loss import log_z_sum, number_of
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
@@ -121,7 +120,7 @@ def start(cfg: Config) -> Ranks:
     try:
         deepspeed.init_distributed(
             "nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=cfg.engine.timeout_s),
+            timeout=_limit_of_collectives(cfg),
             auto_mpi_discovery=False,
             verbose=False,
         )
@@ -132,6 +131,11 @@ def start(cfg: Config) -> Ranks:
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
     return Ranks(rank, world, device, objects)
+
+
+def _limit_of_collectives(cfg: Config) -> timedelta:
+    """A tenth longer than the watchdog's, which leaves stacks behind, and does not watch all."""
+    return timedelta(seconds=1.1 * cfg.engine.timeout_s)
 
 
 def _limit_collectives(timeout: timedelta, but) -> None:
@@ -262,7 +266,7 @@ class Engine:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self.times = UpdateTimes(ranks.device, self._solves)
-        _limit_collectives(timedelta(seconds=cfg.engine.timeout_s), ranks.objects)
+        _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
 
     @property
     def lr(self) -> float:
@@ -301,7 +305,7 @@ class Engine:
         """One update.
 
         Args:
-            batches: its micro-batches, on every rank as many.
+            batches: its micro-batches, on every rank as many as `train.accumulation` says.
             stop: this rank was asked to stop. alive: called after each micro-batch.
             outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
                 where `train.skip` is set.
@@ -310,7 +314,6 @@ class Engine:
                 spoilt.
         """
         self.deepspeed.train()
-        self._accumulate(len(batches))
         total, stats = torch.zeros((), device=self.ranks.device), []
         added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
@@ -347,15 +350,6 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)
-
-    def _accumulate(self, count: int) -> None:
-        """Have DeepSpeed make the next update of so many micro-batches."""
-        engine = self.deepspeed
-        if count != engine.gradient_accumulation_steps():
-            at_once = engine.train_micro_batch_size_per_gpu() * self.ranks.world_size
-            engine.set_train_batch_size(count * at_once)
-            # The update ends where `count` divides the micro-batches since here.
-            engine.micro_steps = 0
 
     def _unless_skipped(self, step: Callable) -> Callable:
         """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
@@ -502,8 +496,7 @@ class Engine:
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates
         self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
-        growth = Growth(self.cfg, self.ranks.world_size)
-        self.deepspeed.global_samples = growth.sequences_until(updates)
+        self.deepspeed.global_samples = updates * self.config["train_batch_size"]
         self.scheduler.last_epoch = updates - 1
         self.scheduler.step()
 
@@ -560,15 +553,6 @@ class Engine:
         if self.zero_stage == 3:
             self.deepspeed.empty_partition_cache()
         self.ranks.barrier()
-
-    def contraction(self, batch: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-        """Per layer, the mean over a micro-batch of ‖I − Q‖ and ‖∂f/∂y‖ (`log.contraction`)."""
-        model = self.deepspeed.module
-        mixing, lipschitz = model.backbone.contraction(batch["input_ids"].to(self.ranks.device))
-        return {
-            "mixing_norm": [round(v, 4) for v in mixing.float().mean(-1).tolist()],
-            "lipschitz": [round(v, 4) for v in lipschitz.float().mean(-1).tolist()],
-        }
 
     def _norm_of_plain_gradients(self) -> float:
         grads = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]

@@ -13,7 +13,6 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_warmup
-from lm.config.warmups import check_batch_warmup
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
 from lm.kernels import asked
@@ -22,7 +21,6 @@ from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
     check_average,
-    check_contraction,
     check_device,
     check_muon,
     deepspeed_config,
@@ -76,29 +74,19 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
 
     Returns: the model on the meta device, for a vocabulary of 8.
     Raises:
-        ConfigError: another number of processes than the config is meant for, a warm-up that cannot
-            be, sizes that do not go together, a DeepSpeed JSON that cannot be used, learning rates
-            of parameters that are not there, a ZeRO stage that the optimizer or train.ema cannot
-            have.
+        ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
+            cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
+            optimizer or train.ema cannot have.
         CheckpointError: no checkpoint of the name that `resume` gives.
         SourceError, LoadError: nothing to start from at `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
-    wanted = cfg.train.world_size
-    if wanted and wanted != world_size:
-        raise ConfigError(
-            f"train.world_size is {wanted} but {world_size} process(es) were asked for: launch"
-            f" {wanted} (deepspeed --num_gpus {wanted} …), or set train.world_size and"
-            " train.global_batch_size to train alike on any number"
-        )
     asked()
     check_warmup(cfg)
     check_resume(cfg.resume)
     config = deepspeed_config(cfg, world_size)
-    check_contraction(cfg, config)
     check_muon(cfg, config)
     check_average(cfg, config)
-    check_batch_warmup(cfg, world_size, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
     groups(model, cfg.optim)
     init_from.check(cfg, model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm.common.ranks import Ranks
-from lm.config.load import load
 from lm.config.schema import Config
 from lm.data.corpus.prepare import checksums, place_in_run
 from lm.data.sources.mixture import parts
@@ -18,12 +16,10 @@ from lm.training.optim import signature
 
 def identity(cfg: Config, world_size: int) -> dict:
     """What a checkpoint's manifest says of the training that it is of."""
-    warmup = cfg.train.batch_warmup
     return {
         **layout(cfg, world_size),
         "optimizer": signature(cfg.optim),
         "global_batch_size": cfg.train.sequences(world_size),
-        "batch_warmup": warmup and warmup.model_dump(),
     }
 
 
@@ -72,36 +68,18 @@ def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
             )
 
 
-def check_batch(path: Path, manifest: dict, now: dict, run: RunDir, ranks: Ranks) -> None:
+def check_batch(path: Path, manifest: dict, now: dict) -> None:
     """Raises CheckpointError where an update would be of another size.
 
     Args:
         now: `identity` of this run.
     """
-    grown, growing = manifest.get("batch_warmup"), now["batch_warmup"]
-    if grown != growing:
-        was, this = ("null" if w is None else w for w in (grown, growing))
+    before, sequences = manifest.get("global_batch_size"), now["global_batch_size"]
+    if before != sequences:
         raise CheckpointError(
-            f"{path} was trained with train.batch_warmup={was}, this run has {this}: the tokens"
-            " that it has seen are counted by it, so set the same (it may be over)"
-        )
-    now = now["global_batch_size"]
-    before = manifest.get("global_batch_size")
-    if before is None:  # of a run of 0.1, whose config says it for one rank
-        before = ranks.first(_batch_of_0_1, path, manifest["world_size"], run)
-    if before not in (None, now):
-        raise CheckpointError(
-            f"{path} was trained with {before} sequences an update, this run has {now}: set"
+            f"{path} was trained with {before} sequences an update, this run has {sequences}: set"
             f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
         )
-
-
-def _batch_of_0_1(path: Path, world_size: int, run: RunDir) -> int:
-    own = path.resolve().parent == run.checkpoints.resolve()
-    previous = run.previous if own else None
-    config = load(RunDir(path.parent.parent).config) if previous is None else previous
-    assert isinstance(config, Config)  # synthetic runs have no such checkpoints
-    return config.train.sequences(world_size)
 
 
 def check_optimizer(path: Path, manifest: dict, now: dict) -> None:

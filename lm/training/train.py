@@ -17,7 +17,6 @@ from lm.common.ranks import Ranks, of_lost_peer
 from lm.common.signals import StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
-from lm.config.warmups import Growth
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -32,7 +31,6 @@ from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
     FailureWatch,
     Outliers,
-    Spikes,
     Throughput,
     affine,
     fixed_point_metrics,
@@ -130,11 +128,10 @@ class Training:
         self.began = time.perf_counter()
         self.writer: Writer | None = None  # on rank 0
         self.signals = on_exit.enter_context(StopSignals())
-        self.spikes = Spikes(cfg.train.spike)
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
-        self.growth = Growth(cfg, ranks.world_size)
+        self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
         self.profile = Profile(profiled, run.profile, say, self._paused)
         on_exit.callback(self.profile.close)
@@ -227,7 +224,7 @@ class Training:
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.solves = cfg.model.has_fixed_point
-        flops = affine(getattr(self.model, "flops_per_token", None), self.growth.lengths)
+        flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
         decay = cfg.train.ema
         self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
@@ -274,7 +271,7 @@ class Training:
         folder = self.run.checkpoints
         if self.found is not None:
             path, manifest = self.found
-            check_batch(path, manifest, self.checkpoints.about, self.run, self.ranks)
+            check_batch(path, manifest, self.checkpoints.about)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
                 raise CheckpointError(
@@ -351,10 +348,8 @@ class Training:
             say(f"optim    {line}")
         if warning := missing_kernels(cfg):
             say(warning)
-        per_step = cfg.tokens_per_step(self.ranks.world_size)
         stage = self.engine.zero_stage
-        say(f"training {cfg.train.steps} updates of {per_step} tokens, ZeRO-{stage}")
-        self.growth.announce(say)
+        say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -362,11 +357,11 @@ class Training:
         Raises:
             Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
         """
-        steps, engine_settings = self.cfg.train.steps, self.cfg.engine
+        steps = self.cfg.train.steps
         if self.step >= steps:
             say(f"complete already: {self.step} of {steps} updates; --overwrite trains anew")
             return
-        watchdog = Watchdog(engine_settings.hang_s, self.run.stacks, self.ranks.rank)
+        watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
         self.profile.begin_at(self.step)
@@ -416,7 +411,7 @@ class Training:
             self._validate()
 
     def _micro_batches(self) -> list:
-        """Of the next update.
+        """The next update's micro-batches.
 
         Raises:
             DataError: on every rank, where one cannot read.
@@ -424,7 +419,7 @@ class Training:
         micro, error = [], None
         try:
             with self.engine.times.part("data"):
-                for _ in range(self.growth.micro_batches(self.step + 1)):
+                for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):
                     micro.append(next(self.batches))
                     self.alive()
         except UserError as e:
@@ -432,23 +427,20 @@ class Training:
         (failed,) = self.ranks.sum(error is not None)
         if failed:
             self.ranks.raise_any(error)
-        return self.growth.cut(micro, self.step + 1)
+        return micro
 
     def _update(self) -> ds.Update:
         self.lr = self.engine.lr
         self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
         update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
-        if not update.skipped and (what := self.spikes.look(update.loss)):
-            raise Diverged(what)
-        self.first_micro_batch = micro[0]
         self.step += 1
         if update.skipped:
             self._note_skip(update.skipped)
         if self.average:
             self.average.update()
         self.stats += update.stats
-        self.speed.count(self.growth.tokens(self.step), self.growth.length(self.step))
+        self.speed.count(self.tokens_per_step)
         self.engine.times.end_update()
         return update
 
@@ -500,7 +492,6 @@ class Training:
         self.went_back_to = self.step
         self.batches.load_state_dict(after)
         self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
-        self.spikes.forget()
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
             f" the data that comes next (rollback {self.rollbacks} of {most})"
@@ -527,8 +518,7 @@ class Training:
             "grad_norm": update.norm,
             **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
             **({"skipped": self.outliers.number} if cfg.train.skip else {}),
-            "tokens": self.growth.tokens_until(self.step),
-            **self.growth.record(self.step),
+            "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
             **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
@@ -536,8 +526,6 @@ class Training:
             **self.batches.drawn(),
             "peak_memory_bytes": self._peak_memory(),
         }
-        if cfg.log.contraction:
-            record |= self.engine.contraction(self.first_micro_batch)
         self.stats = []
         self._write(record)
         self._log_saves()
@@ -593,7 +581,7 @@ class Training:
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._write(final)
-            tokens = self.growth.tokens_until(steps)
+            tokens = steps * self.tokens_per_step
             result = {
                 "updates": steps,
                 "tokens": tokens,

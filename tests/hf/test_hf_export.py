@@ -126,7 +126,7 @@ def lay(folder, files):
     return folder
 
 
-@pytest.fixture(scope="module", params=["with kernels", "as of 0.1"])
+@pytest.fixture(scope="module", params=["with kernels", "without"])
 def found(request, tmp_path_factory):
     """For every stranger, and for this checkout ("ours"): whose kernels were used, what two forward
     passes gave, and what was said; in one process after the other. Of an export that brings its

@@ -1,4 +1,4 @@
-"""Mutations of schedules, optimizers, warm-ups, z-loss, skipped updates, averaged weights."""
+"""Mutations of schedules, optimizers, z-loss, skipped updates, averaged weights."""
 
 from tests.mutations import Mutation
 
@@ -8,8 +8,6 @@ LOSS = "lm/model/loss.py"
 METRICS = "lm/runs/metrics.py"
 EMA = "lm/training/ema.py"
 ENGINE = "lm/training/engine.py"
-TRAIN = "lm/training/train.py"
-WARMUPS = "lm/config/warmups.py"
 RECIPES = "tests/lm/training/test_recipes.py::"
 STABILITY = "tests/lm/training/test_stability.py::"
 ACTIVE = (RECIPES + "test_muon_is_active_in_every_stage_that_may_have_it",)
@@ -21,69 +19,10 @@ OUTLIERS = (
     STABILITY + "test_an_outlier_is_above_the_mean_by_so_many_deviations",
     STABILITY + "test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken",
 )
-OF_WARMUPS = "tests/lm/training/test_warmups.py::"
-FORMULAS = (OF_WARMUPS + "test_every_update_is_the_formulas",)
-CUT = (OF_WARMUPS + "test_an_update_sees_the_next_sequences_cut_to_its_length",)
 AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
 
 
 MUTATIONS = [
-    Mutation(
-        "recipes: a warm-up's line does not begin at its start",
-        WARMUPS,
-        "warmup.updates * (value - warmup.start)",
-        "warmup.updates * value",
-        FORMULAS,
-    ),
-    Mutation(
-        "recipes: the batch grows an update early",
-        WARMUPS,
-        "for size, begin in self.batches.items() if begin < update",
-        "for size, begin in self.batches.items() if begin <= update",
-        FORMULAS,
-    ),
-    Mutation(
-        "recipes: every growth of the batch counts its tokens whole",
-        WARMUPS,
-        "total += (size - before) * max(0, updates - begin)",
-        "total += size * max(0, updates - begin)",
-        FORMULAS,
-    ),
-    Mutation(
-        "recipes: rows are cut across each other",
-        WARMUPS,
-        "v.reshape(-1, length)",
-        "v.reshape(length, -1).t()",
-        (OF_WARMUPS + "test_cut_rows_keep_every_token_and_target",),
-    ),
-    Mutation(
-        "recipes: an update's rows are as long as those before",
-        TRAIN,
-        "return self.growth.cut(micro, self.step + 1)",
-        "return self.growth.cut(micro, self.step or 1)",
-        CUT,
-    ),
-    Mutation(
-        "recipes: an update has as many forward passes as that before",
-        TRAIN,
-        "self.growth.micro_batches(self.step + 1)",
-        "self.growth.micro_batches(self.step or 1)",
-        CUT,
-    ),
-    Mutation(
-        "recipes: DeepSpeed counts micro-batches on from those of another accumulation",
-        ENGINE,
-        "            engine.micro_steps = 0\n",
-        "",
-        (OF_WARMUPS + "test_updates_of_growing_batches_are_those_of_plain_torch",),
-    ),
-    Mutation(
-        "recipes: DeepSpeed's mean is over the micro-batches of the whole batch",
-        ENGINE,
-        "engine.set_train_batch_size(count * at_once)",
-        "pass",
-        (OF_WARMUPS + "test_updates_of_growing_batches_are_those_of_plain_torch",),
-    ),
     Mutation(
         "recipes: the sign of Muon's step over flat pieces",
         MUON,

@@ -153,27 +153,3 @@ def test_limits_of_iterations_are_for_what_iterates(tmp_path, solver):
 def test_the_default_of_either_limit_is_for_both(tmp_path):
     text = "train: {max_iters: config}\neval: {max_iters: null}"
     assert config.load(write(tmp_path, text)).solver.token == "auto"
-
-
-def test_a_limited_run_of_before_the_exact_token_goes_on_iterating(tmp_path):
-    old = "model: {schedule: parallel, stopping: causal}\ntrain: {max_iters: 4}"
-    cfg = config.load(write(tmp_path, old))
-    assert (cfg.solver.token, cfg.solver.stopping) == ("iterate", "causal")
-    assert config.load(write(tmp_path, old), ["solver.schedule=sequential"]).train.max_iters == 4
-
-
-def test_an_old_sweep_keeps_its_points_and_their_names(tmp_path):
-    text = """
-name: a
-model: {d_model: 32, stopping: causal}
-sweep:
-  model: [{schedule: mixed}, {schedule: parallel, stopping: paper}, {name: mamba}]
-"""
-    path = write(tmp_path, text)
-    points = [config.load(path, job_index=i) for i in range(3)]
-    found = [(p.model.name, p.solver.schedule, p.solver.stopping, p.name) for p in points]
-    assert found == [
-        ("fprnn", "auto", "causal", "a/000-model=mixed"),
-        ("fprnn", "parallel", "paper", "a/001-model=parallel+paper"),
-        ("mamba", "auto", "causal", "a/002-model=mamba"),
-    ]

@@ -206,9 +206,9 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_to_the_whole_group_leaves_the_loaders_alone(tmp_path, number):
+def test_a_signal_to_the_whole_group_saves(tmp_path, number):
     """As Slurm and a closing terminal send it."""
-    process = start(tmp_path, "train.steps=4000", "train.workers=2", own_group=True)
+    process = start(tmp_path, "train.steps=4000", own_group=True)
     wait_for_step(tmp_path / "x", 13, process)
     os.killpg(process.pid, number)
     error = process.communicate(timeout=60)[1]

@@ -1,7 +1,6 @@
 """The trainer in this process on tiny models: determinism, resume, curriculum, ℓmax, early stop."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +77,9 @@ def test_probes_are_made_every_so_often_and_change_nothing(cfg):
     assert all("num_iters" not in r for r in logged)
 
 
-def test_the_same_seed_gives_the_same_run_with_any_number_of_workers(cfg):
+def test_the_same_seed_gives_the_same_run(cfg):
     train(cfg("name=a"))
-    train(cfg("name=b", "train.workers=2"))
+    train(cfg("name=b"))
     train(cfg("name=c", "seed=1"))
     a, b, c = (losses(cfg(f"name={n}").run_dir) for n in "abc")
     assert a == b != c
@@ -272,7 +271,7 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["model.vocab_size=2"], TaskError, "has 3 ids"),
         (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        (["train.length=[0, 4]"], ConfigError, "or a list of 2, each a whole number above 0"),
+        (["train.length=[0, 4]"], ConfigError, "or it must be greater than 0"),
         (["eval.seeds=[]"], ConfigError, "eval.seeds"),
         (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
         (["eval.sequential=true", "model.name=mamba"], TaskError, "mamba carries no state"),
@@ -428,16 +427,6 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     assert counts | {"elsewhere": others["elsewhere"]} == others
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
-    # Of a checkpoint that has not kept it, and of another task, nothing is said.
-    folder = c.run_dir / "checkpoints"
-    saved = torch.load(newest(folder) / "state.pt", weights_only=True)
-    seen = saved.pop("seen")
-    assert seen.dtype == torch.uint64 and len(seen) > 9
-    shutil.rmtree(folder)
-    folder.mkdir()
-    torch.save(saved, folder / "last.pt")  # as version 0.1 kept it
-    old = [row["in_training"] for row in evaluate_run(c.run_dir)["eval"]]
-    assert old == [{"count": None, "of": 16}] * 2
 
 
 def test_the_questions_that_bAbI_has_in_two_splits_are_counted(cfg, babi):

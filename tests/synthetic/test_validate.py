@@ -89,8 +89,6 @@ def test_every_shipped_config_of_a_language_model_can_be_validated():
     [
         ("model: {d_model: 8}\nsolver: {tol: 0.2}\n", []),
         ("model: {d_model: 8}\n", ["solver.tol=0.2"]),
-        ("model: {d_model: 8, tol: 0.3}\n", ["model.tol=0.2"]),  # before the solver had a section
-        ("model: {d_model: 8}\nsolver: {tol: 0.3}\n", ["model.tol=0.2"]),
     ],
 )
 def test_a_model_is_planned_with_its_own_solver(tmp_path, text, overrides):

@@ -12,13 +12,10 @@ from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.batches.mixture_loader import MixtureLoader
 from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_batch
-from lm.data.batches.shuffled import PlainRows, Rows, ShuffledBlocks, check_packing
+from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader, merge_states
-from lm.data.corpus import best_fit
 from lm.data.corpus.corpora import open_sources
-from lm.data.corpus.corpus import Corpus
 from lm.data.corpus.integrity import Tokens
-from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import shares
 
@@ -42,21 +39,17 @@ def build(
     size = cfg.train.micro_batch_size
     train: MapLoader | StreamLoader | MixtureLoader
     place = (rank, world_size)
-    eos = tokenizer.eos_token_id
     if cfg.data.mixture is not None:
         sources = {
-            name: ShuffledBlocks(_rows(cfg, corpus, run_dir, name, eos), cfg.seed, number)
+            name: ShuffledBlocks(corpus.train, cfg.data.seq_len, cfg.seed, number)
             for number, (name, corpus) in enumerate(sorted(corpora.items()))
         }
         tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
-        train = MixtureLoader(
-            sources, shares(cfg.data, tokens), cfg.data.seq_len, size, cfg.seed, *place
-        )
+        train = MixtureLoader(sources, shares(cfg.data, tokens), size, cfg.seed, *place)
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
-        rows = _rows(cfg, corpora[""], run_dir, "", eos)
-        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place, rows)
+        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
     eval_size = cfg.eval.micro_batch_size or size
     held_out = {
         name: validation_blocks(corpus.val, cfg.data, eval_size, *place)
@@ -65,31 +58,12 @@ def build(
     return train, held_out
 
 
-def _rows(cfg: Config, corpus: Corpus, run_dir: Path, name: str, eos: int) -> Rows:
-    """The training part of a source as blocks.
-
-    Raises:
-        DataError: it is not packed.
-    """
-    if cfg.data.packing == "plain":
-        return PlainRows(corpus.train, cfg.data.seq_len)
-    folder = place_in_run(run_dir, name)
-    found = best_fit.read(folder, cfg.data)
-    if found is None or found[2]["sha256"] != corpus.meta.checksum("train.bin"):
-        raise DataError(
-            f"{folder / best_fit.FILE} is not there, damaged or of another corpus: continue the"
-            " run with resume=auto, and it is made again"
-        )
-    return best_fit.BestFitRows(corpus.train, found[0], cfg.data.seq_len, eos)
-
-
 def validation_blocks(
     tokens: Tokens, data: Data, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[MicroBatch]:
     """This rank's share of the validation stream (n,): over all ranks each token but the first is a
     target once, up to `data.val_tokens` targets. Every rank gets equally many micro-batches of
-    equal shape (collectives need that), padded with labels -100. It is packed plainly under every
-    `data.packing`, so that losses compare.
+    equal shape (collectives need that), padded with labels -100.
 
     Raises:
         DataError: no target in the stream.
@@ -118,7 +92,6 @@ class MapLoader:
 
     Args:
         tokens: (n,) ids, at least 2.
-        rows: the same tokens as blocks, where they are not packed plainly.
     """
 
     def __init__(
@@ -129,22 +102,19 @@ class MapLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        rows: Rows | None = None,
     ):
         self._size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
-        rows = PlainRows(tokens, seq_len) if rows is None else rows
-        self._seq_len = seq_len
-        if not len(rows):
+        self._blocks = ShuffledBlocks(tokens, seq_len, seed)
+        if not len(self._blocks):
             raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
-        self._blocks = ShuffledBlocks(rows, seed)
         self._seed = seed
         self._next = 0  # the first block, counted over epochs, that no rank has seen
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of its sources: there is one."""
+        """Sampling share per source."""
         return {"": 1.0}
 
     @property
@@ -161,13 +131,8 @@ class MapLoader:
         return micro_batch(self._blocks.rows(np.arange(first, first + self._size)))
 
     def drawn(self) -> dict:
-        """Of best-fit packing, which share of all positions so far was padding. (Of a mixture also
-        what came from each source; here there is one.)"""
-        if self._blocks.packing == "plain":
-            return {}
-        positions = self._next * self._seq_len
-        padding = 1 - self._blocks.targets(self._next) / max(1, positions)
-        return {"data_padding": round(padding, 6)}
+        """What came from each source of a mixture; nothing of a single one."""
+        return {}
 
     def state_dict(self) -> dict:
         """Independent of the rank and of the number of ranks."""
@@ -176,7 +141,6 @@ class MapLoader:
             "micro_batch_size": self._size,
             "blocks": len(self._blocks),
             "seed": self._seed,
-            "packing": self._blocks.packing,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -190,7 +154,6 @@ class MapLoader:
                 "the checkpoint's data position is of another kind of data (a stream, or several"
                 " sources of data.mixture): the data must not change on resuming"
             )
-        check_packing(state, self._blocks.packing)
         for key, ours in (("blocks", len(self._blocks)), ("seed", self._seed)):
             if state[key] != ours:
                 raise DataError(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lm.data.batches.packing import MicroBatch, micro_batch
-from lm.data.batches.shuffled import ShuffledBlocks, check_packing
+from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.sources.errors import DataError
 
 STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
@@ -58,7 +58,6 @@ class MixtureLoader:
         self,
         sources: dict[str, ShuffledBlocks],
         weights: dict[str, float],
-        seq_len: int,
         micro_batch_size: int,
         seed: int = 0,
         rank: int = 0,
@@ -68,12 +67,10 @@ class MixtureLoader:
         self._sources = [sources[name] for name in self._names]
         self._weights = [weights[name] for name in self._names]
         self._drawing = Drawing(self._weights, seed)
-        self._seq_len = seq_len
         self._size = micro_batch_size
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
-        self._packing = self._sources[0].packing
         self._next = 0  # the first sequence that no rank has had
         self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
 
@@ -102,16 +99,12 @@ class MixtureLoader:
 
     def drawn(self) -> dict[str, Any]:
         """What all ranks have drawn since the run began: of each source its share of the targets,
-        and its epochs; of best-fit packing also which share of all positions was padding."""
+        and its epochs."""
         pairs = list(zip(self._sources, self._drawn.tolist()))
         targets = [source.targets(count) for source, count in pairs]
         total = max(1, sum(targets))
         epochs = [count / len(source) for source, count in pairs]
-        padding: dict[str, Any] = {}
-        if self._packing != "plain":
-            positions = max(1, self._next * self._seq_len)
-            padding = {"data_padding": round(1 - sum(targets) / positions, 6)}
-        return padding | {
+        return {
             "data_share": {
                 name: round(count / total, 6) for name, count in zip(self._names, targets)
             },
@@ -124,7 +117,6 @@ class MixtureLoader:
             "next_global_micro_batch": self._next // self._size,
             "micro_batch_size": self._size,
             "seed": self._seed,
-            "packing": self._packing,
             "mixture": {
                 name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
                 for name, weight, source, drawn in zip(
@@ -144,7 +136,6 @@ class MixtureLoader:
                 "the checkpoint's data position is of a run on a single source, and this one has"
                 " data.mixture: the data must not change on resuming"
             )
-        check_packing(state, self._packing)
         ours = self.state_dict()
         if state["seed"] != ours["seed"]:
             raise DataError(

@@ -8,7 +8,6 @@ import torch
 from lm.data.corpus.integrity import Tokens
 
 IGNORE = -100  # the label of a position without a target
-CONTEXT = -101  # in a block CONTEXT - id is an id that is an input, and no target
 MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
 
 
@@ -66,7 +65,4 @@ def micro_batch(blocks: np.ndarray) -> MicroBatch:
     inputs = ids[:, :-1].clone()
     labels = ids[:, 1:].clone()
     inputs[inputs == IGNORE] = 0
-    context = inputs <= CONTEXT
-    inputs[context] = CONTEXT - inputs[context]
-    labels[labels <= CONTEXT] = IGNORE
     return {"input_ids": inputs, "labels": labels}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lm.common.console import Progress, say
 from lm.config.schema import Config
-from lm.data.corpus import best_fit
-from lm.data.corpus.corpus import open_folder
 from lm.data.corpus.prepare import Prepared, prepare_ahead
 from lm.data.corpus.tokenizer import new_tokenizer
 from lm.data.sources.mixture import described, naming, parts, shares
@@ -27,15 +25,9 @@ def prepare_config(cfg: Config) -> dict[str, Prepared]:
             bar.update(documents)
 
         prepared = {}
-        costs = {}  # of best-fit packing
         for name, part in parts(cfg).items():
             with naming(name):
                 prepared[name] = prepare_ahead(part, tokenizer, progress)
-                if cfg.data.packing == "best_fit":
-                    corpus = open_folder(prepared[name].folder)
-                    _, costs[name] = best_fit.packed(corpus, part.data, tokenizer.eos_token_id)
-    for name, cost in costs.items():
-        say(f"packing  {f'{name}: ' if name else ''}{cost}")
     if cfg.data.source == "fineweb" and cfg.data.download:
         from lm.data.sources.hub_parquet import download_all
 

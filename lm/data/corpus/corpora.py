@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
 from lm.config.schema import Config
-from lm.data.corpus import best_fit
 from lm.data.corpus.corpus import Corpus
-from lm.data.corpus.prepare import ensure_here, open_corpus, place_in_run, prepare
+from lm.data.corpus.prepare import ensure_here, open_corpus, prepare
 from lm.data.sources.mixture import naming, parts, shares
 
 
@@ -21,8 +20,7 @@ def prepare_sources(
     run_dir: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Corpus]:
-    """`prepare` of each source, by name, packed where `data.packing` is best_fit; says what that
-    wastes, and the shares of a mixture.
+    """`prepare` of each source, by name; says the shares of a mixture.
 
     Raises:
         DataError, OutputError: as `prepare`.
@@ -30,11 +28,7 @@ def prepare_sources(
     corpora = {}
     for name, part in parts(cfg).items():
         with naming(name):
-            corpora[name] = corpus = prepare(part, tokenizer, run_dir, progress, name)
-            if cfg.data.packing == "best_fit":
-                folder = place_in_run(run_dir, name)
-                cost = best_fit.make(folder, corpus, part.data, tokenizer.eos_token_id)
-                say(f"data     {f'{name}: ' if name else ''}{cost}")
+            corpora[name] = prepare(part, tokenizer, run_dir, progress, name)
     if cfg.data.mixture is not None:
         tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
         for name, share in shares(cfg.data, tokens).items():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lm.common.console import say
-from lm.common.files import OutputError, parse_json, write_json
+from lm.common.files import OutputError, parse_json
 from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.sources.errors import DataError, first_line
@@ -22,7 +22,7 @@ COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
 class Meta:
     """What meta.json holds. `complete`: train.bin is the whole training corpus; for a stream it is
     only what went by until enough validation tokens were found (good for n-gram baselines).
-    `sha256`: of each file, by name; None where version 0.1 wrote it."""
+    `sha256`: of each file, by name."""
 
     fingerprint: str
     dtype: str
@@ -31,7 +31,7 @@ class Meta:
     train_documents: int
     val_tokens: int
     val_documents: int
-    sha256: dict[str, str] | None = None
+    sha256: dict[str, str]
 
     @property
     def documents(self) -> int:
@@ -42,8 +42,8 @@ class Meta:
         return self.train_tokens + self.val_tokens
 
     def checksum(self, name: str) -> str:
-        """The sha256 of a file, once `verify` or `prepare` has seen that there is one."""
-        return (self.sha256 or {})[name]
+        """The sha256 of a file."""
+        return self.sha256[name]
 
     @property
     def bytes(self) -> int:
@@ -98,28 +98,22 @@ def read_meta(folder: Path) -> Meta | None:
 
 
 def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
-    """Raises DataError where a file is not what was written, or holds ids of no token. The files of
-    version 0.1, which have no checksums, are given them."""
+    """Raises DataError where a file is not what was written, or holds ids of no token."""
     check_sizes(folder, meta)
-    sums = dict(meta.sha256 or {})
     for name in (f"{split}.bin" for split in SPLITS):
         path = folder / name
-        known = sums.get(name)
-        if known and integrity.is_remembered(path):
+        known = meta.checksum(name)
+        if integrity.is_remembered(path):
             continue
         if path.stat().st_size > integrity.ALWAYS_BYTES:
             say(f"data     verifying {path} ({path.stat().st_size / 1e9:.1f} GB)")
         found, largest = integrity.read_through(path, np.dtype(meta.dtype))
-        if known and found != known:
+        if found != known:
             raise damaged(path, f"its sha256 is {found}, in meta.json {known}")
         if largest >= vocab_size:
             raise damaged(path, f"it holds the id {largest}, the vocabulary has {vocab_size}")
-        sums[name] = found
         with contextlib.suppress(OutputError):  # in a folder that is only read: read again then
             integrity.remember(folder, [name])
-    if sums != meta.sha256:
-        say(f"data     {folder} had no checksums (version 0.1 wrote none): they are added")
-        write_json(folder / "meta.json", asdict(replace(meta, sha256=sums)))
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:

@@ -16,7 +16,6 @@ from lm.config import load as config
 from lm.config.messages import explain, is_key, nearest
 from lm.config.model import OpenFraction, Section
 from lm.config.schema import Config, check_warmup
-from lm.config.warmups import refuse_warmups
 from lm.config.yaml_text import load_tree, parse
 
 # What all models are given the same of. processor: of a CPU. time: by the clock, as on GPUs.
@@ -195,7 +194,6 @@ def training(
         config.set_key(tree, "train.steps", steps)
     cfg = config.build(tree, where)
     check_warmup(cfg)
-    refuse_warmups(cfg, where)
     return Training(model, budget, tuple(point), seed, cfg)
 
 

@@ -108,16 +108,9 @@ def _by_name(files: Files, keys: Sequence[str], leaf: str | None) -> list[Curve]
 
 
 def optimisation(runs: Sequence[Files]) -> Section:
-    """Learning rate, gradient norm, batch; rollbacks and skipped updates."""
+    """Learning rate, gradient norm; rollbacks and skipped updates."""
     blocks = per_run(runs, "Learning rate", "learning rate", ("lr",))
     blocks += per_run(runs, "Gradient norm", "before clipping", ("grad_norm",), logarithmic=True)
-    for title, unit, key in (
-        ("Batch", "sequences an update", "batch_size"),
-        ("Length of sequences", "tokens", "length"),
-        ("Padding", "share of positions", "data_padding"),
-    ):
-        if any(having(files.records, key) for files in runs):
-            blocks += per_run(runs, title, unit, (key,))
     return Section("Optimisation", [*blocks, *_events(runs)])
 
 

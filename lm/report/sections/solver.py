@@ -29,8 +29,6 @@ WORK = [
     Work("Tokens whose gradient may be limited", "share of the tokens", ("limited",), max, False),
     Work("Residual", "largest of a token, mean over sequences", ("residual",), max, True),
     Work("Adjoint", "norm against what came in", ("adjoint",), max, True),
-    Work("Mixing norm", "‖I − Q‖", ("mixing_norm",), max, False),
-    Work("Lipschitz constant", "‖∂f/∂y‖", ("lipschitz",), max, False),
 ]
 ITERATIONS = ("probe", "num_iters", "mean")
 

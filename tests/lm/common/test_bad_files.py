@@ -23,7 +23,7 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 @pytest.fixture
 def copy(small_export, tmp_path):
-    """A copy of an export, to be damaged; without checksums, as version 0.1 made them."""
+    """A copy of an export, to be damaged; without checksums."""
     return Path(
         shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
     )

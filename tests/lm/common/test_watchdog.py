@@ -31,12 +31,11 @@ def start(folder, rank, limit=0.5, steps=3, end="hang"):
 
 
 def test_a_hang_leaves_the_stacks_of_all_ranks(tmp_path):
-    """The second rank would wait for long yet; the first one's mark is enough."""
-    ranks = [start(tmp_path / "stacks", 0, 1.0), start(tmp_path / "stacks", 1, 5.0)]
+    ranks = [start(tmp_path / "stacks", rank, 1.0) for rank in (0, 1)]
     for rank, process in enumerate(ranks):
         error = process.communicate(timeout=30)[1]
         assert process.returncode == HANG
-        assert f"error: rank {rank} has stood still" in error and "engine.hang_s" in error
+        assert f"error: rank {rank} has stood still for 1 s (engine.timeout_s)" in error
         stacks = (tmp_path / f"stacks/rank000{rank}.txt").read_text()
         assert "in stuck_in_a_collective" in stacks and "in _watch" in stacks
 
@@ -45,11 +44,6 @@ def test_a_training_that_moves_is_left_alone(tmp_path):
     process = start(tmp_path / "stacks", 0, limit=0.6, steps=15, end="finish")
     assert process.wait(timeout=30) == 0
     assert not (tmp_path / "stacks").exists()
-
-
-def test_a_mark_of_an_earlier_hang_does_not_end_the_next(tmp_path):
-    (tmp_path / "hang").touch()
-    assert start(tmp_path, 0, steps=5, end="finish").wait(timeout=30) == 0
 
 
 def test_a_process_that_was_suspended_as_a_whole_is_no_hang(tmp_path):

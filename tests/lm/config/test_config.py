@@ -16,6 +16,7 @@ import synthetic.config
 from lm.baselines import FIELDS
 from lm.common.errors import ConfigError
 from lm.config import load as config
+from lm.config.messages import is_key
 from lm.config.model import Model, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
@@ -82,6 +83,16 @@ def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
 
 
+@pytest.mark.parametrize("key", config.REMOVED)
+def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
+    assert not is_key(key, Config)
+    tree = {}
+    config.set_key(tree, key, config.REMOVED[key])
+    assert config.build(tree) == Config() and tree != {}
+    config.set_key(tree, key, "another")
+    assert f"`{key}` is no longer there, and is 'another'" in refused(tree)
+
+
 def test_a_comparison_is_not_taken_for_a_run():
     path = ROOT / "configs/lm/compare/tiny.yaml"
     with pytest.raises(ConfigError) as refused_file:
@@ -98,74 +109,74 @@ def test_every_error_is_named_at_once():
     "tree, words",
     [
         # Wrong types.
-        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "a whole number above 0"]),
-        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "a whole number above 0"]),
-        ({"train": {"steps": None}}, ["`train.steps` is null", "a whole number above 0"]),
+        ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "must be a valid integer"]),
+        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "must be a valid integer"]),
+        ({"train": {"steps": None}}, ["`train.steps` is null", "must be a valid integer"]),
         ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
-        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be true or false"]),
+        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be a valid boolean"]),
         (
             {"model": {"vocab_size": "many"}},
-            ["`model.vocab_size` is 'many'", "a whole number above 0 and at most 16777216 or auto"],
+            ["`model.vocab_size` is 'many'", "must be a valid integer", "or it must be 'auto'"],
+        ),
+        ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, ["is [0.9, 0.9, 0.9]", "at most 2 items"]),
+        ({"optim": {"betas": 0.9}}, ["`optim.betas` is 0.9", "must be a valid tuple"]),
+        ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
+        ({"optim": 3}, ["`optim` is 3", "must be a valid dictionary"]),
+        ({"optim": None}, ["`optim` is null", "must be a valid dictionary"]),
+        ({"model": 3}, ["`model` is 3", "must be a valid dictionary"]),
+        ({"name": 7}, ["`name` is 7", "must be a valid string"]),
+        (
+            {"name": datetime.date(2020, 1, 2)},
+            ["`name` is 2020-01-02", "must be a valid string"],
         ),
         (
-            {"optim": {"betas": [0.9]}},
-            [
-                "`optim.betas` is [0.9]",
-                "a list of 2, each a finite number of at least 0 and below 1",
-            ],
+            {"engine": {"deepspeed": 3}},
+            ["`engine.deepspeed` is 3", "dictionary or it must be a valid string"],
         ),
-        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, ["is [0.9, 0.9, 0.9]", "a list of 2"]),
-        ({"optim": {"betas": 0.9}}, ["`optim.betas` is 0.9", "a list of 2"]),
-        ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
-        ({"optim": 3}, ["`optim` is 3", "a section with keys of lr, min_lr, warmup"]),
-        ({"optim": None}, ["`optim` is null", "a section with keys"]),
-        ({"model": 3}, ["`model` is 3", "a section with keys of name, vocab_size"]),
-        ({"name": 7}, ["`name` is 7", "text"]),
-        ({"name": datetime.date(2020, 1, 2)}, ["`name` is 2020-01-02", "text"]),
-        ({"engine": {"deepspeed": 3}}, ["`engine.deepspeed` is 3", "a mapping", "or text"]),
-        ({"sweep": 3}, ["`sweep` is 3", "a mapping of keys to lists"]),
-        ({1: 2}, ["keys should be strings"]),
+        ({"sweep": 3}, ["`sweep` is 3", "must be a valid dictionary"]),
+        ({1: 2}, ["`[1]`: Keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
         ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
-        ({"model": "mmaba"}, ["`model.name` is 'mmaba'", "did you mean `mamba`"]),
-        ({"train": {"precision": "fp16"}}, ["must be one of fp32, bf16"]),
-        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "one of 0, 1, 2, 3"]),
+        ({"model": "mmaba"}, ["`model` is 'mmaba'", "did you mean `mamba`"]),
+        ({"train": {"precision": "fp16"}}, ["must be 'fp32' or 'bf16'"]),
+        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "must be 0, 1, 2 or 3"]),
         (
             {"solver": {"schedule": "windows:4"}},
-            ["`solver.schedule` is 'windows:4'", "window:W", "did you mean `window:4`?"],
+            ["`solver.schedule` is 'windows:4'", "window:[1-9]", "did you mean `window:4`?"],
         ),
-        ({"solver": {"schedule": "window:0"}}, ["is 'window:0'", "W: a number of tokens above 0"]),
-        ({"solver": {"schedule": 4}}, ["`solver.schedule` is 4", "window:W"]),
-        ({"solver": {"schedule": "mixed"}}, ["is 'mixed'", "auto, sequential, parallel"]),
+        ({"solver": {"schedule": "window:0"}}, ["is 'window:0'", "window:[1-9]"]),
+        ({"solver": {"schedule": 4}}, ["`solver.schedule` is 4", "must be a valid string"]),
+        ({"solver": {"schedule": "mixed"}}, ["is 'mixed'", "auto|sequential|parallel"]),
         ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
         ({"solver": {"stopping": "papre"}}, ["is 'papre'", "did you mean `paper`?"]),
-        (
-            {"solver": {"gradient": "phantom"}},
-            ["is 'phantom'", "phantom:K or implicit (K: a whole"],
-        ),
-        ({"solver": {"gradient": "adjoint:-1"}}, ["is 'adjoint:-1'", "adjoint:K"]),
+        ({"solver": {"gradient": "adjoint"}}, ["is 'adjoint'", "adjoint:[0-9]+"]),
+        ({"solver": {"gradient": "adjoint:-1"}}, ["is 'adjoint:-1'", "adjoint:[0-9]+"]),
         ({"solver": {"gradient": "one-step"}}, ["is 'one-step'", "did you mean `one_step`?"]),
-        ({"solver": {"adjoint_clip": 0}}, ["is 0", "a finite number above 0 or null"]),
+        ({"solver": {"adjoint_clip": 0}}, ["is 0", "must be greater than 0"]),
         # Out of range.
-        ({"train": {"steps": 0}}, ["`train.steps` is 0", "above 0"]),
-        ({"model": {"vocab_size": -8}}, ["`model.vocab_size` is -8", "above 0 and at most"]),
-        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "at most 65536 or auto"]),
-        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "65536 or null"]),
-        ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "at least 0 and at most 1"]),
-        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "above 0 and below 1"]),
+        ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
+        (
+            {"model": {"vocab_size": -8}},
+            ["`model.vocab_size` is -8", "than 0 or it must be 'auto'"],
+        ),
+        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "than 0 or it must be 'auto'"]),
+        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "greater than 0"]),
+        ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "less than or equal to 1"]),
+        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
         ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
-        ({"optim": {"lr": 0}}, ["`optim.lr` is 0", "above 0"]),
-        ({"optim": {"warmup": -1}}, ["`optim.warmup` is -1", "at least 0"]),
-        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas` is [0.9, 1.0]", "below 1"]),
-        ({"seed": -1}, ["`seed` is -1", "at least 0"]),
-        ({"seed": 2**64}, [f"`seed` is {2**64}", f"at least 0 and at most {2**64 - 1}"]),
-        ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "above 0"]),
-        ({"name": ""}, ["`name` is ''", "not empty"]),
-        ({"out_dir": ""}, ["`out_dir` is ''", "not empty"]),
+        ({"optim": {"lr": 0}}, ["`optim.lr` is 0", "greater than 0"]),
+        ({"optim": {"warmup": -1}}, ["`optim.warmup` is -1", "greater than or equal to 0"]),
+        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas[1]` is 1.0", "less than 1"]),
+        ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
+        ({"seed": 2**64}, [f"`seed` is {2**64}", f"less than or equal to {2**64 - 1}"]),
+        ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "greater than 0"]),
+        ({"name": ""}, ["`name` is ''", "at least 1 character"]),
+        ({"out_dir": ""}, ["`out_dir` is ''", "at least 1 character"]),
         ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
-        ({"tokenizer": {"name": ""}}, ["`tokenizer.name` is ''", "not empty"]),
+        ({"tokenizer": {"name": ""}}, ["`tokenizer.name` is ''", "at least 1 character"]),
         *(
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
             for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")

@@ -10,7 +10,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tests.lm.report.test_plan import LM
 
 from lm.common.errors import ConfigError
 from lm.config import load as config
@@ -18,7 +17,7 @@ from lm.config.data import Data
 from lm.data.batches.loader import MapLoader, build
 from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.shuffled import PlainRows, ShuffledBlocks
+from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.ahead import prepare_config, summary
 from lm.data.corpus.corpora import open_sources, prepare_sources
@@ -28,6 +27,7 @@ from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
 from lm.report.plan import _what, describe, plan
 from lm.training.validation import pooled
+from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
 LENGTH = 4
@@ -40,12 +40,10 @@ GOLDEN = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
 def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None):
     tokens = TOKENS if tokens is None else tokens
     sources = {
-        name: ShuffledBlocks(
-            PlainRows(np.arange(FIRST[name], FIRST[name] + n), LENGTH), seed, number
-        )
+        name: ShuffledBlocks(np.arange(FIRST[name], FIRST[name] + n), LENGTH, seed, number)
         for number, (name, n) in enumerate(tokens.items())
     }
-    return MixtureLoader(sources, weights or WEIGHTS, LENGTH, size, seed, rank, world_size)
+    return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size)
 
 
 def rows(batches) -> list[list[int]]:
@@ -216,7 +214,7 @@ REFUSED = [
     ({"mixture": {"web": WEB | {"wieght": 2}}}, "did you mean `data.mixture.web.weight`?"),
     ({"mixture": {"../web": WEB}}, "'../web' cannot be a source's name"),
     ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
-    ({"mixture": [WEB]}, "it must be a mapping of names to sources"),
+    ({"mixture": [WEB]}, "it must be a valid dictionary"),
     ({"mixture": {}}, "`data.mixture`: it has no source"),
     ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),

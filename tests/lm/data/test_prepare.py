@@ -150,28 +150,6 @@ def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch
     assert read.count("train.bin") == 1
 
 
-def test_data_of_version_0_1_gets_checksums_or_is_refused(cfg, bpe, capsys):
-    meta = prepare(cfg, bpe, cfg.run_dir).meta
-    path = cfg.run_dir / "data" / "meta.json"
-
-    def as_it_was():
-        old = json.loads(path.read_text())
-        del old["sha256"]
-        path.write_text(json.dumps(old))
-        (path.parent / "verified.json").unlink()
-
-    as_it_was()
-    assert open_corpus(cfg.run_dir).meta.sha256 is None
-    assert prepare(cfg, bpe, cfg.run_dir).meta == meta
-    assert "had no checksums" in " ".join(capsys.readouterr().out.split())
-    as_it_was()
-    ids = np.fromfile(path.parent / "train.bin", np.uint16)
-    ids[100] = len(bpe)
-    ids.tofile(path.parent / "train.bin")
-    with pytest.raises(DataError, match=r"train.bin is damaged: it holds the id 320, the vocab"):
-        prepare(cfg, bpe, cfg.run_dir)
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])
 def test_a_damaged_meta_json_is_a_sentence(cfg, bpe, text):
     prepare(cfg, bpe, cfg.run_dir)

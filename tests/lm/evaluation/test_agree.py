@@ -112,7 +112,7 @@ def test_a_tolerance_nearer_to_zero_is_nearer_to_the_tight_solution(checkpoint, 
     "settings",
     [
         {"stopping": "paper"},
-        {"token": "iterate", "gradient": "phantom:2"},
+        {"token": "iterate", "gradient": "implicit"},
         {"block": "fp_rnn", "stopping": "paper"},
         {"block": "fp_mamba2", "headdim": 8, "mixer": "dplr", "mixer_rank": 2},
         {"mixer": "kronecker", "gradient": "adjoint:3", "schedule": "window:4"},

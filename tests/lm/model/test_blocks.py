@@ -274,19 +274,8 @@ def test_implicit_gradient_equals_finite_differences_of_the_whole_solve(gradient
     assert (u.grad - one_step).abs().max() > 1e-3
 
 
-def test_phantom_gradient_with_one_undamped_step_is_the_one_step_gradient():
-    grads = []
-    for gradient in ("one_step", "phantom:1", "phantom:30", "implicit"):
-        model = tight(1e-12, gradient=gradient, stepsize=1.0)
-        (model(u_of(1, 6, 8))[0] * u_of(1, 6, 8, seed=3)).sum().backward()
-        grads.append(model.x_proj.weight.grad)
-    torch.testing.assert_close(grads[0], grads[1])
-    torch.testing.assert_close(grads[2], grads[3], rtol=1e-6, atol=1e-8)  # many steps: the limit
-    assert (grads[0] - grads[3]).abs().max() > 1e-6
-
-
 def test_unknown_gradients_and_blocks_are_a_sentence():
-    for gradient in ("phantom", "phantom:0", "implicit:3", "exact:2", "adjoint", "adjoint:-1"):
+    for gradient in ("phantom:3", "implicit:3", "exact:2", "adjoint", "adjoint:-1"):
         with pytest.raises(ValueError, match=f"gradient is `{gradient}`"):
             FPRNNConfig(gradient=gradient)
     with pytest.raises(ValueError, match="unknown block `mamba`"):
@@ -297,41 +286,6 @@ def test_unknown_gradients_and_blocks_are_a_sentence():
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
     with pytest.raises(ValueError, match="glu_in_loop is for"):
         build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))
-
-
-def test_contraction_estimates_equal_the_matrices():
-    model = tight(1e-10)
-    u = u_of(2, 5, 8)
-    mixing, lipschitz = model.contraction(u, power_iterations=60)
-    with torch.no_grad():
-        s = model.prepare(u)
-        y = model._solve(s).y
-        P = torch.cat([s.x, shift(y, s.seqs)], -1)
-        off = torch.eye(16, dtype=y.dtype) - model.mixer.matrix(P)
-        exact = torch.linalg.matrix_norm(off, ord=2).amax(-1)
-    torch.testing.assert_close(mixing, exact, rtol=1e-4, atol=0)
-    for b in range(2):
-        one = model.prepare(u[b : b + 1])
-        J = torch.autograd.functional.jacobian(lambda v: model.step(one, v), y[b : b + 1])  # noqa: B023
-        exact = torch.linalg.matrix_norm(J.reshape(5 * 16, 5 * 16), ord=2).item()
-        assert lipschitz[b].item() == pytest.approx(exact, rel=0.02)
-
-
-def test_jacobian_regularisation_estimates_the_frobenius_norm_and_has_a_gradient():
-    model = block(jacobian_reg=1.0).train()
-    u = u_of(1, 5, 8)
-    torch.manual_seed(1)
-    s = model.prepare(u)
-    y = model._solve(s).y
-    estimates = [model._penalty(s, y) for _ in range(200)]
-    assert model(u)[1].penalty > 0
-    J = torch.autograd.functional.jacobian(lambda v: model.step(s, v), y).reshape(80, 80)
-    assert torch.stack(estimates).mean().item() == pytest.approx(
-        J.square().sum().item() / 80, rel=0.2
-    )
-    estimates[0].sum().backward()
-    assert model.mixer.u_proj.direction.grad.abs().max() > 0
-    assert (model.eval()(u)[1].penalty == 0).all()
 
 
 BOUNDED = {"contractive": 0.5}  # unbounded, a mixer of full rank may fail before it is trained
@@ -373,23 +327,3 @@ def test_every_block_with_every_mixer_trains(name, mixer, bf16):
         assert not stats.failed.any()
         assert (stats.evaluations >= 1).all()
     assert all(torch.isfinite(torch.tensor(losses))) and losses[-1] < losses[0]
-
-
-def test_a_regulariser_counts_with_and_without_gradients_and_checkpointing():
-    def penalty(how):
-        torch.manual_seed(0)
-        fields = {"d_model": 16, "n_layer": 1, "d_state": 4, "vocab_size": 40}
-        config = FPRNNConfig(schedule="sequential", jacobian_reg=2.0, **fields)
-        model = FPRNNForCausalLM(config).train()
-        if how in (True, False):
-            options = {"gradient_checkpointing_kwargs": {"use_reentrant": how}}
-            model.gradient_checkpointing_enable(**options)
-        ids = torch.randint(0, 40, (2, 40))
-        with torch.set_grad_enabled(how != "no gradients"):
-            torch.manual_seed(3)
-            return model(ids, labels=ids).fixed_point.penalty.detach()
-
-    expected = penalty(None)
-    assert (expected > 0).all()
-    for how in (True, False, "no gradients"):
-        torch.testing.assert_close(penalty(how), expected, rtol=1e-3, atol=0)

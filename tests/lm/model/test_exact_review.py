@@ -45,10 +45,9 @@ def gradients(model, ids, outside=False, reentrant=None, **fields):
     "fields",
     [
         dict(gradient="one_step", n_backwards=2),
-        dict(gradient="phantom:2", schedule="window:4"),
+        dict(gradient="implicit", schedule="window:4"),
         dict(token="iterate"),
         dict(state_noise=0.2, schedule="parallel", gradient="adjoint:2"),
-        dict(jacobian_reg=0.5),
     ],
     ids=str,
 )

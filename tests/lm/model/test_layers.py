@@ -75,19 +75,6 @@ def test_a_row_of_zeros_is_zero(layer):
     torch.testing.assert_close(layer.weight.data, W)
 
 
-def test_a_state_dict_of_the_old_names_loads(layer):
-    old = {name.replace("direction", "weight"): t for name, t in layer.state_dict().items()}
-    other = WNLinear(5, 3, bias=True)
-    other.load_state_dict(old, strict=True)
-    torch.testing.assert_close(other.weight.data, layer.weight.data)
-
-
-def test_a_state_dict_of_both_names_is_refused(layer):
-    both = {**layer.state_dict(), "weight": torch.zeros(3, 5)}
-    with pytest.raises(RuntimeError, match="weight"):
-        WNLinear(5, 3, bias=True).load_state_dict(both, strict=True)
-
-
 class Doubled(nn.Linear):
     """What has taken a layer's place and is more than its weight."""
 

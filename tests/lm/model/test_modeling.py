@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.layers import WNLinear
-from lm.model.modeling_fprnn import NORMED, FPRNNForCausalLM, FPRNNModel
+from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 from lm.model.non_finite import NonFiniteError
 from lm.model.patterns import FIXED_POINT, KINDS
 from lm.model.sizes import GATED
@@ -330,7 +329,7 @@ def test_registration_does_not_depend_on_import_order(first):
         ("mixer_act", "gelu"), ("eigen_range", "postive"), ("kronecker_norm", "spectrall"),
         ("contractive", 2.0), ("contractive", 0.0), ("contractive", "none"), ("tol", float("nan")),
         ("tol", -1.0), ("eval_tol", "loose"), ("quantile", -24), ("stepsize", 3),
-        ("jacobian_reg", -1.0), ("stopping", "papper"), ("dt_rank", 0),
+        ("state_noise", -1.0), ("stopping", "papper"), ("dt_rank", 0),
     ],
 )  # fmt: skip
 def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(field, value):
@@ -342,49 +341,17 @@ def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(f
         FPRNNForCausalLM(config)
 
 
+def test_a_field_that_was_removed_is_read_with_its_default_alone():
+    assert not hasattr(FPRNNConfig(jacobian_reg=0.0), "jacobian_reg")
+    with pytest.raises(ValueError, match=r"jacobian_reg is 0\.5, and is no longer there"):
+        FPRNNConfig(jacobian_reg=0.5)
+
+
 def test_an_auto_that_is_set_later_is_settled():
     config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, block="fp_rnn", mixer="kronecker")
     config.kronecker_norm = config.contractive = config.quantile = "auto"
     config = FPRNNForCausalLM(config).config
     assert (config.kronecker_norm, config.contractive, config.quantile) == ("spectral", None, 0.9)
-
-
-def test_a_key_mapping_of_the_users_is_added_to_the_old_names(tmp_path):
-    torch.manual_seed(0)
-    model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1))
-    model.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    state = {name.replace(".direction", ".weight"): t for name, t in state.items()}
-    state["backbone.final.weight"] = state.pop("backbone.norm_f.weight")
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = FPRNNForCausalLM.from_pretrained(
-        tmp_path, key_mapping={"backbone.final": "backbone.norm_f"}
-    )
-    for name, p in model.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), p), name
-
-
-def test_every_layer_with_a_direction_has_its_old_name():
-    found = set()
-    for fields in (
-        dict(mixer_proj_rank=2, dt_h_dep=True), dict(mixer="kronecker"), dict(mixer="monarch"),
-        dict(mixer="mixture", mixer_rank=2), dict(mixer="selective_dense"),
-    ):  # fmt: skip
-        model = FPRNNForCausalLM(FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, **fields))
-        for name, module in model.named_modules():
-            if isinstance(module, WNLinear):
-                found.add(name.rpartition(".")[2])
-    assert found == set(NORMED)
-
-
-def test_contraction_takes_a_mask_of_numbers():
-    for block in ("fp_mamba1", "fp_rnn"):
-        config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1, block=block, eos_token_id=3)
-        model, ids = FPRNNForCausalLM(config).eval(), torch.arange(8).expand(2, 8)
-        mask = torch.ones_like(ids)
-        mask[0, 6:] = 0
-        mixing, _ = model.backbone.contraction(ids, mask)
-        assert mixing.isfinite().all()
 
 
 def test_a_loss_alone_is_of_all_tokens():

@@ -325,7 +325,6 @@ GRADIENTS = {
     "exact": dict(gradient="exact", schedule="sequential"),
     "one_step": dict(gradient="one_step"),
     "two_backwards": dict(gradient="one_step", n_backwards=2),
-    "phantom": dict(gradient="phantom:3", stepsize=0.7),
     "implicit": dict(gradient="implicit"),
     "implicit_paper": dict(gradient="implicit", stopping="paper"),
 }

@@ -37,10 +37,10 @@ def test_another_name_is_refused_in_one_sentence_that_lists_what_is_possible(tex
 
 
 def test_every_gradient_has_a_name():
-    names = {"exact": None, "one_step": None, "implicit": None, "adjoint:0": 0, "phantom:3": 3}
+    names = {"exact": None, "one_step": None, "implicit": None, "adjoint:0": 0}
     for text, steps in names.items():
         assert parse_gradient(text) == (text.partition(":")[0], steps)
-    for text in ("adjoint", "adjoint:x", "phantom:0", "exact:1", "bptt", None):
+    for text in ("adjoint", "adjoint:x", "exact:1", "bptt", None):
         with pytest.raises(ValueError, match="the gradients are: ") as error:
             parse_gradient(text)
         assert all(name in str(error.value) for name in GRADIENTS)
@@ -77,28 +77,10 @@ def test_what_does_not_go_together_is_a_sentence():
             FPRNNConfig(adjoint_clip=clip)
 
 
-@pytest.mark.parametrize(
-    "old, new", [("mixed", "auto"), ("mixed:1,4,L", "auto"), ("exact", "sequential")]
-)
-def test_an_old_schedule_is_taken_with_a_note_that_names_the_new_one(old, new, monkeypatch):
-    from lm.model import configuration_fprnn
-
-    notes = []
-    monkeypatch.setattr(configuration_fprnn.logger, "warning_once", notes.append)
-    assert FPRNNConfig(schedule=old, agreement_reg=0).schedule == new
-    assert len(notes) == 1 and f"`{old}`" in notes[0] and f"`{new}`" in notes[0]
-    with pytest.raises(ValueError, match=r"agreement_reg is 0\.5: there is no such regulariser"):
-        FPRNNConfig(agreement_reg=0.5)
-    assert not hasattr(FPRNNConfig(agreement_reg=0), "agreement_reg")
-
-
 def test_what_from_pretrained_changes_is_checked_like_the_rest(tmp_path):
     model = FPRNNForCausalLM(FPRNNConfig(vocab_size=11, d_model=8, n_layer=1, d_state=2))
     model.save_pretrained(tmp_path)
     load = FPRNNForCausalLM.from_pretrained
-    assert load(tmp_path, schedule="mixed", agreement_reg=0).config.schedule == "auto"
-    with pytest.raises(ValueError, match=r"agreement_reg is 0\.5: there is no such regulariser"):
-        load(tmp_path, agreement_reg=0.5)
     with pytest.raises(ValueError, match="d_conv is 0: it must be a whole number from 1 on"):
         load(tmp_path, d_conv=0)
 

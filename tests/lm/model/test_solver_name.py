@@ -175,7 +175,7 @@ def test_iterations_are_the_papers_whatever_solves_the_model(schedule):
     assert torch.equal(report.token_iters, paper.token_iters)
     assert report.token_iters.shape == (1, 2, LENGTH) and report.converged.all()
     assert torch.equal(paper.evaluations, paper.num_iters.max().expand(1, 2).double())
-    for name in ("evaluations", "failed", "residual", "penalty"):
+    for name in ("evaluations", "failed", "residual"):
         assert torch.equal(getattr(report, name), getattr(made(IDS).fixed_point, name)), name
 
 

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from lm.runs.checkpoint import CheckpointError, newest, verify
 from lm.common.files import write_json
-from lm.training.reshard import consolidated
+from lm.runs.checkpoint import CheckpointError, newest, verify
 from lm.runs.run_dir import RunDir, RunDirError
+from lm.training.reshard import consolidated
 
 
 def claim(cfg, overwrite=False, say=print):
@@ -149,24 +149,3 @@ def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
     key = change.partition("=")[0]
     with pytest.raises(RunDirError, match=rf"holds a run of another config \({key} was "):
         claim(tiny("resume=auto", change, "solver.tol=0.5"), False)
-
-
-def test_a_run_from_before_the_solver_had_a_section_goes_on(tiny, capsys):
-    import yaml
-
-    from lm.config import old_keys
-
-    saved = started(tiny())
-    tree = yaml.safe_load(saved.read_text())
-    solver = {k: v for k, v in tree.pop("solver").items() if k in old_keys.MOVED}
-    solver |= {"schedule": "mixed", "stopping": "causal", "gradient": "one_step"}
-    tree["model"] |= {**solver, "agreement_reg": 0.0}
-    saved.write_text(yaml.safe_dump(tree))
-    said = []
-    old_keys._said.clear()
-    claim(tiny("resume=auto"), False, said.append)
-    assert said == [
-        "note: solver.gradient was 'one_step', is 'exact': training goes on with what it is now"
-    ]
-    assert "model.schedule → solver.schedule (mixed → auto)" in capsys.readouterr().err
-    assert "agreement_reg" not in saved.read_text()

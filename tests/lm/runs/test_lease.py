@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from lm.common.files import OutputError
 from lm.runs import lease as leases
 from lm.runs.lease import Lease, LeaseError
-from lm.common.files import OutputError
 
 fork = multiprocessing.get_context("fork")
 

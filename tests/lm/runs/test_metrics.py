@@ -11,14 +11,12 @@ import torch
 from rich.console import Console
 
 from lm.common import console
-
+from lm.config.schema import Config
 from lm.model.outputs import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
-from lm.config.schema import Config
 from lm.runs.log import TRACKERS, Writer, describe, grouped
 from lm.runs.metrics import (
-    Spikes,
     Throughput,
     fixed_point_metrics,
     imbalance,
@@ -235,17 +233,17 @@ def clock(monkeypatch):
 
 def test_throughput_and_mfu(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: 1e6)
-    speed = Throughput({8: lambda evaluations: 100 * evaluations}, world_size=2)
+    speed = Throughput(lambda evaluations: 100 * evaluations, world_size=2)
     clock.seconds += 2
     clock.processor += 3
-    speed.count(5000, 8)
+    speed.count(5000)
     # 2,500 tokens/s × 400 FLOPs on two devices of 1e6 FLOP/s.
     read = speed.read(4.0)
     assert read.pop("spent") == {"seconds": 2.0, "processor_seconds": 3.0}
     assert read == {"tokens_per_s": 2500.0, "mfu": 0.5}
     clock.seconds += 3
     clock.processor += 1
-    speed.count(30, 8)
+    speed.count(30)
     read = speed.read(0.0)
     assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
     assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
@@ -253,28 +251,28 @@ def test_throughput_and_mfu(monkeypatch, clock):
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 4
     clock.processor += 3
-    speed.count(1000, 8)
+    speed.count(1000)
     clock.seconds += 50
     clock.processor += 50
     speed.restart()
     clock.seconds += 2
     clock.processor += 1
-    speed.count(20, 8)
+    speed.count(20)
     spent = {"seconds": 6.0, "processor_seconds": 4.0}
     assert speed.read(1.0) == {"tokens_per_s": 10.0, "spent": spent}  # no peak, no MFU
 
 
 def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
-    speed = Throughput({8: lambda evaluations: 1}, world_size=1)
+    speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 50
     speed.skip()
     for _ in range(2):
         clock.seconds += 4
-        speed.count(100, 8)
+        speed.count(100)
         clock.seconds += 1000  # a validation
         speed.skip()
     read = speed.read(1.0)
@@ -601,20 +599,6 @@ def test_other_ranks_are_silent(screen, monkeypatch):
         with console.Progress("training", total=10) as bar:
             bar.update(4, text="loss 3.2")
         assert file.getvalue() == ""
-
-
-def test_a_spike_is_a_loss_of_so_many_times_the_mean_before_it():
-    spikes = Spikes(2.0, window=4)
-    before = [spikes.look(loss) for loss in (9.0, 1.0, 1.0, 1.0)]
-    assert before == [None] * 4  # it knows no mean yet
-    assert spikes.mean == pytest.approx(3.0)
-    assert spikes.look(5.9) is None and spikes.mean == pytest.approx(3.725)
-    said = spikes.look(7.5)
-    assert said == "the loss is 7.5000, more than 2 times (train.spike) its mean of 3.7250"
-    assert spikes.mean == pytest.approx(3.725)  # which a spike does not move
-    spikes.forget()
-    assert spikes.look(100.0) is None
-    assert Spikes(None, window=1).look(1e9) is None
 
 
 def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():

@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 
-from lm.config.schema import Config
-from lm.config import load as config
-
-from lm.runs import profile as profiling
 from lm.common.errors import ConfigError
+from lm.config import load as config
+from lm.config.schema import Config
+from lm.runs import profile as profiling
 from lm.runs.profile import Profile
 from synthetic import config as synthetic_config
 from tests.running import ENV, ROOT, command, losses
@@ -115,12 +114,12 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
     "profile, words",
     [
         ([4, 3], "[4, 3] will not do: it must be two updates"),
-        ([0, 3], "`log.profile` is [0, 3]: it must be two updates, the first and the last"),
-        ([-1, 3], "the first and the last, counted from 1"),
-        ([3], "`log.profile` is [3]: it must be two updates"),
+        ([0, 3], "`log.profile[0]` is 0: it must be greater than 0"),
+        ([-1, 3], "`log.profile[0]` is -1"),
+        ([3], "`log.profile[1]` is missing"),
         ([1, 2, 3], "`log.profile` is [1, 2, 3]"),
         (3, "`log.profile` is 3"),
-        ([1.5, 3], "`log.profile` is [1.5, 3]"),
+        ([1.5, 3], "`log.profile[0]` is 1.5"),
         ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
     ],
 )

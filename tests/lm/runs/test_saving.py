@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lm.common.ranks import Ranks
+from lm.config.schema import Checkpoint
 from lm.runs import checkpoint as checkpoints
 from lm.runs.checkpoint import (
     CheckpointError,
@@ -23,8 +25,6 @@ from lm.runs.checkpoint import (
     snapshot,
     verify,
 )
-from lm.config.schema import Checkpoint
-from lm.common.ranks import Ranks
 
 fork = multiprocessing.get_context("fork")
 

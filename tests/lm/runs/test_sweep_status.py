@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from lm.runs import status
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG
+from lm.runs import status
 from tests.conftest import ROOT
 
 PROBE = {"num_iters": {"mean": [3.25, 7.5], "median": [3, 7], "max": [9, 12]}}

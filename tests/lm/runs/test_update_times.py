@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lm.runs import clock as update_times
-from lm.runs.metrics import read_metrics
 from lm.runs.clock import UpdateTimes
+from lm.runs.metrics import read_metrics
 
 
 @pytest.fixture

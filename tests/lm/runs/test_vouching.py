@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm.runs.checkpoint import MANIFEST
-from lm.data.sources.errors import DataError
 from lm.common.errors import BAD_DATA, FAILED
-from lm.runs.exported import LoadError, load_model, load_tokenizer
-from lm.training.init_from import read as read_source
+from lm.data.sources.errors import DataError
 from lm.export.measured import CARD, add_measured
+from lm.export.push import PushError, check_export
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.export.push import PushError, check_export
 from lm.report.report import report
+from lm.runs.checkpoint import MANIFEST
+from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.run_dir import RunDir, RunDirError
+from lm.training.init_from import read as read_source
 from tests.refusals import refused
 from tests.running import ENV, ROOT, as_before, fprnn, losses, run
 

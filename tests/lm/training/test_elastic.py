@@ -95,31 +95,6 @@ def test_a_batch_of_another_size_is_refused(reference, tmp_path):
     assert "was trained with 4 sequences an update, this run has 2" in done.stderr, ENV
 
 
-def as_version_0_1(run_dir):
-    """What manifests and the config said before there was a global batch."""
-    for path in listed(run_dir / "checkpoints"):
-        manifest = json.loads((path / "manifest.json").read_text())
-        del manifest["global_batch_size"]
-        (path / "manifest.json").write_text(json.dumps(manifest))
-    lines = (run_dir / "config.yaml").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "global_batch_size" not in line]
-    (run_dir / "config.yaml").write_text("".join(kept))
-
-
-@pytest.mark.slow  # three processes
-def test_a_run_of_0_1_goes_on_with_its_batch_and_with_no_other(tmp_path):
-    """Its config says it for one rank, its manifest how many there were."""
-    run(tmp_path, "train.steps=4")
-    as_version_0_1(tmp_path / "tiny")
-    more = ("train", "--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path}", "resume=auto")
-    done = fprnn(*more, "train.micro_batch_size=1")
-    assert "was trained with 4 sequences an update, this run has 2: set" in done.stderr
-    # As it says; and the config of the run has stayed what it was.
-    done = fprnn(*more, "train.micro_batch_size=1", "train.global_batch_size=4",
-                 "train.grad_accum_steps=null")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.slow  # three processes
 def test_a_path_given_again_leaves_the_branch_again(reference, tmp_path):
     """Nothing of the first time stays, for a rollback or a resume to take."""

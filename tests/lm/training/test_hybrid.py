@@ -9,7 +9,6 @@ from lm.report import activations
 from lm.report.plan import plan, where
 from lm.report.report import _add_layers
 from lm.training.build import build_model, check_section
-from lm.training.preflight import check_config
 
 
 def hybrid(**model):
@@ -49,9 +48,6 @@ def test_what_needs_a_fixed_point_is_refused_without_one():
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
     with pytest.raises(ConfigError, match=r"--evaluations .* mamba attention iterates nothing"):
         where(cfg, 1, evaluations=4)
-    cfg.log.contraction = True
-    with pytest.raises(ConfigError, match=r"log.contraction .* mamba attention has no fixed point"):
-        check_config(cfg, 1)
     with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
         config.build(
             {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},

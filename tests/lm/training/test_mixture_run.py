@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.lm.training.test_elastic import EVERY, close, trace
 
 from lm.data.corpus.prepare import open_corpus
+from tests.lm.training.test_elastic import EVERY, close, trace
 from tests.running import ROOT, fprnn, run
 
 SOURCES = {
@@ -26,9 +26,8 @@ def mixed(folder: Path, **data) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["plain", "best_fit"])
-def test_resumed_on_one_rank_and_on_two(tmp_path, packing):
-    overrides = mixed(tmp_path, packing=packing)
+def test_resumed_on_one_rank_and_on_two(tmp_path):
+    overrides = mixed(tmp_path)
     whole, done = run(tmp_path / "whole", *overrides)
     assert "data     facts: 70.00% of the sequences" in done.stdout
     run_dir = tmp_path / "whole/tiny"
@@ -36,8 +35,7 @@ def test_resumed_on_one_rank_and_on_two(tmp_path, packing):
     for step, (share, epochs) in shares.items():
         assert sum(share.values()) == pytest.approx(1, abs=1e-5)
         sequences = share["facts"] * 4 * step
-        if packing == "plain":
-            assert sequences == pytest.approx(round(sequences), abs=1e-4), step
+        assert sequences == pytest.approx(round(sequences), abs=1e-4), step
         assert epochs["facts"] > 0, step
     assert 0.5 < shares[8][0]["facts"] < 0.9
     expected, checkpoint = trace(whole), run_dir / "checkpoints/step-000004"
@@ -48,7 +46,6 @@ def test_resumed_on_one_rank_and_on_two(tmp_path, packing):
         if not processes:
             assert trace(again) == {step: expected[step] for step in range(5, 9)}  # to a bit
         found = {r["step"]: (r["data_share"], r["data_epochs"]) for r in again}
-        assert all(("data_padding" in r) == (packing == "best_fit") for r in again)
         assert found == {step: shares[step] for step in range(5, 9)}
     result = json.loads((run_dir / "result.json").read_text())
     validation = result["validation"]

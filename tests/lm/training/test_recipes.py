@@ -87,7 +87,7 @@ def test_groups_without_factors_are_the_two_there_always_were(tiny):
         ("{'*.A_log': true}", "factors above 0"),
         ("{'*.A_log': fast}", "factors above 0"),
         ("{'*.A_log': .nan}", "factors above 0"),
-        ("3", "a mapping of patterns"),
+        ("3", "is 3: it must be a valid dictionary"),
     ],
 )
 def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
@@ -206,7 +206,7 @@ def test_matrices_are_hidden_weights(tiny, name):
             "sets zero_optimization.offload_optimizer",
         ),
         (("optim.muon.momentum=0.9",), "`muon` is of `name: muon` alone"),
-        (("optim.name=shampoo",), "one of adamw, muon"),
+        (("optim.name=shampoo",), "it must be 'adamw' or 'muon'"),
     ],
 )
 def test_what_muon_cannot_have_is_refused(tiny, overrides, words):

@@ -175,7 +175,7 @@ def verify_all(folder):
 
 
 def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
-    done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.hang_s=3")
+    done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
     assert done.returncode == HANG
     assert "error: rank 0 has stood still" in done.stderr
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()

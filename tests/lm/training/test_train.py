@@ -255,15 +255,6 @@ def test_a_sweep_point_trains_into_its_own_directory(tmp_path):
     assert losses(out / "tiny/001-lr=0.002")[0]["lr"] == pytest.approx(2e-3)
 
 
-def test_contraction_is_logged_on_request(tmp_path):
-    short = ("train.steps=1", "checkpoint.every=1", "log.contraction=true")
-    records, _ = run(tmp_path / "runs", *short)
-    assert len(records[0]["mixing_norm"]) == len(records[0]["lipschitz"]) == 2
-    assert 0 < records[0]["mixing_norm"][0] <= 2.01 and records[0]["lipschitz"][0] > 0
-    message = refused(*tiny_args(tmp_path / "other", *short, "engine.zero_stage=3"))
-    assert "use zero_stage 0, 1 or 2" in message
-
-
 def test_a_start_that_failed_can_be_started_again(tmp_path):
     out = tmp_path / "runs"
     refused(*tiny_args(out, "data.seq_len=100000"))
