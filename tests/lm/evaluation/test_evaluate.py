@@ -17,7 +17,7 @@ from lm.common.errors import MissingPackageError
 from lm.evaluation.evaluate import EvaluationError, evaluate, table, write_json
 from lm.evaluation.tasks import TASKS_DIR
 
-REPOSITORY = TASKS_DIR.parent.parent
+REPOSITORY = TASKS_DIR.parents[2]
 SHARED_EVAL = REPOSITORY.parent / "shared" / "data" / "eval"
 OWN_TASK = """\
 task: own_task
