@@ -27,8 +27,8 @@ def as_on_cuda(monkeypatch):
     """`auto` chooses as it does on a GPU."""
     real = FixedPointBlock.width
 
-    def width(self, length, like):
-        return real(self, length, SimpleNamespace(device=torch.device("cuda")))
+    def width(self, settings, length, like):
+        return real(self, settings, length, SimpleNamespace(device=torch.device("cuda")))
 
     monkeypatch.setattr(FixedPointBlock, "width", width)
 
