@@ -16,11 +16,11 @@ from lm.training import optim
 from lm.training.build import build_model
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-LR, MOMENTUM, DECAY = 0.02, 0.9, 0.3
+LR, MOMENTUM, DECAY = 0.01, 0.95, 0.3
 UPDATES = 3
 SETTINGS = [
     "model.n_layer=3",  # so that the border between two ranks' pieces goes through a matrix
-    "optim.name=muon", f"optim.muon={{lr: {LR}, momentum: {MOMENTUM}}}", "optim.lr=0.01",
+    "optim.name=muon", f"optim.lr={LR}",
     f"optim.weight_decay={DECAY}", "optim.schedule=constant", "optim.warmup=1",
     "optim.grad_clip=0.5", "train.global_batch_size=4", "train.micro_batch_size=2",
     "train.grad_accum_steps=null",
@@ -55,7 +55,7 @@ def differences(cfg, ranks):
     rest = [p for p in others if all(p is not q for q in decays)]
     adamw = torch.optim.AdamW(
         [{"params": decays, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}],
-        lr=0.01, betas=(0.9, 0.95),
+        lr=LR, betas=(0.9, 0.95),
     )  # fmt: skip
     momentum = dict.fromkeys(by_muon, 0.0)
     worst_matrix, worst_other = 0.0, 0.0

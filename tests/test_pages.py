@@ -141,8 +141,8 @@ def test_a_page_that_is_behind_the_schema_is_brought_up_to_date():
     found = config_page.page(spoilt)
     assert "| `mixer_rank` | integer > 0 | `1` | NOT YET SAID |" in found
     assert "| `d_state` | integer > 0 | `16` | NOT YET SAID |" in found and "d_stat`" not in found
-    with pytest.raises(ValueError, match=r"no heading .* for \['optim.muon'\]"):
-        config_page.page(text.replace("## `optim.muon`", "## Muon"))
+    with pytest.raises(ValueError, match=r"no heading .* for \['engine'\]"):
+        config_page.page(text.replace("## `engine`", "## DeepSpeed"))
 
 
 # The page of the architecture.

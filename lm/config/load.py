@@ -25,6 +25,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 REMOVED = {
     "data.packing": "plain",
     "solver.jacobian_reg": 0.0,
+    "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,
     "train.length_warmup": None,
     "train.spike": None,

@@ -40,17 +40,6 @@ DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` sa
 LR_FACTORS = "a mapping of patterns of parameters' names to factors above 0, {'*.A_log': 0.1}"
 
 
-class Muon(Section):
-    """Of `optim.name: muon`, for the matrices of hidden layers."""
-
-    lr: float | None = Field(None, gt=0)  # peak; null: optim.lr
-    momentum: Fraction = 0.95
-    nesterov: bool = True
-    # what the orthogonalised gradient is scaled by, for a matrix of m × n: 0.2 √max(m, n), as large
-    # as a step of AdamW; or √max(1, m / n)
-    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-
-
 class Optim(Section):
     """AdamW, or Muon beside it, with decoupled weight decay and a schedule, counted in updates."""
 
@@ -66,18 +55,11 @@ class Optim(Section):
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
     name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
-    muon: Muon = Muon()
 
     @model_validator(mode="after")
     def _floor_below_peak(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above the peak lr {self.lr:g}")
-        return self
-
-    @model_validator(mode="after")
-    def _muon_of_muon(self) -> Self:
-        if self.name != "muon" and self.muon != Muon():
-            raise ValueError("`muon` is of `name: muon` alone: set optim.name to muon as well")
         return self
 
     @model_validator(mode="after")

@@ -158,8 +158,7 @@ def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
 
 def _optimizer(of: Optim) -> str:
     if of.name == "muon":
-        peak = of.lr if of.muon.lr is None else of.muon.lr
-        return f"Muon (peak learning rate {peak:g}) for matrices, AdamW for the rest"
+        return "Muon for matrices, AdamW for the rest"
     return "AdamW"
 
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from lm.common.errors import ConfigError
 from lm.config.schema import Optim, number_of_updates
 
+# Arguments of torch.optim.Muon, with which a step of a matrix is about as large as AdamW's.
+MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+
 if TYPE_CHECKING:
     import torch
 
@@ -121,13 +124,12 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
     Raises:
         ConfigError: as `groups`.
     """
-    peaks = {"adamw": optim.lr, "muon": optim.muon.lr or optim.lr}
     return [
         {
             "params": group.params,
             "method": group.method,
             "weight_decay": optim.weight_decay if group.decays else 0.0,
-            "lr": peaks[group.method] * group.factor,
+            "lr": optim.lr * group.factor,
         }
         for group in groups(model, optim)
     ]
@@ -148,9 +150,7 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
         return torch.optim.AdamW(taken, **adamw)
     from lm.training.muon import MatricesAndRest
 
-    m = optim.muon
-    muon = {"lr": m.lr or optim.lr, "momentum": m.momentum, "nesterov": m.nesterov}
-    return MatricesAndRest(taken, muon | {"adjust_lr_fn": m.scale}, adamw)
+    return MatricesAndRest(taken, {"lr": optim.lr, **MUON}, adamw)
 
 
 def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
@@ -170,8 +170,9 @@ def moments(model: torch.nn.Module, optim: Optim) -> dict[str, list[str]]:
 
 def signature(optim: Optim) -> dict:
     """What a checkpoint's manifest says of its optimizer: a state goes on under the same alone."""
-    muon = optim.muon.model_dump() if optim.name == "muon" else {}
-    return {"lr_factors": optim.lr_factors, "muon": muon}
+    # With the names that manifests have said it by since these could be set.
+    muon = {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"}
+    return {"lr_factors": optim.lr_factors, "muon": muon if optim.name == "muon" else {}}
 
 
 def described(model: torch.nn.Module, optim: Optim) -> list[str]:

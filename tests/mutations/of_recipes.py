@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "recipes: a factor divides the rate",
         OPTIM,
-        "peaks[group.method] * group.factor",
-        "peaks[group.method] / group.factor",
+        "optim.lr * group.factor",
+        "optim.lr / group.factor",
         RATES,
     ),
     Mutation(

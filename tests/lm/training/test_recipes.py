@@ -205,7 +205,6 @@ def test_matrices_are_hidden_weights(tiny, name):
             ),
             "sets zero_optimization.offload_optimizer",
         ),
-        (("optim.muon.momentum=0.9",), "`muon` is of `name: muon` alone"),
         (("optim.name=shampoo",), "it must be 'adamw' or 'muon'"),
     ],
 )
