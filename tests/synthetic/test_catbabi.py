@@ -177,7 +177,9 @@ def test_the_score(folder, mode):
 
 
 def test_refusals(folder, tmp_path):
-    with pytest.raises(TaskError, match=r"set task\.data .* `python -m lm\.tasks\.babi download"):
+    with pytest.raises(
+        TaskError, match=r"set task\.data .* `python -m lm\.evaluation\.tasks\.babi download"
+    ):
         task(None)
     with pytest.raises(TaskError, match=r"task\.data: no folder .*nowhere"):
         task(tmp_path / "nowhere")

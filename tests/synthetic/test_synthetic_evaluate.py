@@ -318,6 +318,7 @@ class Solved(Oracle):
             self.probes.append(len(input_ids))
             iterations = torch.stack([input_ids[:, 0], input_ids[:, 0] + 2])
         output.fixed_point = SimpleNamespace(
+            adjoint_norm=None,
             evaluations=each,
             failed=each * input_ids.shape[1] / 1000,
             bisected=0 * each,
