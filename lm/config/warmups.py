@@ -72,16 +72,6 @@ def check_warmups(cfg: Config) -> None:
         )
 
 
-def refuse_warmups(cfg: Config, where: str) -> None:
-    """Raises ConfigError where updates are not all alike."""
-    for name in ("batch_warmup", "length_warmup"):
-        if getattr(cfg.train, name) is not None:
-            raise ConfigError(
-                f"{where}: train.{name} makes the first updates cost less, and here all of a run"
-                " are taken to cost the same: leave it out (null)"
-            )
-
-
 def check_batch_warmup(cfg: Config, world_size: int, deepspeed: dict) -> None:
     """Refuse a batch warm-up that such ranks, or such a DeepSpeed JSON, cannot have.
 

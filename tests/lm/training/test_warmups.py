@@ -15,7 +15,6 @@ from lm.config.schema import check_warmup
 from lm.config.warmups import Growth
 from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
-from lm.report.compare.settings import Comparison, training
 from lm.report.plan import plan
 from lm.runs.checkpoint import CheckpointError, read_state
 from lm.runs.run_dir import RunDir
@@ -128,13 +127,6 @@ def test_the_plan_counts_what_is_seen(tiny):
     assert found["flops"] == pytest.approx(in_all)
     assert [name for name, _ in found["warmups"]] == ["batch warm-up", "length warm-up"]
     assert plain["warmups"] == [] and found["memory"].total >= plain["memory"].total
-
-
-def test_a_comparison_has_updates_of_one_size():
-    shared = {"train": {"steps": 9, "length_warmup": {"start": 16, "updates": 4}}}
-    c = Comparison(name="x", models={"a": {}, "b": {}}, reference="a", config=shared)
-    with pytest.raises(ConfigError, match=r"model a: train\.length_warmup makes the first updates"):
-        training(c, "a", "tokens", (), 0)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
