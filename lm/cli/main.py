@@ -78,14 +78,19 @@ def _plan(args: argparse.Namespace) -> int:
 
     cfg = config.load(args.config, args.override, args.job_index)
     config.refuse_sweep(cfg, args.config)
-    planned, status = _planned(cfg, args)
+    measured = None
+    if args.measure:
+        from lm.report.measure import measure
+
+        measured = measure(cfg)
+    planned, status = _planned(cfg, args, measured)
     say(planned)
     return status
 
 
-def _planned(cfg, args):
+def _planned(cfg, args, measured=None):
     """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
-    the run does not fit the card."""
+    the run does not fit the card. measured: what `--measure` has found here."""
     from lm.cli.doctor import hub
     from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
@@ -107,7 +112,7 @@ def _planned(cfg, args):
             if found.state != "ok":
                 say(f"note: {found.text}")
         planned = plan(cfg, at)
-        return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
+        return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -344,6 +349,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )
     c.add_argument("config", metavar="CONFIG")
     _add_planned_for(c)
+    c.add_argument(
+        "--measure",
+        action="store_true",
+        help="also train one micro-batch of the model here, on the GPU where there is one: print"
+        " its memory beside the formula's, and its seconds",
+    )
     c.add_argument(
         "--job-index",
         type=Whole(0),

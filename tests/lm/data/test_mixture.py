@@ -10,7 +10,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tests.lm.test_plan import LM
 
 from lm.common.errors import ConfigError
 from lm.config import load as config
@@ -28,6 +27,7 @@ from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
 from lm.report.plan import _what, describe, plan
 from lm.training.validation import pooled
+from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
 LENGTH = 4

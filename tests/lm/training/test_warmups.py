@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.lm.test_train import trace
 
 from lm.common.errors import ConfigError
 from lm.common.ranks import Ranks
@@ -23,6 +22,7 @@ from lm.training.preflight import check_config
 from lm.training.reshard import consolidated
 from lm.training.resume import check_batch, identity
 from lm.training.train import RANK_FILE
+from tests.lm.training.test_train import trace
 from tests.running import ROOT, printed_by_ranks, run
 
 CASES = [
