@@ -112,8 +112,7 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", ["sweep", "--", value]),
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"resume={value}"]),
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"init_from={value}"]),
-            ("lm", ["watch", "--once", "--", value]),
-            ("lm", ["compare", "--plan", "--", value]),
+            ("lm", ["status", "--", value]),
             ("lm", ["import-reference", "--config", TINY, "--", value, folder / "hf"]),
             ("lm", ["import-mamba", "--", value, folder / "hf"]),
             ("lm", ["check-mixer", "--", value]),
@@ -141,7 +140,7 @@ def damaged(rng: random.Random, places: Places, folder: Path) -> Case:
         ("lm", ["inspect", copy, "a b", "--out", folder / "x.html"]),
         ("lm", ["report", copy, "--out", folder / "out"]),
         ("lm", ["export", copy, folder / "hf"]),
-        ("lm", ["watch", "--once", copy]),
+        ("lm", ["status", copy]),
         ("lm", ["sweep", "--status", config]),
         (
             "lm",
@@ -162,7 +161,7 @@ def damaged(rng: random.Random, places: Places, folder: Path) -> Case:
             ["train", "--config", config, "train.steps=5", f"out_dir={folder}", "resume=auto"],
         ),
         ("lm", ["report", copy, "--out", folder / "out"]),
-        ("lm", ["watch", "--once", copy]),
+        ("lm", ["status", copy]),
     ]
     return rng.choice({"run": of_run, "export": of_export, "synthetic": of_synthetic}[which])
 

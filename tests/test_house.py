@@ -17,7 +17,6 @@ ROOMS = (
     "lm.evaluation",
     "lm.evaluation.inspection",
     "lm.evaluation.tasks",
-    "lm.report.compare",
     "lm.report",
     "lm.report.sections",
     "lm.export",

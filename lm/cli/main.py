@@ -6,11 +6,11 @@ import argparse
 import sys
 
 import lm
-from lm.cli import compare as cli_compare
 from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
+from lm.cli import status as cli_status
+from lm.cli import sweep as cli_sweep
 from lm.cli import tokenizer as cli_tokenizer
-from lm.cli import watch as cli_watch
 from lm.cli.arguments import (
     SEED,
     Number,
@@ -36,9 +36,9 @@ EPILOG = """examples:
   fprnn agree runs/demo/hf
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
-  fprnn watch runs/demo runs/other
-  fprnn sweep configs/lm/sweep_mixers.yaml --status
-  fprnn compare configs/lm/compare/tiny.yaml
+  fprnn sweep configs/lm/compare/tiny.yaml --run
+  fprnn status configs/lm/compare/tiny.yaml
+  fprnn status runs/demo runs/other --follow
   fprnn doctor
   fprnn check-mixer my_mixer:PlaneRotation
 """
@@ -78,14 +78,19 @@ def _plan(args: argparse.Namespace) -> int:
 
     cfg = config.load(args.config, args.override, args.job_index)
     config.refuse_sweep(cfg, args.config)
-    planned, status = _planned(cfg, args)
+    measured = None
+    if args.measure:
+        from lm.report.measure import measure
+
+        measured = measure(cfg)
+    planned, status = _planned(cfg, args, measured)
     say(planned)
     return status
 
 
-def _planned(cfg, args):
+def _planned(cfg, args, measured=None):
     """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
-    the run does not fit the card."""
+    the run does not fit the card. measured: what `--measure` has found here."""
     from lm.cli.doctor import hub
     from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
@@ -107,7 +112,7 @@ def _planned(cfg, args):
             if found.state != "ok":
                 say(f"note: {found.text}")
         planned = plan(cfg, at)
-        return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
+        return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -128,32 +133,6 @@ def _prepare(args: argparse.Namespace) -> int:
         if made_of not in done:  # most points of a sweep share theirs
             done.append(made_of)
             say(summary(cfg, prepare_config(cfg)))
-    return 0
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    from lm.config import load as config
-
-    if args.status or args.json:
-        return _sweep_status(args)
-    tree = config.load_tree(args.config)
-    config.set_overrides(tree, args.override)
-    for i, point in enumerate(config.sweep_points(tree, args.config)):
-        print(config.point_name(tree.get("name", "run"), i, point))
-    return 0
-
-
-def _sweep_status(args: argparse.Namespace) -> int:
-    from lm.common.console import say
-    from lm.runs import status
-
-    points = status.sweep_status(args.config, args.override)
-    if args.json:
-        print(status.as_json(points))
-        return 0
-    say(status.table(points))
-    for line in status.remarks(points):
-        say(line)
     return 0
 
 
@@ -371,6 +350,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     c.add_argument("config", metavar="CONFIG")
     _add_planned_for(c)
     c.add_argument(
+        "--measure",
+        action="store_true",
+        help="also train one micro-batch of the model here, on the GPU where there is one: print"
+        " its memory beside the formula's, and its seconds",
+    )
+    c.add_argument(
         "--job-index",
         type=Whole(0),
         metavar="I",
@@ -398,24 +383,6 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
     )
     c.add_argument("override", nargs="*", metavar="key=value")
     c.set_defaults(run_command=_prepare)
-
-
-def _add_sweep(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "sweep",
-        help="list the grid of a YAML's sweep: section, or say how far each point is (--status)",
-        description="List the points of a YAML's sweep. OVERRIDES are those that the points are"
-        " trained with: `name` and `out_dir` say where their runs are.",
-    )
-    c.add_argument("config", metavar="YAML")
-    c.add_argument(
-        "--status",
-        action="store_true",
-        help="of each point: done, running, stopped, failed or missing; how far, and why",
-    )
-    c.add_argument("--json", action="store_true", help="the status for a program to read")
-    c.add_argument("override", nargs="*", metavar="key=value")
-    c.set_defaults(run_command=_sweep)
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
@@ -589,8 +556,8 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_prepare(commands)
     cli_tokenizer.add(commands)
-    _add_sweep(commands)
-    cli_compare.add(commands)
+    cli_sweep.add(commands)
+    cli_status.add(commands)
     _add_export(commands)
     _add_import_reference(commands)
     cli_import.add(commands)
@@ -599,7 +566,6 @@ def parser() -> argparse.ArgumentParser:
     cli_inspect.add(commands)
     _add_agree(commands)
     _add_report(commands)
-    cli_watch.add(commands)
     _add_doctor(commands)
     _add_check_mixer(commands)
     return p

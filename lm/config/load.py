@@ -57,11 +57,22 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
     tree[last] = value
 
 
+class Variant(dict[str, Any]):
+    """Several dotted keys that a sweep sets together, under a name."""
+
+    def __init__(self, name: str, keys: dict[str, Any]):
+        super().__init__(keys)
+        self.name = name
+
+
 def set_point(tree: dict, point: dict[str, Any]) -> None:
-    """Put a sweep point into a tree. A mapping goes over the section it names, key by key."""
+    """Put a sweep point into a tree. A mapping goes over the section it names, key by key; a
+    variant sets its own dotted keys."""
     for key, value in point.items():
+        if isinstance(value, Variant):
+            set_point(tree, value)
         # The keys of optim.lr_factors are patterns with dots, no keys of ours.
-        if isinstance(value, dict) and key != "optim.lr_factors":
+        elif isinstance(value, dict) and key != "optim.lr_factors":
             for below, v in value.items():
                 set_key(tree, f"{key}.{below}", v)
         else:
@@ -122,11 +133,6 @@ def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
         ConfigError: naming every key that is unknown, mistyped or out of range.
     """
     tree = without_removed(tree, where)
-    if schema is Config and {"models", "reference"} <= tree.keys():
-        raise ConfigError(
-            f"{where} compares several models, it is not the config of one run: fprnn compare"
-            f" {where}"
-        )
     try:
         return schema.model_validate(tree)
     except ValidationError as e:
@@ -184,17 +190,16 @@ def sweep_points(
 ) -> list[dict[str, Any]]:
     """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
 
+    A dotted key has a list of values. Any other name (`models`) has named variants instead, each a
+    mapping of dotted keys that are set together.
+
     Raises:
         ConfigError: no sweep, an empty list, or a key that does not exist.
     """
     sweep = tree.get("sweep") or {}
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
-    for key, values in sweep.items():
-        if not is_key(str(key), schema):
-            raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(str(key), schema)}")
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+    sweep = {str(key): _axis(str(key), values, where, schema) for key, values in sweep.items()}
     if (count := math.prod(map(len, sweep.values()))) > MOST_POINTS:
         raise ConfigError(
             f"{where}: its sweep has {count:,} points: at most {MOST_POINTS:,} are trained as one"
@@ -208,11 +213,32 @@ def sweep_points(
     return points
 
 
+def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
+    """What a sweep goes over under one of its keys."""
+    if isinstance(values, dict) and values and not is_key(key, schema):
+        unset = [name for name, keys in values.items() if not isinstance(keys, dict)]
+        if unset:
+            raise ConfigError(f"{where}: sweep.{key}.{unset[0]} must be a mapping of dotted keys")
+        return [Variant(str(name), keys) for name, keys in values.items()]
+    if not is_key(key, schema):
+        raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+    return values
+
+
 def point_name(name: str, index: int, point: dict[str, Any]) -> str:
     """Directory name of a sweep point: `name/003-lr=0.001-mixer_rank=4`."""
+    return f"{name}/{index:03d}-{point_label(point)}"
+
+
+def point_label(point: dict[str, Any]) -> str:
+    """What a sweep point sets: `lr=0.001-mixer_rank=4`, of a variant its name."""
     parts = []
     for key, value in point.items():
+        if isinstance(value, Variant):
+            parts.append(value.name)
+            continue
         text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
         parts.append(f"{key.rpartition('.')[2]}={text}")
-    text = "-".join(parts).replace("/", "_").replace(" ", "")
-    return f"{name}/{index:03d}-" + UNSEEN.sub("_", text)
+    return UNSEEN.sub("_", "-".join(parts).replace("/", "_").replace(" ", ""))

@@ -195,7 +195,9 @@ class Run(Section):
     seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # what torch takes
     model: Annotated[Model, FIXED] = Model()
     solver: Annotated[Solver, NOTED] = Solver()
-    sweep: Annotated[dict[str, list[Any]], FREE] = {}  # noqa: RUF012 (of pydantic, which copies it)
+    sweep: Annotated[dict[str, list[Any] | dict[str, dict[str, Any]]], FREE] = Field(
+        {}, description="a mapping of keys to lists, or of a name to variants"
+    )
     if TYPE_CHECKING:  # each kind of run has these at a place, and of a class, of its own
         resume: str
         optim: Optim

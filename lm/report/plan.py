@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lm.common.cards import GIB, GPUS_A_HOST, Card, card, here
+from lm.common.cards import GIB, GPUS_A_HOST, INFINIBAND, PCIE, Card, card, here
 from lm.common.errors import ConfigError
+from lm.config import load
 from lm.config.schema import Config
-from lm.report import cost
-from lm.report.activations import for_gpu
-from lm.report.cost import flops_of
-from lm.report.memory import Planner, Sizes, on_the_meta_device, sizes
+from lm.model.configuration_fprnn import AUTO_WINDOW
+from lm.report import estimate
+from lm.report.estimate import Sizes, flops_of, on_the_meta_device, sizes
 from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import vocabulary, with_built_in_mixers
@@ -21,6 +21,8 @@ from lm.training.optim import described as described_optimizer
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
+
+    from lm.report.measure import Measured
 
 UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
@@ -194,9 +196,19 @@ def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
     return 1.0 if solver["tol"] is None else EVALUATIONS
 
 
+def for_gpu(cfg: Config) -> Config:
+    """The config with the schedule that `auto` is on a GPU (lm/model/fixed_point.py, `width`)."""
+    solver = cfg.solver.settled()
+    if cfg.model.name != "fprnn" or solver["token"] != "exact" or solver["schedule"] != "auto":
+        return cfg
+    copy = cfg.model_copy(deep=True)
+    copy.solver.schedule = f"window:{AUTO_WINDOW}"
+    return copy
+
+
 def plan(cfg: Config, at: Where | int) -> dict:
-    """Numbers of a run. Builds it on the meta device and counts what a small one holds; downloads
-    nothing.
+    """Numbers of a run, by the formulas of `lm.report.estimate`. Builds the model on the meta
+    device; downloads nothing.
 
     Args:
         at: what for; a number is that of GPUs of the default card.
@@ -208,7 +220,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     cfg, own_mixers = with_built_in_mixers(cfg)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
-    counted = sizes(model, vocab_size, cfg.train.precision, cfg.optim)
+    counted = sizes(model, cfg.train.precision, cfg.optim)
     return {
         "at": at,
         "world_size": at.world_size,
@@ -221,7 +233,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
         **_planned_data(cfg, at),
         **_planned_work(cfg, at, model, counted),
-        **_planned_memory(cfg, at, counted),
+        **_planned_memory(cfg, at, counted, vocab_size),
     }
 
 
@@ -255,41 +267,64 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, counted: Sizes
         "flops_in_all": flops_in_all,
         "evaluations": evaluations,
         "flops": work,
-        "hours": cost.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation),
+        "hours": estimate.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation),
     }
 
 
-def _planned_memory(cfg: Config, at: Where, counted: Sizes) -> dict:
+def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> dict:
     """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
-    planner = Planner(cfg, at.world_size, at.card, counted)
-    needed = planner.memory()
-    fits = planner.fits(needed)
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
-    accumulation = cfg.train.accumulation(at.world_size)
-    sent = cost.communication(counted, at.world_size, stage, accumulation)
-    link = cost.link(at.card, at.nodes)
-    possible_stages = range(highest_stage(cfg) + 1)
+    sent = estimate.communication(
+        counted, at.world_size, stage, cfg.train.accumulation(at.world_size)
+    )
+    link, bytes_per_second = _link(at.card, at.nodes)
+    known = at.world_size, at.card, counted, vocab_size
+    stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
+    needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
+    fits = needed.total <= limit
     return {
         "zero_stage": stage,
         "memory": needed,
-        "limit": planner.limit,
+        "limit": limit,
         "fits": fits,
-        "change": None if fits else planner.smallest_change(),
-        "stages": {s: planner.memory(**_stage(cfg, s)) for s in possible_stages},
+        "change": None if fits else smaller_batch(cfg, *known),
+        "stages": stages,
         "communication": sent,
-        "communication_seconds": sum(sent.values()) / link.bytes_per_second,
+        "communication_seconds": sum(sent.values()) / bytes_per_second,
         "link": link,
-        "checkpoint_bytes": cost.checkpoint_bytes(counted, stage, cfg.train.ema is not None),
+        "checkpoint_bytes": estimate.checkpoint_bytes(counted, stage, cfg.train.ema is not None),
     }
 
 
-def _stage(cfg: Config, stage: int) -> dict:
-    """The keys that set a ZeRO stage, also where DeepSpeed's own JSON names one."""
-    changes = {"engine__zero_stage": stage}
-    own = cfg.engine.deepspeed
-    if isinstance(own, dict) and "stage" in own.get("zero_optimization", {}):
-        changes["engine__deepspeed__zero_optimization__stage"] = stage
-    return changes
+def smaller_batch(
+    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int
+) -> tuple[dict[str, int | bool], estimate.Memory] | None:
+    """The largest micro-batch that fits, with the same global batch, as dotted keys, and its
+    memory; with gradient checkpointing where none fits without; None: nothing of this does."""
+    t = cfg.train
+    for extra in ({}, {"model.gradient_checkpointing": True}):
+        for part in range(1, t.micro_batch_size + 1):
+            if t.micro_batch_size % part:
+                continue
+            keys: dict[str, int | bool] = dict(extra)
+            if part > 1:
+                keys["train.micro_batch_size"] = t.micro_batch_size // part
+                if t.global_batch_size is None:  # else accumulation follows
+                    keys["train.grad_accum_steps"] = t.accumulation(world_size) * part
+            tree = cfg.model_dump(mode="json")
+            for key, value in keys.items():
+                load.set_key(tree, key, value)
+            needed = estimate.memory(load.build(tree), world_size, card, of, vocab_size)
+            if needed.total <= estimate.limit(card, world_size):
+                return keys, needed
+    return None
+
+
+def _link(card: Card, nodes: int) -> tuple[str, float]:
+    """Name and bytes a second that a GPU sends over the slowest link of so many hosts."""
+    if nodes > 1:
+        return "InfiniBand", INFINIBAND
+    return ("NVLink", card.nvlink) if card.nvlink else ("PCIe", PCIE)
 
 
 def _tokens(count: float | None, where: str) -> str:
@@ -303,12 +338,16 @@ def _amount(count: float) -> str:
     return f"{count / 1e9:,.3f} B" if count >= 1e8 else f"{count:,.0f}"
 
 
-def describe(p: dict, cfg: Config) -> Table:
-    """The plan as a rich table of one screen."""
+def describe(p: dict, cfg: Config, measured: Measured | None = None) -> Table:
+    """The plan as a rich table of one screen, with what was measured here."""
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
-    for rows in (_what(p, cfg), _work(p, cfg), _memory(p)):
+    seen = []
+    if measured is not None:
+        updates = cfg.train.steps
+        seen = measured.rows(updates * cfg.train.accumulation(p["world_size"]))
+    for rows in (_what(p, cfg), _work(p, cfg), _memory(p), seen):
         for row in rows:
             table.add_row(*row)
         table.add_section()
@@ -372,7 +411,7 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
         rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
     if at.world_size > 1:
         sent, link = sum(p["communication"].values()), p["link"]
-        how = f"{p['communication_seconds']:.2g} s over {link.name} where nothing overlaps"
+        how = f"{p['communication_seconds']:.2g} s over {link} where nothing overlaps"
         rows.append(("sent per update", f"{_size(sent)} a GPU, {how}"))
     rows.append(("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB"))
     return rows
@@ -387,26 +426,19 @@ PARTS = {
     "buffers": "DeepSpeed's buffers",
     "runtime": "CUDA, NCCL (assumed)",
     "activations": "activations",
-    "temporaries": "a layer's solve, backward",
+    "working": "a layer's solve, backward",
     "loss": "logits and loss",
-    "update": "the update itself",
 }
 
 
 def _memory(p: dict) -> list[tuple[str, str]]:
     """Memory by part and by ZeRO stage against the card, and what would make it fit."""
     needed, at = p["memory"], p["at"]
-    worst = max(needed.moments, key=needed.moments.get)
-    out = {
-        "a layer": ("loss", "update"),
-        "loss": ("temporaries", "update"),
-        "update": ("activations", "temporaries", "loss", "buffers"),
-    }[worst]
+    smaller = "working" if needed.working < needed.loss else "loss"
     rows = []
     for name, said in PARTS.items():
-        size = getattr(needed, name)
-        if size:
-            apart = " (not at the same time)" if name in out else ""
+        if size := getattr(needed, name):
+            apart = " (not at the same time)" if name == smaller else ""
             rows.append((f"memory: {said}", f"{_size(size)}{apart}"))
     for stage, of_stage in p["stages"].items():
         left = p["limit"] - of_stage.total
@@ -423,9 +455,9 @@ def _memory(p: dict) -> list[tuple[str, str]]:
 
 def _change(p: dict) -> str:
     if p["change"] is None:
-        return "no ZeRO stage, checkpointing or micro-batch does: more GPUs, or a smaller model"
+        return "no micro-batch does, checkpointed or not: a ZeRO stage, more GPUs, a smaller model"
     keys, needed = p["change"]
-    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in keys.items()]
+    texts = [f"{key}={str(value).lower()}" for key, value in keys.items()]
     return f"{' '.join(texts)} (then {_size(needed.total)})"
 
 

@@ -129,7 +129,7 @@ class RunDir:
         return printable(read_json(self.result, keys))
 
     def write_failure(self, sentence: str, exit_status: int) -> None:
-        """Leave word of why a run stopped, for `fprnn sweep --status`; taken back by `claim`."""
+        """Leave word of why a run stopped, for `fprnn status`; taken back by `claim`."""
         write_json(self.failure, {"sentence": sentence, "exit_code": exit_status})
 
     def leave_word(self, error: Exception, is_main: bool) -> None:

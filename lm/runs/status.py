@@ -1,4 +1,4 @@
-"""How far each point of a sweep is: done, running, stopped, failed or missing.
+"""How far a run is, or each point of a sweep: done, running, stopped, failed or missing.
 
 All of it is read from the run directories, which a killed run may have left in any state: a file
 that is damaged or half written is an answer here, never an error.
@@ -6,42 +6,49 @@ that is damaged or half written is an answer here, never an error.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
+from lm.common.console import Pace, duration
 from lm.common.errors import PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
 from lm.runs.lease import is_alive
-from lm.runs.metrics import marked, read_metrics
+from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FRESH_S = 60.0  # a lease is touched every 10 s: one that is older was left by a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
 
 
 @dataclass(frozen=True)
-class Point:
-    """One point of a sweep."""
+class Status:
+    """What a run's files say at one moment; None and "" what they do not."""
 
-    index: int
     run_dir: str
     state: str  # of STATES
+    text: str = ""  # what it has reached, or what happened
+    index: int | None = None  # of a sweep's point
+    label: str = ""  # of a sweep's point: what it sets besides its seed
     step: int | None = None  # the last update that was recorded
     steps: int | None = None  # of the whole run
+    record: dict | None = None  # of training, the last
+    validation: str = ""  # the last one
     num_iters: dict | None = None  # ℓ* of the layers, as the record of the last probe has it
-    seen_s: float | None = None  # seconds since its last sign of life
-    text: str = ""  # its result, or what happened
+    left_s: float | None = None  # of a running one
+    seen_s: float | None = None  # seconds since its last record
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is to be trained: it is not done, and nobody is at work on it."""
+        return self.state in ("stopped", "failed", "missing")
 
 
-def sweep_status(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> list[Point]:
+def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status]:
     """The state of every point of a YAML's sweep, in its order.
 
     Args:
@@ -52,35 +59,65 @@ def sweep_status(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) 
     points = config.sweep_points(config.load_tree(path), str(path))
     base = config.load(path, [*overrides, "sweep={}"])
     now = time.time()
-    found = []
+    statuses = []
     for i, point in enumerate(points):
-        run_dir = Path(base.out_dir) / config.point_name(base.name, i, point)
-        found.append(point_status(i, RunDir(run_dir), now))
-    return found
+        run = RunDir(Path(base.out_dir) / config.point_name(base.name, i, point))
+        label = config.point_label({k: v for k, v in point.items() if k != "seed"})
+        statuses.append(replace(run_status(run, now), index=i, label=label))
+    return statuses
 
 
-def point_status(index: int, run: RunDir, now: float) -> Point:
-    """What the files of a run directory say.
+def run_status(run: RunDir, now: float) -> Status:
+    """What the files of a run directory say, of a language model or of a synthetic task.
 
     Args:
         now: Unix seconds.
     """
     records = read_metrics(run.path)
-    result = read_mapping(run.result)
     steps = planned_updates(run.config)
-    seen = _last_sign_of_life(run, now)
     state, text = state_of(run, steps, now)
-    probes = [num_iters for r in records if (num_iters := num_iters_of(r)) is not None]
-    return Point(
-        index=index,
+    trained = [r for r in records if is_number(r.get("loss"))]
+    probed = [*records, read_mapping(run.result) or {}]
+    num_iters = [counts for r in probed if (counts := num_iters_of(r)) is not None]
+    is_running = state == "running" and steps is not None
+    return Status(
         run_dir=str(run),
         state=state,
+        text=text,
         step=max((r["step"] for r in records), default=None),
         steps=steps,
-        num_iters=num_iters_of(result or {}) or (probes[-1] if probes else None),
-        seen_s=seen,
-        text=text,
+        record=trained[-1] if trained else None,
+        validation=next((text for r in reversed(records) if (text := _validation(r))), ""),
+        num_iters=num_iters[-1] if num_iters else None,
+        left_s=_seconds_left(trained, steps) if is_running and steps is not None else None,
+        seen_s=_since_last_record(run, now),
     )
+
+
+def _seconds_left(trained: list[dict], steps: int) -> float | None:
+    """Until `steps` updates are done, judged by the last records of training."""
+    pace = Pace(passed_over=0, fewest=1, enough_s=0, window=50)
+    for record in trained:
+        spent = record.get("spent")
+        seconds = spent.get("seconds") if isinstance(spent, dict) else record.get("seconds")
+        if is_number(seconds):
+            pace.at(seconds, record["step"])
+    return pace.left(steps)
+
+
+def _validation(record: dict) -> str:
+    """A validation in a few words: "4.065 (2.344 bits/byte)", or of a synthetic task the first of
+    its scores."""
+    reached = record.get("validation")
+    if isinstance(reached, dict) and is_number(reached.get("loss")):
+        bits = reached.get("bits_per_byte")
+        return f"{reached['loss']:.3f}" + (f" ({bits:.3f} bits/byte)" if is_number(bits) else "")
+    tried = record.get("valid")
+    scores = tried.get("metrics") if isinstance(tried, dict) else None
+    for name, value in scores.items() if isinstance(scores, dict) else ():
+        if is_number(value):
+            return f"{name} {value:.3f}"
+    return ""
 
 
 def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
@@ -133,12 +170,12 @@ def is_number(value: object) -> TypeGuard[float]:
 def num_iters_of(record: dict) -> dict | None:
     """ℓ* of the layers, of a record (or a result) with a probe."""
     try:
-        found = record["probe"]["num_iters"]
-        lists = [found["mean"], found.get("elsewhere", [0.0])]
+        counts = record["probe"]["num_iters"]
+        lists = [counts["mean"], counts.get("elsewhere", [0.0])]
     except (LookupError, TypeError, AttributeError):
         return None
     whole = all(isinstance(some, list) and some and all(map(is_number, some)) for some in lists)
-    return found if whole else None
+    return counts if whole else None
 
 
 def validation_of(result: dict) -> dict | None:
@@ -184,9 +221,9 @@ def _written(path: Path) -> float | None:
         return None
 
 
-def _last_sign_of_life(run: RunDir, now: float) -> float | None:
-    """Seconds since the lease was touched, or a record or result written."""
-    paths = run.lease, run.metrics, run.result, run.config
+def _since_last_record(run: RunDir, now: float) -> float | None:
+    """Seconds since a record or the result was written."""
+    paths = run.metrics, run.result, run.config
     known = [t for path in paths if (t := _written(path)) is not None]
     return round(max(0.0, now - max(known)), 1) if known else None
 
@@ -196,60 +233,3 @@ def holder_name(lease: dict) -> str:
     job, host, pid = (lease.get(key) for key in ("job", "host", "pid"))
     where = f"{host or 'an unknown host'}, process {pid or 'unknown'}"
     return f"job {job} on {where}" if job else where
-
-
-def duration(seconds: float) -> str:
-    """12 s, 5 min, 3.2 h or 4.0 d."""
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}"
-    hours = seconds / 3600
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
-
-
-def table(points: list[Point]) -> Table:
-    """The points as a rich table; what happened to those not done stands below, in full
-    (`remarks`)."""
-    from rich.table import Table
-
-    out = Table(title_justify="left", caption=summary(points), caption_justify="left")
-    for name in ("point", "state", "updates", "ℓ*", "last sign"):
-        out.add_column(name, justify="right" if name in ("updates", "last sign") else "left")
-    for p in points:
-        updates = "" if p.step is None else f"{p.step}/{p.steps or '?'}"
-        layers = " ".join(marked(p.num_iters)) if p.num_iters else ""
-        seen = "" if p.seen_s is None else f"{duration(p.seen_s)} ago"
-        out.add_row(Path(p.run_dir).name, p.state, updates, layers, seen)
-    return out
-
-
-def summary(points: list[Point]) -> str:
-    """Such as "4 done, 1 running, 1 missing"."""
-    counts = {state: sum(p.state == state for p in points) for state in STATES}
-    return ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-
-
-def remarks(points: list[Point]) -> list[str]:
-    """A line for each point about which there is something to say, then how to train what is
-    left."""
-    lines = [f"{p.index:03d} {p.state}: {p.text}" for p in points if p.text]
-    left = [p.index for p in points if p.state in ("stopped", "failed", "missing")]
-    if left:
-        lines.append(f"not done and not running: --array={ranges(left)} (unless queued already)")
-    return lines
-
-
-def ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5", as sbatch takes it."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][-1] + 1:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
-
-
-def as_json(points: list[Point]) -> str:
-    """A list of mappings, one a point, with the fields of Point."""
-    return json.dumps([asdict(p) for p in points], indent=2, ensure_ascii=False)

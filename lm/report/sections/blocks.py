@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 NO_VALUE = "–"  # in a cell: nothing is known
+LINES = 6  # layers of which each has a line; of more there is a heat map
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Chart:
 
     Args:
         unit: of the values. traced: the keys of metrics.jsonl that they are of.
-        axes: what runs to the right: update, tokens.
-        levels: horizontal lines, each with its name.
+        axes: what runs to the right: update, tokens, or token (the steps are places in a text).
+        levels: horizontal lines, each with its name. ticks: names of the steps.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Chart:
     axes: tuple[str, ...] = ("update",)
     levels: dict[str, float] = field(default_factory=dict)
     logarithmic: bool = False  # where its values span enough
+    ticks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class HeatMap:
     steps: list[int]
     layers: list[int]
     values: list[list[float | None]]
+    axis: str = "update"
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lm.report.sections.blocks import Block, Chart, Curve, HeatMap, Notes
+from lm.report.sections.blocks import LINES, Block, Chart, Curve, HeatMap, Notes
 from lm.report.sections.read import Files
 from lm.report.sections.series import Layers, column, layers, over_layers, tokens_at
 
 BOTH = ("update", "tokens")
-LINES = 6  # layers of which each has a line; of more there is a heat map
 
 
 def curve(

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from textwrap import fill
 
+from markupsafe import Markup
+
 from lm.common import page
 from lm.report.sections.blocks import Chart, Curve, HeatMap, Stack
 
@@ -18,7 +20,7 @@ DASHES = ("-", "--", ":", "-.")  # when a colour comes again
 MARKERS = "osD^vPX*<>"  # of several curves each has its own, for those who see no colours
 MARKED = 8  # points of a long curve that have one
 LABEL = 44  # characters of a label in a figure
-AXES = {"update": "update", "tokens": "training tokens"}
+AXES = {"update": "update", "tokens": "training tokens", "token": "token"}
 SIZE = (5.6, 3.4)  # inches
 LINE = 32  # letters of an axis' name on one line
 MANY = 1e5  # is written 100k
@@ -26,7 +28,7 @@ SPAN = 5  # times the least value: more is drawn on a logarithmic scale
 ROW = 0.2  # inches that a row of the legend takes
 
 
-def drawings(block: Chart | HeatMap | Stack) -> list[str]:
+def drawings(block: Chart | HeatMap | Stack) -> list[Markup]:
     """The SVG pictures of a block, a chart's in the order of its axes. Needs matplotlib."""
     with _settings():
         if isinstance(block, Chart):
@@ -73,7 +75,12 @@ def _chart(chart: Chart, axis: str):
         style = DASHES[1 + i % (len(DASHES) - 1)]
         handles[_label(name)] = axes.axhline(level, color="gray", ls=style, lw=1.4)
     _scale(axes, chart)
-    if axis == "update":
+    if chart.ticks:
+        for label in axes.set_xticks(
+            chart.curves[0].steps, chart.ticks, rotation=90, family="monospace"
+        ):
+            label.label1.set_parse_math(False)  # a $ is a $
+    elif axis != "tokens":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -144,7 +151,7 @@ def _edges(steps: Sequence[int]) -> list[float]:
 
 
 def _heat_map(heat_map: HeatMap):
-    figure, axes = _panel("layer", "update", 0)
+    figure, axes = _panel("layer", AXES[heat_map.axis], 0)
     height = len(heat_map.layers)
     values = [[math.nan if v is None else v for v in row] for row in heat_map.values]
     rows = [i - 0.5 for i in range(height + 1)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lm.common.console import duration
 from lm.report.sections.blocks import Block, Notes, Section, Table, shown
 from lm.report.sections.read import Files
 from lm.report.sections.series import last, number, within
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere
-from lm.runs.status import duration, num_iters_of
+from lm.runs.status import num_iters_of
 
 TRACED = (
     "result.json of a finished run, else the last record of metrics.jsonl with such a value:"
@@ -41,7 +42,7 @@ def _named(runs: Sequence[Files], files: Files) -> str:
 
 
 def state(files: Files) -> str:
-    """Such as "demo is running: job 12 on n0; update 40 of 450, last sign of life 3 s ago"."""
+    """Such as "demo is running: job 12 on n0; update 40 of 450, last record 3 s ago"."""
     status = files.status
     line = f"{files.label} is {status.state}"
     if status.text:
@@ -51,7 +52,7 @@ def state(files: Files) -> str:
         at = "no update recorded yet" if status.step is None else f"update {status.step:,}{of}"
         line += f"; {at}"
         if status.seen_s is not None:
-            line += f", last sign of life {duration(status.seen_s)} ago"
+            line += f", last record {duration(status.seen_s)} ago"
     return line
 
 

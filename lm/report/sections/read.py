@@ -15,7 +15,7 @@ from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, comparable
-from lm.runs.status import Point, point_status
+from lm.runs.status import Status, run_status
 
 LAST_STEP = 2**53  # of an update: no training has more
 WHERE = ("name", "out_dir")  # keys that say where a run lies, not what it is
@@ -37,7 +37,7 @@ class Files:
 
     label: str
     run: RunDir
-    status: Point
+    status: Status
     records: list[dict]
     unread: int
     config: dict[str, Any]
@@ -97,7 +97,7 @@ def read(path: Path, label: str, now: float) -> Files:
     return Files(
         label=label,
         run=run,
-        status=point_status(0, run, now),
+        status=run_status(run, now),
         records=records,
         unread=unread,
         config=settings,

@@ -328,7 +328,7 @@ def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
     (failed / "result.json").unlink()
     (failed / "failure.json").write_text(json.dumps({"sentence": escapes, "exit_code": 1}))
     for folder in (run, failed):
-        for words in (("report", "--out", tmp_path / "page"), ("watch", "--once")):
+        for words in (("report", "--out", tmp_path / "page"), ("status",)):
             assert main([str(word) for word in (*words, folder)]) == 0
             shown = capsys.readouterr()
             assert not CONTROL.search(shown.out + shown.err)

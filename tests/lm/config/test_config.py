@@ -24,8 +24,7 @@ from lm.config.yaml_text import Loader
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
-# But comparisons, which tests/lm/report/test_compare.py reads.
-YAMLS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.parent.name != "compare")
+YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
 OURS = {"name", "gradient_checkpointing", *FIELDS}
 HUGGINGFACE = {
@@ -91,13 +90,6 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     assert config.build(tree) == Config() and tree != {}
     config.set_key(tree, key, "another")
     assert f"`{key}` is no longer there, and is 'another'" in refused(tree)
-
-
-def test_a_comparison_is_not_taken_for_a_run():
-    path = ROOT / "configs/lm/compare/tiny.yaml"
-    with pytest.raises(ConfigError) as refused_file:
-        config.load(path)
-    assert str(refused_file.value).endswith(f"not the config of one run: fprnn compare {path}")
 
 
 def test_every_error_is_named_at_once():
@@ -349,6 +341,17 @@ def test_job_index_picks_a_point_and_overrides_come_last(tmp_path):
     assert cfg.name == "mine/004-mixer=dplr-lr=0.002"
 
 
+def test_variants_set_several_keys_under_a_name(tmp_path):
+    text = (
+        "name: s\nsweep:\n  models:\n    plain: {}\n"
+        "    one_step: {model.n_layer: 3, solver.gradient: one_step}\n  seed: [0, 1]\n"
+    )
+    cfg = load(tmp_path, text, job_index=3)
+    assert (cfg.model.n_layer, cfg.solver.gradient, cfg.seed) == (3, "one_step", 1)
+    assert (cfg.name, cfg.sweep) == ("s/003-one_step-seed=1", {})
+    assert load(tmp_path, text, job_index=0).name == "s/000-plain-seed=0"
+
+
 def test_a_sweep_point_can_be_a_model_by_name(tmp_path):
     text = "model: {d_model: 64}\nsweep: {model: [fprnn, mamba]}"
     assert load(tmp_path, text, job_index=1).model == Model(name="mamba", d_model=64)
@@ -368,6 +371,9 @@ def test_a_job_index_outside_the_grid_is_refused(tmp_path, index):
         ("sweep: {1: [1]}", "sweep over unknown key `1`"),
         ("sweep: {optim.lr: 1}", "sweep.optim.lr must be a non-empty list"),
         ("sweep: {optim.lr: []}", "sweep.optim.lr must be a non-empty list"),
+        ("sweep: {optim.lr: {a: 1}}", "sweep.optim.lr must be a non-empty list"),
+        ("sweep: {models: {a: 1}}", "sweep.models.a must be a mapping of dotted keys"),
+        ("sweep: {models: {a: {model.width: 1}}}", "unknown key `model.width`"),
         # A bad value is found by every job, not by the job it belongs to.
         ("sweep: {optim.lr: [1, -1]}", "`optim.lr` is -1"),
         ("sweep: {model.mixer: [dplr, dprl]}", "did you mean `dplr`"),

@@ -483,7 +483,7 @@ def test_a_run_that_trains_is_reported_as_far_as_it_is(tmp_path, undrawn):
         f.write('{"step": 999, "lo')  # being written
     (folder / "lease.json").write_text(json.dumps({"host": "n7", "pid": 12, "job": "4711"}))
     page = reported(folder)
-    assert "live is running: job 4711 on n7, process 12; update 28 of 40, last sign" in page.text
+    assert "live is running: job 4711 on n7, process 12; update 28 of 40, last record" in page.text
     assert "1 line holds no record" in page.text
     assert page.rows("Training loss")["training"]["updates"] == "4 to 28"
     assert not (folder / "summary.json").exists() and not (folder / "figures").exists()

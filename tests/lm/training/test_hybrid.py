@@ -5,7 +5,7 @@ import pytest
 import synthetic.config
 from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.report import activations
+from lm.report.estimate import kept_by_layers
 from lm.report.plan import plan, where
 from lm.report.report import _add_layers
 from lm.training.build import build_model, check_section
@@ -56,16 +56,11 @@ def test_what_needs_a_fixed_point_is_refused_without_one():
 
 
 def test_the_plan_counts_every_layer():
-    """A pattern repeated is twice the layers; and Mamba's FLOPs do not depend on evaluations."""
-    once, twice = (hybrid(layers="mamba fp_mamba1", n_layer=n) for n in (2, 4))
-    counted = [activations.count(cfg, on_gpu=False) for cfg in (once, twice)]
-    assert [found.repeats for found in counted] == [1, 2]
-    assert counted[0].layers == counted[1].layers
+    """Each as what it is alone; and Mamba's FLOPs do not depend on evaluations."""
     kinds = ("mamba", "mlp", "gated_deltaproduct")
-    alone = [activations.count(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
-    together = activations.count(hybrid(layers=" ".join(kinds), n_layer=3), False)
-    parts = sum(found.layers.at(2, 64) for found in alone)
-    assert together.layers.at(2, 64) == pytest.approx(parts, rel=0.06)
+    alone = [kept_by_layers(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
+    together = kept_by_layers(hybrid(layers=" ".join(kinds), n_layer=6), False)
+    assert together == [kept for [kept] in alone] * 2
     found = plan(hybrid(layers="mamba"), 1)
     assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
     assert found["parameters"] == sum(

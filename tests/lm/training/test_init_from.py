@@ -12,7 +12,7 @@ from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.report.memory import on_the_meta_device
+from lm.report.estimate import on_the_meta_device
 from lm.report.plan import describe, plan
 from lm.runs.checkpoint import read_state
 from lm.training import init_from, upcycle

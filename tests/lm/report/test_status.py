@@ -1,6 +1,5 @@
-"""`fprnn watch`: states, a log that is being written, several runs at once, when it ends."""
+"""`fprnn status`: what it shows of runs, when it ends, and what a sweep has reached."""
 
-import io
 import json
 import os
 import socket
@@ -11,10 +10,10 @@ import time
 import pytest
 
 from lm.cli.main import main
-from lm.common import console
 from lm.common.errors import FAILED
-from lm.report import watch
-from lm.report.watch import Followed, Tail
+from lm.report import status
+from lm.runs.run_dir import RunDir
+from lm.runs.status import Status, run_status
 
 NOW = 1_700_000_000.0
 RESULT = {
@@ -51,7 +50,7 @@ class FakeRun:
         self.put("lease.json", {"host": "n7", "pid": 4711, "job": "12", **holder}, ago)
 
     def look(self):
-        return Followed(self.path).look(NOW)
+        return run_status(RunDir(self.path), NOW)
 
 
 @pytest.fixture
@@ -65,17 +64,17 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
     run.log(training(1, 100.0), training(2, 104.0), {"step": 2, **probe})
     run.log({"step": 2, "validation": {"loss": 4.0653, "bits_per_byte": 2.3441}})
     run.log(training(3, 108.0), {"step": 3, "checkpoint": {"bytes": 3}})
-    os.utime(run.metrics, (NOW - 30,) * 2)
+    for path in (run.metrics, run.path / "config.yaml"):
+        os.utime(path, (NOW - 30,) * 2)
     seen = run.look()
     assert (seen.state, seen.text) == ("running", "job 12 on n7, process 4711")
     assert seen.left_s == pytest.approx(4.0 * 5)
-    assert watch.cells(seen) == {
+    assert status.cells(seen) == {
         "run": str(run.path),
         "state": "running",
         "update": "3 / 8",
         "loss": "3.250",
         "validation": "4.065 (2.344 bits/byte)",
-        "lr": "1.0e-03",
         "tokens/s": "1,234",
         "ℓ*": "3.2 7.5",
         "time left": "20 s",
@@ -111,7 +110,7 @@ def test_a_run_that_has_ended(run, files, state, words):
     for name, value in files.items():
         run.put(name, value)
     seen = run.look()
-    assert (seen.state, seen.ended) == (state, True) and words in seen.text
+    assert seen.state == state and words in seen.text
     run.held()  # taken up again
     assert run.look().state == "running"
 
@@ -130,33 +129,6 @@ def test_a_run_whose_process_is_gone_has_stopped(run):
     assert run.look().state == "running"
 
 
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
-    tail = Tail(run.metrics)
-    assert tail.read() == ([], False)  # no file yet
-    first, second = (json.dumps(training(step, step)) + "\n" for step in (1, 2))
-    run.put("metrics.jsonl", first + second[:20])
-    assert [r["step"] for r in tail.read()[0]] == [1]
-    assert tail.read() == ([], False)
-    with run.metrics.open("a") as f:
-        f.write(second[20:] + "no record\n")
-    assert [r["step"] for r in tail.read()[0]] == [2]
-    assert tail.read() == ([], False)
-
-
-def test_a_log_that_is_begun_anew_is_read_from_its_beginning(run):
-    """As a resumed run does it: the file is another, with the records that still stand."""
-    followed = Followed(run.path)
-    run.held()
-    run.log(training(1, 1.0), training(4, 4.0), {"step": 4, "validation": {"loss": 3.0}})
-    assert followed.look(NOW).validation == "3.000"
-    run.put("new", json.dumps(training(1, 1.0)) + "\n" + "x" * 1000)  # longer than it was
-    os.replace(run.path / "new", run.metrics)
-    seen = followed.look(NOW)
-    assert (seen.step, seen.validation) == (1, "")
-    run.metrics.unlink()  # overwritten
-    assert followed.look(NOW).step is None
-
-
 @pytest.mark.parametrize(
     "text", ["", "\0\0\n", "[1]\nnull\n", '{"step": -1}\n', "[" * 10_000 + "\n"]
 )
@@ -167,9 +139,9 @@ def test_damaged_logs_say_nothing(run, text):
     assert (seen.step, seen.steps, seen.left_s) == (None, None, None)
     broken = training(3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y")
     run.log({"step": 2, "probe": [1]}, broken | {"loss": float("nan")}, broken, mode="w")
-    shown = watch.cells(run.look())
+    shown = status.cells(run.look())
     assert shown["update"] == "3" and shown["loss"] == "3.250"
-    assert shown["lr"] == shown["tokens/s"] == shown["validation"] == shown["ℓ*"] == ""
+    assert shown["tokens/s"] == shown["validation"] == shown["ℓ*"] == ""
 
 
 def test_the_time_left_forgets_one_slow_stretch(run):
@@ -206,11 +178,12 @@ def two(tmp_path):
     return runs
 
 
-def test_once_prints_one_table_whatever_the_runs_do(two, capsys):
+def test_one_table_whatever_the_runs_do(two, capsys):
     a, b = two
     (b.path / "result.json").unlink()
-    assert main(["watch", "--once", str(a.path), str(b.path), f"{b.path}/"]) == 0
-    head, *rows, why = capsys.readouterr().out.splitlines()
+    assert main(["status", str(a.path), str(b.path), f"{b.path}/"]) == 0
+    head, *rows, counts, of_a, why = capsys.readouterr().out.splitlines()
+    assert counts.strip() == "1 done, 1 stopped" and of_a.startswith(f"{a.path} done: validation")
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
     assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
     assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
@@ -232,10 +205,10 @@ def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
             (b.path / "lease.json").unlink()
             (b.path / "failure.json").write_text('{"sentence": "a spike", "exit_code": 76}')
 
-    monkeypatch.setattr(watch.time, "sleep", sleep)
-    assert main(["watch", str(a.path), str(b.path), "--every", "0.5"]) == 1
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    assert main(["status", str(a.path), str(b.path), "--follow"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if str(b.path) in line]
-    assert slept == [0.5, 0.5]
+    assert slept == [status.EVERY_S] * 2
     for line, words in zip(
         lines,
         ("running  3 / 8  loss 3.250", "4 / 8", "failed  4 / 8", "failed: a spike"),
@@ -244,56 +217,71 @@ def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
         assert words in line
     (b.path / "failure.json").unlink()
     b.put("result.json", RESULT)
-    assert main(["watch", str(a.path), str(b.path)]) == 0
+    assert main(["status", str(a.path), str(b.path), "--follow"]) == 0
 
 
 def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys, monkeypatch):
     path = tmp_path / "of/late"
-    assert main(["watch", str(path)]) == FAILED
+    assert main(["status", str(path)]) == FAILED
     said = capsys.readouterr().err
-    assert "has no config.yaml" in said and "--wait" in said
+    assert "has no config.yaml" in said and "--follow" in said
 
     def sleep(_):
         FakeRun(path).put("result.json", RESULT)
 
-    monkeypatch.setattr(watch.time, "sleep", sleep)
-    assert main(["watch", str(path), "--wait"]) == 0
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    assert main(["status", str(path), "--follow"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "missing" in lines[0] and "done" in lines[1]
-    assert main(["watch", str(tmp_path / "of")]) == FAILED
+    assert main(["status", str(tmp_path / "of"), "--follow"]) == FAILED
     assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
 
 
-def test_a_terminal_has_the_columns_it_is_wide_for(two, monkeypatch):
-    from rich.console import Console
-
-    looks = [one.look() for one in two]
-    shown = {}
-    for width in (300, 75, 40):
-        fake = Console(width=width, force_terminal=True, record=True, file=io.StringIO())
-        monkeypatch.setattr(console.say, "_console", fake)
-        assert watch._live(iter([looks])) == looks
-        shown[width] = fake.export_text().splitlines()[0].split()
-    assert "lr" in shown[300] and "lr" not in shown[75] and "loss" in shown[75]
-    assert shown[40] == ["run", "state", "update", "loss", "time", "left"]
-
-
 def test_a_real_run_that_is_done(tiny_run, capsys):
-    assert main(["watch", str(tiny_run)]) == 0
+    assert main(["status", str(tiny_run), "--follow"]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert "done  8 / 8  loss" in first and "done: validation loss" in last
 
 
 def test_names_are_told_apart_below_what_they_share():
-    assert watch.short_names(["/r/x/a", "/r/y/a", "/r/y/b"]) == {
+    assert status.short_names(["/r/x/a", "/r/y/a", "/r/y/b"]) == {
         "/r/x/a": "x/a",
         "/r/y/a": "y/a",
         "/r/y/b": "y/b",
     }
-    assert watch.short_names(["/r/x/a"]) == {"/r/x/a": "a"}
+    assert status.short_names(["/r/x/a"]) == {"/r/x/a": "a"}
 
 
-def test_ages_are_of_the_file(run):
+def test_ages_are_never_below_nothing(run):
     run.log(training(1, 1.0))
     os.utime(run.metrics, (time.time() + 5,) * 2)  # another host's clock is ahead
-    assert Followed(run.path).look(time.time()).age_s == 0
+    assert run_status(RunDir(run.path), time.time()).seen_s == 0
+
+
+def test_ranges_as_sbatch_takes_them():
+    assert status.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def finished(folder, label, bits, **other):
+    """A finished point of a sweep, whose result has these bits per byte."""
+    run = FakeRun(folder)
+    run.log(training(8, 40.0))
+    validation = RESULT["validation"] | {"bits_per_byte": bits}
+    run.put("result.json", RESULT | {"parameters": 1200, "tokens": 96} | {"validation": validation})
+    counts = {"mean": [2.0, 4.0]} if label == "fp" else None
+    return Status(str(folder), "done", label=label, num_iters=counts, **other)
+
+
+def test_the_seeds_of_a_point_stand_in_one_row(tmp_path):
+    seen = [
+        finished(tmp_path / "0", "fp", 2.0),
+        finished(tmp_path / "1", "fp", 3.0),
+        finished(tmp_path / "2", "mamba", 1.5),
+        Status(str(tmp_path / "3"), "running", label="mamba"),
+        Status(str(tmp_path / "4"), "missing", label="other"),
+    ]
+    rows = list(zip(*(list(column.cells) for column in status.results(seen).columns)))
+    assert rows == [
+        ("fp", "2", "1,200", "96", "2.5000 ± 0.7071", "40", "3.0"),
+        ("mamba", "1/2", "1,200", "96", "1.5000", "40", "–"),
+    ]

@@ -1,0 +1,50 @@
+"""`fprnn status`: how far runs are, and what a sweep has reached."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command to those of the command line."""
+    c = commands.add_parser(
+        "status",
+        help="how far runs or the points of a sweep are, once or live (--follow)",
+        description="Show how far runs are, from the files in their directories: state (done,"
+        " running, stopped, failed or missing), updates, loss, validation, tokens/s, iterations,"
+        " time left, age of the last record; why one has ended; and what the finished points of a"
+        " sweep have reached, with mean and standard deviation over seeds. OVERRIDES are those that"
+        " a sweep's points are trained with: `name` and `out_dir` say where their runs are.",
+    )
+    c.add_argument(
+        "place",
+        nargs="+",
+        metavar="PLACE",
+        help="a run directory, also of a synthetic task, or a sweep's YAML and its key=value",
+    )
+    c.add_argument(
+        "--follow",
+        action="store_true",
+        help="until all have ended: a live table on a terminal, else a line for every new record;"
+        " exit status 0 where all are done, else 1. Waits for runs that are not there yet",
+    )
+    c.add_argument("--json", action="store_true", help="once, for a program to read")
+    c.set_defaults(run_command=_status)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from lm.config.messages import is_key
+    from lm.config.schema import Config
+    from lm.report import status
+
+    # The directory of a sweep's point has a `=` in its name, too.
+    overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
+    places = [text for text in args.place if text not in overrides]
+    look = status.look_at(places, overrides, args.follow)
+    if args.json:
+        print(status.as_json(look()))
+        return 0
+    if args.follow:
+        return 0 if status.follow(look) else 1
+    status.show(look)
+    return 0

@@ -1,0 +1,250 @@
+"""What a run takes, by formulas that docs/scale.md derives: memory of a rank, FLOPs, hours, bytes.
+
+N: parameters, w: ranks. Weights, gradients and moments are fp32. What DeepSpeed holds was read off
+runs of it (0.19); what a layer keeps is one stated number for each kind of layer. `fprnn plan
+--measure` prints what this machine measures beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lm.common.cards import GIB, Card
+from lm.config.schema import Config, Optim
+from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
+from lm.model.patterns import parse
+from lm.training.build import build_model
+from lm.training.deepspeed_json import deepspeed_config
+from lm.training.optim import matrices
+
+BUCKET = 500_000_000  # elements of DeepSpeed's gradient buffer, where nothing else is set
+MOST_GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps whole (stage3_max_live_parameters)
+# CUDA's context, the workspaces of cuBLAS and the channels of NCCL: assumed, not measured.
+RUNTIME = 1.5 * GIB
+USABLE = 0.95  # of a card's memory; the rest for what the allocator cannot hand out: assumed
+# Modules whose parameters DeepSpeed sends in bf16 under autocast: exactly these classes.
+SENT_LOW = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+
+# Numbers of 4 bytes that a layer keeps for its backward, for each token and each of its d_inner
+# channels. In bf16 about a quarter of it is saved: products are half as large, scans are not.
+KEPT = {
+    "mamba": 12.0,
+    "mamba2": 21.0,
+    "attention": 4.5,
+    "mlp": 5.5,
+    "gated_deltanet": 32.0,
+    "deltaproduct": 40.0,
+    "gated_deltaproduct": 48.0,
+}
+# Of a fixed-point layer, by how it is solved and differentiated.
+KEPT_ONE_BY_ONE = 14.0  # each token exactly, one after the other: what a CPU does
+KEPT_ONE_STEP = 20.0  # the gradient of one evaluation
+KEPT_WINDOWS = 32.0  # the exact gradient of a solve in windows: what a GPU does
+KEPT_WINDOWS_FULL_MATRIX = 54.0  # the same of a mixer that has no low rank
+KEPT_REFLECTION = 13.0  # of windows, for each reflection beyond the first
+KEPT_FUSED = 6.5  # of a model.name with kernels of others (mamba-ssm, flash-linear-attention)
+KEPT_PLAIN = 32.0  # of the same in plain PyTorch
+KEPT_CHECKPOINTED = 2.0  # what is left where a layer is computed again
+IN_BF16 = 0.75
+WORKING = 0.25  # of what a layer keeps lives a second time in its backward; of windows all of it
+LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
+
+COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
+
+
+class Sizes(NamedTuple):
+    """What memory and messages of a model are computed from."""
+
+    parameters: int  # N
+    embedding: int
+    sent_low: int = 0  # parameters whose gradients travel in bf16
+    by_muon: int = 0  # parameters that Muon steps, with one moment where AdamW has two
+
+
+class Memory(NamedTuple):
+    """Bytes a rank, by part."""
+
+    weights: float
+    master: float  # DeepSpeed's second copy of the weights (ZeRO 1 to 3), in fp32 like the first
+    gradients: float
+    optimizer: float
+    average: float  # of the weights (train.ema)
+    buffers: float  # of DeepSpeed: gradients on their way, under ZeRO-3 gathered weights
+    runtime: float  # CUDA's and NCCL's own
+    activations: float  # what all layers keep
+    working: float  # of one layer: its solve, its backward, what checkpointing computes again
+    loss: float  # logits and what the loss makes of them
+
+    @property
+    def total(self) -> float:
+        """The worst moment: a layer's backward, or that of the loss."""
+        return sum(self) - min(self.working, self.loss)
+
+
+def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
+    """The whole model without its weights."""
+    with torch.device("meta"):
+        return build_model(cfg, vocab_size)
+
+
+def sizes(model: torch.nn.Module, precision: str, optim: Optim | None = None) -> Sizes:
+    """Of a model, which may lie on the meta device.
+
+    Args:
+        optim: what steps it; None: AdamW.
+    """
+    low: dict[int, int] = {}
+    if precision == "bf16":
+        for module in model.modules():
+            if module.__class__ in SENT_LOW:
+                low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
+    muon = matrices(model) if optim is not None and optim.name == "muon" else ()
+    return Sizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        embedding=model.get_input_embeddings().weight.numel(),
+        sent_low=sum(low.values()),
+        by_muon=sum(p.numel() for name, p in model.named_parameters() if name in muon),
+    )
+
+
+def kept_by_layers(cfg: Config, on_gpu: bool) -> list[float]:
+    """Of each layer the numbers of 4 bytes that it keeps, for each token and channel."""
+    m = cfg.model
+    if m.name != "fprnn":
+        return [KEPT_FUSED if on_gpu else KEPT_PLAIN] * m.n_layer
+    kinds: list[str] = [m.block] * m.n_layer
+    if m.layers is not None:
+        kinds = [layer.kind for layer in parse(m.layers, m.n_layer)]
+    return [KEPT.get(kind) or _kept_by_solved(cfg, on_gpu) for kind in kinds]
+
+
+def _kept_by_solved(cfg: Config, on_gpu: bool) -> float:
+    """Of a fixed-point layer."""
+    m, solver = cfg.model, cfg.solver.settled()
+    if solver["gradient"] == "one_step":
+        return KEPT_ONE_STEP
+    has_low_rank = m.mixer in ("householder", "dplr")
+    one_by_one = ("sequential",) if on_gpu else ("sequential", "auto")
+    if has_low_rank and solver["token"] == "exact" and solver["schedule"] in one_by_one:
+        return KEPT_ONE_BY_ONE + m.mixer_rank - 1
+    if has_low_rank:
+        return KEPT_WINDOWS + KEPT_REFLECTION * (m.mixer_rank - 1)
+    return KEPT_WINDOWS_FULL_MATRIX
+
+
+def memory(
+    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int, stage: int | None = None
+) -> Memory:
+    """Of one rank of a run.
+
+    Args:
+        of: the model's sizes. stage: of ZeRO; None: as configured.
+    """
+    zero = deepspeed_config(cfg, world_size)["zero_optimization"]
+    stage = zero["stage"] if stage is None else stage
+    whole = 4.0 * of.parameters
+    share, moments = whole / world_size, 2 * whole - 4.0 * of.by_muon
+    # 1. What every update holds.
+    held = {
+        "weights": share if stage == 3 else whole,
+        "master": share if stage else 0.0,
+        "gradients": share if stage >= 2 else whole,
+        "optimizer": moments / world_size if stage else moments,
+        "average": 0.0 if cfg.train.ema is None else whole,
+        "buffers": _buffers(cfg, zero, stage, world_size, of, card.on_gpu),
+        "runtime": RUNTIME if card.on_gpu else 0.0,
+    }
+    # 2. What a micro-batch holds.
+    tokens = cfg.train.micro_batch_size * cfg.data.seq_len
+    is_bf16 = cfg.train.precision == "bf16"
+    layers = kept_by_layers(cfg, card.on_gpu)
+    channel = 4.0 * cfg.model.expand * cfg.model.d_model * tokens  # bytes of a number a channel
+    largest = max(layers) * (IN_BF16 if is_bf16 else 1.0)
+    kept = sum(layers) * (IN_BF16 if is_bf16 else 1.0)
+    working = largest * (1.0 if max(layers) >= KEPT_WINDOWS else WORKING)
+    if cfg.model.gradient_checkpointing:
+        kept, working = KEPT_CHECKPOINTED * len(layers), working + largest
+    around = 8.0 * cfg.model.d_model * tokens  # embedding and last norm
+    casts = whole if is_bf16 else 0.0  # two copies of the weights in bf16
+    # 3. Logits: of a chunk, where the loss goes by chunks.
+    logits = min(tokens, LOSS_CHUNK_TOKENS) if cfg.model.name == "fprnn" else tokens
+    return Memory(
+        **held,
+        activations=kept * channel + around + casts,
+        working=working * channel,
+        loss=LOGIT * logits * vocab_size,
+    )
+
+
+def _buffers(cfg: Config, zero: dict, stage: int, ranks: int, of: Sizes, on_gpu: bool) -> float:
+    """Bytes of DeepSpeed's communication buffers: one for each dtype that is sent, under ZeRO-1 and
+    2 a second one of each that is filled meanwhile (overlap_comm)."""
+    if stage == 0:
+        return 0.0
+    size = zero.get("reduce_bucket_size", BUCKET)
+    own = cfg.engine.deepspeed if isinstance(cfg.engine.deepspeed, dict) else {}
+    overlaps = own.get("zero_optimization", {}).get("overlap_comm", on_gpu)
+    if stage < 3:
+        return size * 4.0 * (2 if of.sent_low else 1) * (2 if overlaps else 1)
+    gathered = zero.get("stage3_max_live_parameters", MOST_GATHERED)
+    whole = 4.0 * min(of.parameters, gathered) if ranks > 1 else 0.0
+    return size * (6.0 if of.sent_low else 4.0) + whole
+
+
+def limit(card: Card, world_size: int) -> float:
+    """Bytes that a rank may have; a CPU's memory is shared by all."""
+    return USABLE * card.memory if card.on_gpu else card.memory / world_size
+
+
+def flops_of(
+    cfg: Config, model: torch.nn.Module, of: Sizes, length: int | None = None
+) -> dict[str, float]:
+    """FLOPs of a token in training, forward and backward, by what they depend on.
+
+    Args: of: the model's sizes. length: of the sequences; None: data.seq_len.
+    """
+    m, length = cfg.model, length or cfg.data.seq_len
+    if m.name == "fprnn":
+        if model.solver() == "none":
+            return {"no layer is solved": model.flops_per_token(1, length=length)}
+        return {f"evaluations = {k}": model.flops_per_token(k, length=length) for k in COUNTS}
+    # 6 N for matrices and head, and what mixes time: attention, else a scan's states.
+    d = m.expand * m.d_model
+    mixing = 6 * m.d_model * length if m.name == "transformer" else 27 * d * m.d_state
+    matrices = 6 * (of.parameters - (0 if m.tie_embeddings else of.embedding))
+    return {m.name: matrices + mixing * m.n_layer}
+
+
+def hours(flops: float, gpus: int, card: Card, precision: str, utilisation: float) -> float | None:
+    """Of a run; None where the card's peak is not known."""
+    if card.peak is None:
+        return None
+    return flops / (gpus * card.peak[precision] * utilisation) / 3600
+
+
+def communication(of: Sizes, gpus: int, stage: int, grad_accum_steps: int) -> dict[str, float]:
+    """Bytes that each GPU sends in an update, by collective, each as a ring does it.
+
+    As DeepSpeed 0.19 does by default: ZeRO-1 and 2 sum buckets over all ranks although each needs
+    its own part alone; ZeRO-2 and 3 send the gradients of every micro-batch; ZeRO-3 gathers the
+    weights for every forward and every backward.
+    """
+    part = (gpus - 1) / gpus
+    weights = part * 4.0 * of.parameters
+    gradients = weights - part * 2.0 * of.sent_low
+    if stage == 3:
+        return {
+            "reduce-scatter of gradients": gradients * grad_accum_steps,
+            "all-gather of weights": 2 * gradients * grad_accum_steps,  # sent as gradients are
+        }
+    sent = {"all-reduce of gradients": 2 * gradients * (grad_accum_steps if stage == 2 else 1)}
+    return sent | ({"all-gather of weights": weights} if stage else {})
+
+
+def checkpoint_bytes(of: Sizes, stage: int, has_average: bool = False) -> float:
+    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments (Muon's one), in fp32;
+    ZeRO-1 and 2 save the weights a second time, and there may be their average."""
+    weights = 1 + (stage in (1, 2)) + has_average
+    return 4.0 * (of.parameters * (weights + 2) - of.by_muon)

@@ -1,0 +1,113 @@
+"""`fprnn sweep --run`: which points are trained, how, and what their ends mean."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from lm.cli import sweep
+from lm.cli.main import main
+from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
+
+YAML = """
+name: s
+out_dir: {folder}
+model: {{d_model: 16, n_layer: 1, d_state: 2}}
+tokenizer: {{name: bpe, vocab_size: 300}}
+data: {{seq_len: 16}}
+train: {{steps: 4, global_batch_size: 2, micro_batch_size: 2}}
+sweep:
+  models:
+    fp: {{}}
+    mamba: {{model.layers: mamba}}
+  seed: [0, 1]
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "s.yaml"
+    file.write_text(YAML.format(folder=tmp_path))
+    return file
+
+
+class Trainings:
+    """Stands for subprocess.Popen: notes commands, and ends as the test says."""
+
+    def __init__(self, *ends):
+        self.ends, self.commands = list(ends), []
+
+    def __call__(self, command):
+        self.commands.append(command)
+        return self
+
+    def poll(self):
+        self.returncode = self.ends.pop(0)
+        return self.returncode
+
+
+def leave(folder: Path, name: str, value: dict) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("train: {steps: 4}")
+    (folder / name).write_text(json.dumps(value))
+
+
+def test_what_is_left_is_trained_and_a_failure_does_not_end_it(path, tmp_path, monkeypatch, capsys):
+    validation = {"loss": 2.0, "perplexity": 7.4}
+    leave(tmp_path / "s/000-fp-seed=0", "result.json", {"updates": 4, "validation": validation})
+    leave(tmp_path / "s/001-fp-seed=1", "failure.json", {"exit_code": DIVERGED, "sentence": "nan"})
+    trainings = Trainings(FAILED, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
+    assert main(["sweep", str(path), "--run", "train.steps=4"]) == 1
+    options = [command[command.index("--job-index") :] for command in trainings.commands]
+    expected = ["resume=auto", "train.steps=4"]
+    assert options == [["--job-index", i, *expected] for i in ("2", "3")]
+    said = capsys.readouterr().out
+    for words in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: failed", "exit status"):
+        assert words in said
+
+
+@pytest.mark.parametrize("end, status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])
+def test_one_that_diverges_is_a_result_and_a_stop_ends_it(path, monkeypatch, end, status):
+    trainings = Trainings(end, 0, 0, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
+    assert main(["sweep", str(path), "--run", "--gpus", "2"]) == status
+    assert len(trainings.commands) == (1 if status else 4)
+    bash, script, *rest = trainings.commands[0]
+    assert (bash, Path(script).is_file()) == ("bash", True)
+    assert rest == [str(path), "2", "--job-index", "0"]
+
+
+def test_a_signal_goes_on_to_the_point_that_trains(path, monkeypatch):
+    asked = []
+
+    class Training(Trainings):
+        def poll(self):
+            if not asked:
+                signal.raise_signal(signal.SIGTERM)
+            return PREEMPTED if asked else None
+
+        def terminate(self):
+            asked.append(True)
+
+        returncode = PREEMPTED
+
+    before = {number: signal.getsignal(number) for number in sweep_signals()}
+    monkeypatch.setattr(sweep.subprocess, "Popen", Training())
+    try:
+        assert main(["sweep", str(path), "--run"]) == PREEMPTED and asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def sweep_signals():
+    from lm.common.signals import STOP
+
+    return STOP
+
+
+def test_gpus_are_of_run(path, capsys):
+    assert main(["sweep", str(path), "--gpus", "2"]) == BAD_CONFIG
+    assert "--gpus is of --run" in capsys.readouterr().err
