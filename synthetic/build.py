@@ -12,7 +12,9 @@ from torch import nn
 
 from lm.common.files import read_json
 from lm.model.attention import AttentionState
+from lm.model.delta import DeltaState
 from lm.model.diagonal import ScanState
+from lm.model.lstm import LSTMState
 from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
@@ -22,7 +24,8 @@ from synthetic import config, tasks
 from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
-STATES = [FPRNNState, BlockState, ScanState, AttentionState, NoState]  # that it may hold
+# What it may hold of a stream that is under way.
+STATES = [FPRNNState, BlockState, ScanState, DeltaState, AttentionState, LSTMState, NoState]
 
 
 def device_of(cfg: Config) -> tuple[torch.device, str]:

@@ -38,8 +38,10 @@ KINDS = {
     "mamba2": ("expand", "d_state", "d_conv", "headdim", "ngroups", "bias"),
     "gated_deltanet": _OF_DELTA,
     "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
+    "deltaproduct": (*_OF_DELTA, "n_householder"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
+    "lstm": (),
 }
 _WIDE_MAMBA, _WIDE_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
 _WIDE_DELTA = ("A_log", "dt_bias")
