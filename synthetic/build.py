@@ -40,7 +40,7 @@ def device_of(cfg: Config) -> tuple[torch.device, str]:
 class Built(NamedTuple):
     """A model, and where and in what it runs."""
 
-    model: Any  # nn.Module with the interface of lm/model or lm/baselines
+    model: Any  # nn.Module with the interface of lm/model
     device: torch.device
     precision: str  # "fp32" or "bf16"
 
@@ -61,7 +61,7 @@ def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
         raise tasks.TaskError(
             f"model.vocab_size is {vocab_size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
-    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len, precision)
+    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len)
     return Built(model.to(device), device, precision)
 
 

@@ -34,7 +34,8 @@ def export(
     ema: bool = False,
     licence: str | None = None,
 ) -> Path:
-    """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
+    """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, but of a stack of
+    Mamba alone, which is written as transformers' own class; so
     that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
 
     Args:
@@ -50,6 +51,7 @@ def export(
     """
     from lm.export import model_card
     from lm.runs.run_dir import RunDir
+    from lm.training.foreign import as_transformers
 
     run, out = RunDir(run_dir), Path(out)
     _refuse_without_run(run)
@@ -57,9 +59,8 @@ def export(
     check_licence(licence)
     trained = load_trained(run_dir, checkpoint, ema)
     facts = model_card.of_run(run, trained.config, trained.manifest, ema)
-    return write_export(
-        trained.model, out, run.tokenizer, trained.name, trained.origin, facts, licence
-    )
+    model = as_transformers(trained.model)
+    return write_export(model, out, run.tokenizer, trained.name, trained.origin, facts, licence)
 
 
 def check_licence(name: str | None) -> None:

@@ -27,15 +27,13 @@ from lm.config.schema import Config
 from lm.kernels import available
 from lm.model import blocks, cell, full_rank, scan
 from lm.model.configuration_fprnn import AUTO_WINDOW
-from lm.model.loss import chunked_nll_sum, in_fp32, log_z_sum, nll_sum
+from lm.model.loss import chunked_nll_sum
 from lm.model.mixer_base import MIXERS, is_built_in
 from lm.model.patterns import parse
-from lm.training.build import build_model
+from lm.training.build import build_model, stacked
 
 PROBE_WIDTH = 256  # d_model of the model that is counted on, at most
 PROBE_VOCABULARY = 8
-# Baselines whose recurrence a GPU computes with kernels that are not ours.
-FUSED = ("mamba", "mamba2", "gated_deltanet", "deltaproduct", "gated_deltaproduct")
 # (b, l) counted at: as many as `_terms` has, and all different in them. Two with few tokens, two
 # with more: of few tokens the most that lives is made of weights, of more of activations.
 PROBES = ((1, 64), (1, 128), (1, 256), (2, 256), (2, 64))
@@ -137,15 +135,14 @@ def for_gpu(cfg: Config) -> Config:
 
 
 def count(cfg: Config, on_gpu: bool) -> Activations:
-    """Count on small models; a second or a few. Of FUSED baselines on a GPU: `fused`.
+    """Count on small models; a second or a few.
 
     Args:
         on_gpu: count the way that a GPU goes. Its scans hold what ours in Triton do; the rest of
         an iteration is counted as plain PyTorch, whose fused kernels hold less. Else the way of
         this CPU, with its kernels.
     """
-    if on_gpu and cfg.model.name in FUSED:
-        return fused(cfg)
+    cfg = cfg.model_copy(update={"model": stacked(cfg.model)})
     small, wider = _narrowed(cfg.model)
     few = _counted_config(cfg, small, on_gpu)
     tokens = cfg.train.micro_batch_size * cfg.data.seq_len
@@ -316,14 +313,13 @@ def _held_by(cfg: Config, batch: int, length: int) -> tuple[float, float, float]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # gradients are counted by themselves
     known = [ids, *model.buffers(), *model.parameters(), *(p.grad for p in model.parameters())]
-    extra = {"loss_only": True} if cfg.model.name == "fprnn" else {}
     bf16 = cfg.train.precision == "bf16"
     after = []  # each layer
     with Live(known) as live:
         for layer in _layers(model, cfg.model.n_layer):
             layer.register_forward_hook(lambda *_: after.append(live.bytes))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = model(input_ids=ids, labels=ids, shift_labels=ids, **extra).loss
+            loss = model(input_ids=ids, labels=ids, shift_labels=ids, loss_only=True).loss
         kept, once = live.bytes, len(after) // 2
         first, second = after[once - 1], after[2 * once - 1]
         loss.backward()
@@ -358,45 +354,19 @@ def _lines(values, wider) -> _Lines:
     return _Lines(tuple(lines))
 
 
-def fused(cfg: Config) -> Activations:
-    """Of baselines that a GPU computes with kernels of others (mamba-ssm, flash-linear-attention),
-    which this CPU has not: by a formula, 8 numbers a channel and 8 a width; not counted."""
-    m, half = cfg.model, 2 if cfg.train.precision == "bf16" else 4
-    a_token = 8.0 * m.expand * m.d_model * half + 8.0 * m.d_model
-    nothing = _Fit((0.0,) * 5)
-    layer = nothing if m.gradient_checkpointing else _Fit((0.0, 0.0, 0.0, a_token, 0.0))
-    inputs = _Fit((0.0, 0.0, 0.0, 4.0 * m.d_model, 0.0))
-    again = a_token if m.gradient_checkpointing else 0.0
-    return Activations(
-        m.n_layer, nothing, inputs if m.gradient_checkpointing else layer, _Lines(((0.0, again),))
-    )
-
-
-def loss_bytes(cfg: Config, tokens: int, vocab_size: int) -> tuple[float, float]:
-    """Of head and loss: bytes that live from the forward until the backward, and the most that
-    both hold besides. Counted on a small head; `fprnn` goes LOSS_CHUNK_TOKENS tokens at a time."""
+def loss_bytes(cfg: Config, tokens: int, vocab_size: int) -> float:
+    """Of head and loss: the most bytes that forward and backward hold at once. Counted on a small
+    head, LOSS_CHUNK_TOKENS tokens at a time."""
     from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 
     few, words = 64, 512
     head = torch.nn.Linear(PROBE_VOCABULARY, words, bias=False)
     hidden = torch.ones(1, few, PROBE_VOCABULARY, requires_grad=True)
     targets = torch.zeros(1, few, dtype=torch.long)
-    chunked = cfg.model.name == "fprnn"
     bf16 = cfg.train.precision == "bf16"
     with Live([head.weight, hidden, targets]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            if chunked:
-                sums = chunked_nll_sum(head, hidden, targets, few, cfg.train.z_loss > 0)
-                loss = sum(sums) if cfg.train.z_loss else sums
-            else:
-                logits = in_fp32(head(hidden))
-                loss = nll_sum(logits, targets)
-                if cfg.train.z_loss:
-                    loss = loss + log_z_sum(logits, targets)
-                del logits
-        kept = live.bytes
+            sums = chunked_nll_sum(head, hidden, targets, few, cfg.train.z_loss > 0)
+            loss = sum(sums) if cfg.train.z_loss else sums
         loss.backward()
-    each = few * words
-    at_once = min(tokens, LOSS_CHUNK_TOKENS) if chunked else tokens
-    kept = 0.0 if chunked else kept
-    return kept / each * at_once * vocab_size, (live.peak - kept) / each * at_once * vocab_size
+    return live.peak / (few * words) * min(tokens, LOSS_CHUNK_TOKENS) * vocab_size

@@ -24,27 +24,12 @@ class Link(NamedTuple):
 
 def flops_of(cfg: Config, model: PreTrainedModel, of: Sizes) -> dict[str, float]:
     """FLOPs of a token in training, forward and backward, by what they depend on."""
-    m, length = cfg.model, cfg.data.seq_len
-    if m.name == "fprnn":
-        counts = COUNTS if model.solver() != "none" else COUNTS[:1]
-        flops = {k: model.flops_per_token(k, length=length) for k in counts}
-        if len(flops) == 1:
-            return {"no layer is solved": flops[counts[0]]}
-        return {f"evaluations = {k}": count for k, count in flops.items()}
-    # 6 N for matrices and head, and what mixes time: forward and backward, 3 × the forward.
-    d, states = m.expand * m.d_model, m.d_state
-    if m.name == "transformer":
-        mixing = 6 * m.d_model * length  # causal: half of all pairs
-    elif m.name in ("mamba", "mamba2"):
-        mixing = 27 * d * states  # Mamba's own count of its scan
-    elif m.name == "lstm":
-        mixing = 0
-    else:  # erase, write, read a (d_model/heads × d/heads) state per head and reflection
-        head = m.headdim if m.n_heads == "auto" else m.d_model // m.n_heads
-        steps = 1 if m.name == "gated_deltanet" else m.n_householder
-        mixing = 18 * m.d_model * m.expand * head * steps
-    matrices = 6 * (of.parameters - (0 if m.tie_embeddings else of.embedding))
-    return {m.name: matrices + mixing * m.n_layer}
+    length = cfg.data.seq_len
+    counts = COUNTS if model.solver() != "none" else COUNTS[:1]
+    flops = {k: model.flops_per_token(k, length=length) for k in counts}
+    if len(flops) == 1:
+        return {"no layer is solved": flops[counts[0]]}
+    return {f"evaluations = {k}": count for k, count in flops.items()}
 
 
 def hours(flops: float, gpus: int, card: Card, precision: str, utilisation: float) -> float | None:

@@ -128,7 +128,7 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
     share = n / world_size
     tokens = t.micro_batch_size * cfg.data.seq_len
     kept, temporary = held.held(t.micro_batch_size, cfg.data.seq_len)
-    logits_kept, logits = activations.loss_bytes(cfg, tokens, of.vocab_size)
+    logits = activations.loss_bytes(cfg, tokens, of.vocab_size)
     logits = max(logits, logits / 3 + 4.0 * of.head)  # the gradient of the head, before it is added
     copy = 0.0 if stage == 0 else share
     unfused = 0.0 if card.on_gpu else 2 * (4.0 * of.largest if stage == 0 else share)
@@ -145,7 +145,7 @@ def memory(cfg: Config, world_size: int, card: Card, of: Sizes, held: Activation
         optimizer=moments if stage == 0 else moments / world_size,
         buffers=buffers(cfg, world_size, of, card.on_gpu),
         runtime=RUNTIME if card.on_gpu else 0.0,
-        activations=kept + logits_kept,
+        activations=kept,
         temporaries=temporary,
         loss=logits,
         update=copy + max(unfused, muon),

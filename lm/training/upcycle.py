@@ -240,7 +240,7 @@ def _of_layer(
     """
     partner = found.pairs[index]
     if ours.layer_list()[index].kind == "lstm" and partner is None:
-        raise SourceError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
+        raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
     if partner is None:
         found.silent.append(index)
         return {}
