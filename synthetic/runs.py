@@ -18,7 +18,7 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP
 from lm.config import load as base
-from lm.model.patterns import KINDS, STACKS
+from lm.model import patterns
 from lm.runs.run_dir import RunDir, settled
 from lm.training.build import check_section
 from synthetic.config import Config
@@ -26,7 +26,10 @@ from synthetic.config import Config
 # What a model without a fixed point reads of the model section.
 OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
 OF_PLAIN |= {
-    name for pattern in STACKS.values() for kind in pattern.split() for name in KINDS[kind]
+    name
+    for pattern in patterns.STACKS.values()
+    for kind in pattern.split()
+    for name in patterns.KINDS[kind]
 }
 
 

@@ -34,9 +34,9 @@ def export(
     ema: bool = False,
     licence: str | None = None,
 ) -> Path:
-    """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, but of a stack of
-    Mamba alone, which is written as transformers' own class; so
-    that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
+    """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, so that
+    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`. A stack
+    of Mamba alone is written as transformers' own class, without code.
 
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
