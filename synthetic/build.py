@@ -12,7 +12,9 @@ from torch import nn
 
 from lm.common.files import read_json
 from lm.model.attention import AttentionState
+from lm.model.delta import DeltaState
 from lm.model.diagonal import ScanState
+from lm.model.lstm import LSTMState
 from lm.model.plain import NoState
 from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
@@ -22,7 +24,8 @@ from synthetic import config, tasks
 from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
-STATES = [FPRNNState, BlockState, ScanState, AttentionState, NoState]  # that it may hold
+# What it may hold of a stream that is under way.
+STATES = [FPRNNState, BlockState, ScanState, DeltaState, AttentionState, LSTMState, NoState]
 
 
 def device_of(cfg: Config) -> tuple[torch.device, str]:
@@ -37,7 +40,7 @@ def device_of(cfg: Config) -> tuple[torch.device, str]:
 class Built(NamedTuple):
     """A model, and where and in what it runs."""
 
-    model: Any  # nn.Module with the interface of lm/model or lm/baselines
+    model: Any  # nn.Module with the interface of lm/model
     device: torch.device
     precision: str  # "fp32" or "bf16"
 
@@ -58,7 +61,7 @@ def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
         raise tasks.TaskError(
             f"model.vocab_size is {vocab_size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
-    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len, precision)
+    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len)
     return Built(model.to(device), device, precision)
 
 

@@ -191,14 +191,6 @@ class Config(base.Run):
         return self
 
     @model_validator(mode="after")
-    def _weights_of_our_model(self) -> Self:
-        if self.init_from and self.model.name != "fprnn":
-            raise ValueError(
-                f"`init_from` is of model.name fprnn, not of {self.model.name}: leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _adversary_of_what_solves(self) -> Self:
         if self.train.adversary and not self.model.has_fixed_point:
             raise ValueError(

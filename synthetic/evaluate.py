@@ -345,7 +345,7 @@ class _Reading(NamedTuple):
 def _reading(
     model: nn.Module, task: Task, cfg: Config, length: int, split: str, token_by_token: bool
 ) -> _Reading:
-    """Raises TaskError: the length does not fit, or the model cannot go token by token."""
+    """Raises TaskError: the length does not fit."""
     batch_size = at_once = cfg.eval.batch_size
     if task.streams:
         batches = task.segments(split, batch_size, length)
@@ -353,10 +353,7 @@ def _reading(
         batch_size = min(batch_size, cfg.eval.examples)
         at_once = sequences_that_fit(model, length, batch_size, next(model.parameters()).device)
         batches = math.ceil(cfg.eval.examples / batch_size)
-    can_carry = bool(getattr(model, "carries_state", False))
-    if token_by_token and not can_carry:
-        raise TaskError(f"{cfg.model.name} carries no state: it cannot go token by token")
-    carries_state = can_carry and (task.streams or token_by_token)
+    carries_state = task.streams or token_by_token
     return _Reading(batches, batch_size, at_once, carries_state, token_by_token)
 
 

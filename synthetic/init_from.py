@@ -77,11 +77,6 @@ def _read(path: str) -> Source:
     all_gpus = range(torch.cuda.device_count())  # building a model seeds all generators
     with torch.random.fork_rng(devices=all_gpus):
         loaded = load_run(run.path)
-    if loaded.cfg.model.name != "fprnn":
-        raise SourceError(
-            f"init_from.path is {path}, a run of model.name {loaded.cfg.model.name}: it must be"
-            " fprnn"
-        )
     config = loaded.model.config
     weights = settled(loaded.model.state_dict(), config, run.path)
     return Source(run.path, "a synthetic run", config, weights, None)

@@ -13,33 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm import baselines
 from lm.common.console import say
 from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP
 from lm.config import load as base
+from lm.model import patterns
 from lm.runs.run_dir import RunDir, settled
 from lm.training.build import check_section
-from synthetic.build import device_of
 from synthetic.config import Config
 
-# What baselines read of the model section, besides the fields that are theirs alone.
-OF_BASELINES = {
-    "name",
-    "d_model",
-    "n_layer",
-    "d_state",
-    "expand",
-    "dt_rank",
-    "d_conv",
-    "headdim",
-    "ngroups",
-    "norm_epsilon",
-    "residual_in_fp32",
-    "tie_embeddings",
-    *baselines.FIELDS,
-    *baselines.SHARED,
+# What a model without a fixed point reads of the model section.
+OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
+OF_PLAIN |= {
+    name
+    for pattern in patterns.STACKS.values()
+    for kind in pattern.split()
+    for name in patterns.KINDS[kind]
 }
 
 
@@ -77,7 +67,7 @@ def differences(cfg: Config) -> list[str]:
     found = []
     for section in ("model", "solver", "task", "optim", "train", "eval"):
         for key, was in (saved.get(section) or {}).items():
-            of_fprnn = section == "solver" or (section == "model" and key not in OF_BASELINES)
+            of_fprnn = section == "solver" or (section == "model" and key not in OF_PLAIN)
             if of_fprnn and cfg.model.name != "fprnn":
                 continue
             value = wanted[section].get(key, was)
@@ -122,7 +112,7 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
     """
     waiting = [cfg for cfg in configs if not is_finished(cfg)]
     for cfg in waiting:
-        check_section(cfg.model, cfg.solver, cfg.train.lengths[1], device_of(cfg)[1])
+        check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
         check_folder(cfg.run_dir)
     failed = _one_by_one(waiting) if jobs <= 1 else _in_processes(waiting, jobs)
     if failed:

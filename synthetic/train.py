@@ -24,7 +24,6 @@ from lm.runs.log import Writer, describe, iterations_of_layers, probed
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
-from lm.training.build import missing_kernels
 from lm.training.optim import described, lr_factor, optimizer
 from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
@@ -124,12 +123,7 @@ class Training:
         if not task.streams:  # whose segments are as long as in training
             longest_evaluated = max([*self.lengths, *self.lengths_during])
             sequences_that_fit(self.model, longest_evaluated, 1, self.device)
-        can_carry_state = bool(getattr(self.model, "carries_state", False))
-        self.carries_state = task.streams and can_carry_state
-        if cfg.eval.sequential and not can_carry_state:
-            raise tasks.TaskError(
-                f"eval.sequential: {cfg.model.name} carries no state, it cannot go token by token"
-            )
+        self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
         # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
@@ -176,15 +170,10 @@ class Training:
         say(f"task     {_task_line(cfg, self.task)}")
         size = f"{self.parameters / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
-        if cfg.model.name == "fprnn":
-            say(f"kernels  {available(self.device.type)}")
+        say(f"kernels  {available(self.device.type)}")
         say(f"solver   {_solver_line(self.model, cfg)}")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
-        if self.task.streams and not self.carries_state:
-            say(f"note: {cfg.model.name} carries no state: every segment starts from an empty one")
-        if warning := missing_kernels(cfg):
-            say(warning)
 
     def state_dict(self) -> dict:
         """All that a run goes on from."""

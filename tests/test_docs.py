@@ -133,7 +133,7 @@ def test_every_command_of_the_pages_is_understood():
         if args[0] == "train" and (ROOT / path).is_file():  # overrides are keys that there are
             loaders[name](ROOT / path, parsed.override, parsed.job_index)
     assert problems == []
-    assert {"lm", "synthetic", "tests.golden", "lm.baselines", "benchmarks.training_step"} <= seen
+    assert {"lm", "synthetic", "tests.golden", "benchmarks.training_step"} <= seen
 
 
 def test_every_option_of_a_benchmark_in_the_pages_is_one_it_has():

@@ -21,7 +21,6 @@ ROOMS = (
     "lm.report.sections",
     "lm.export",
     "lm.training",
-    "lm.baselines",
     "lm.data.batches",
     "lm.data.corpus",
     "lm.data.sources",

@@ -24,6 +24,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "model.backend": "auto",
     "solver.jacobian_reg": 0.0,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,

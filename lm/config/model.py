@@ -75,8 +75,8 @@ def _built_in_mixers() -> list[str]:
 
 class Model(Section):
     """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them),
-    as those of Solver are; the other names build a baseline (docs/baselines.md) from the same
-    d_model, n_layer, …"""
+    as those of Solver are; the other names are short for a pattern of layers
+    (docs/baselines.md)."""
 
     name: Literal[
         "fprnn",
@@ -128,15 +128,13 @@ class Model(Section):
     eps: float = Field(1e-5, gt=0)
     reset_at_eos: bool = True
     gradient_checkpointing: Annotated[bool, FREE] = False
-    # Of baselines, and of layers of a pattern.
+    # Of layers of a pattern, and of what is short for one.
     n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
     d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
-    position: Literal["rope", "nope", "alibi"] = "rope"  # alibi: of the baseline alone
+    position: Literal["rope", "nope"] = "rope"
     attention_window: Size | None = None  # of a pattern's attention
     n_householder: Size = 2
     allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
-    # Of the baselines alone (lm.baselines.FIELDS).
-    backend: Literal["auto", "plain", "fla"] = "auto"
 
     @field_validator("mixer")
     @classmethod

@@ -72,7 +72,7 @@ def report(findings: list[Finding]) -> str:
 def _model(fields: dict, **more):
     section = Model(d_model=D_MODEL, n_layer=1, d_state=4, headdim=8, **fields, **more)
     solver = Solver(schedule="sequential", gradient="exact", tol=1e-12, eval_tol=1e-12)
-    return build_section(section, solver, VOCABULARY, 16, "fp32").double().eval()
+    return build_section(section, solver, VOCABULARY, 16).double().eval()
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

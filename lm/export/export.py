@@ -34,8 +34,9 @@ def export(
     ema: bool = False,
     licence: str | None = None,
 ) -> Path:
-    """Write `out`: weights (fp32 safetensors), config, tokenizer, and for our models the code, so
-    that `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`.
+    """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, so that
+    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`. A stack
+    of Mamba alone is written as transformers' own class, without code.
 
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
@@ -50,6 +51,7 @@ def export(
     """
     from lm.export import model_card
     from lm.runs.run_dir import RunDir
+    from lm.training.foreign import as_transformers
 
     run, out = RunDir(run_dir), Path(out)
     _refuse_without_run(run)
@@ -57,9 +59,8 @@ def export(
     check_licence(licence)
     trained = load_trained(run_dir, checkpoint, ema)
     facts = model_card.of_run(run, trained.config, trained.manifest, ema)
-    return write_export(
-        trained.model, out, run.tokenizer, trained.name, trained.origin, facts, licence
-    )
+    model = as_transformers(trained.model)
+    return write_export(model, out, run.tokenizer, trained.name, trained.origin, facts, licence)
 
 
 def check_licence(name: str | None) -> None:

@@ -204,8 +204,8 @@ class FPRNNConfig(PretrainedConfig):
         `block` is then their kind of fixed-point layer.
         n_heads: of attention and gated_deltanet; "auto": as many of headdim as fit in d_model.
         position: of attention, "rope" or "nope". attention_window: tokens it looks at; None: all.
-        n_householder: steps a token of gated_deltaproduct. allow_neg_eigval: β in (0, 2), not
-        (0, 1); "auto": of gated_deltaproduct.
+        n_householder: steps a token of (gated_)deltaproduct. allow_neg_eigval: β in (0, 2), not
+        (0, 1); "auto": of (gated_)deltaproduct.
         d_ff: width inside mlp; "auto": 8/3 d_model, rounded up to 64.
         mixer: "householder", "dplr", "kronecker", "monarch", "nonselective", "mixture" or
         "selective_dense" (paper App. C.3), or another that is registered (mixer_base.py).

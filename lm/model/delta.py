@@ -1,7 +1,7 @@
-"""Gated DeltaNet (Yang et al. 2024) and Gated DeltaProduct (Siems et al. 2025) as layers.
+"""Gated DeltaNet (Yang et al. 2024), and DeltaProduct with and without a gate (Siems et al. 2025).
 
-Their parameters have the names, shapes and meaning of the baselines' (lm/baselines/deltanet.py),
-which are those of flash-linear-attention; but what ends a layer is called `out_proj`, as in all.
+Their parameters have the names, shapes and meaning of flash-linear-attention's layers; but what
+ends a layer is called `out_proj`, as in all.
 
 Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension of a head.
 """
@@ -42,6 +42,7 @@ class GatedDeltaProduct(PlainLayer):
     out_proj(RMSNorm(S q / √d_k) ⊙ silu(z)). See delta_rule.py."""
 
     kind = "gated_deltaproduct"
+    gated = True  # whether there is an α; without it α = 1
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -53,9 +54,10 @@ class GatedDeltaProduct(PlainLayer):
         self.k_proj = nn.Linear(d, self.steps * d, bias=False)
         self.v_proj = nn.Linear(d, self.steps * d_v, bias=False)
         self.b_proj = nn.Linear(d, self.steps * self.heads, bias=False)
-        self.a_proj = nn.Linear(d, self.heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        if self.gated:
+            self.a_proj = nn.Linear(d, self.heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(self.heads))
+            self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.q_conv1d = ShortConv(d, config.d_conv, bias=False)
         self.k_conv1d = ShortConv(self.steps * d, config.d_conv, bias=False)
         self.v_conv1d = ShortConv(self.steps * d_v, config.d_conv, bias=False)
@@ -86,8 +88,10 @@ class GatedDeltaProduct(PlainLayer):
         beta = seqs.masked(self.b_proj(u).to(wide).sigmoid()).unflatten(-1, (n, h))
         if self.negative:
             beta = 2 * beta
-        dt = F.softplus(self.a_proj(u).to(wide) + self.dt_bias.to(wide))
-        log_alpha = seqs.masked(-self.A_log.to(wide).exp() * dt)
+        log_alpha = torch.zeros_like(beta[:, :, 0])
+        if self.gated:
+            dt = F.softplus(self.a_proj(u).to(wide) + self.dt_bias.to(wide))
+            log_alpha = seqs.masked(-self.A_log.to(wide).exp() * dt)
         # 3. The recurrence, the gated norm of each head.
         z = self.g_proj(u)
         with without_autocast(u):
@@ -113,9 +117,9 @@ class GatedDeltaProduct(PlainLayer):
     def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)
-        matrices = c.d_model * (convolved + n * h + h + 2 * c.d_inner)
+        matrices = c.d_model * (convolved + (n + self.gated) * h + 2 * c.d_inner)
         # Of d_inner × d_model/h numbers: a step's S k and what it adds; the gate, and S q.
-        recurrence = (4 * n + 3) * c.d_inner * c.d_model // h
+        recurrence = (4 * n + 2 + self.gated) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
@@ -127,3 +131,10 @@ class GatedDeltaNet(GatedDeltaProduct):
     @staticmethod
     def steps_of(config: Any) -> int:
         return 1
+
+
+class DeltaProduct(GatedDeltaProduct):
+    """Gated DeltaProduct without the gate."""
+
+    kind = "deltaproduct"
+    gated = False

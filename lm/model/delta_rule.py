@@ -1,7 +1,5 @@
 """The gated delta rule with any number of Householder steps a token, as a loop over time.
 
-It travels with an exported checkpoint, also with that of a baseline (lm/baselines has a link).
-
 Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension.
 
 Gated DeltaNet (Yang et al. 2024) keeps a matrix S (v×k) per head,
@@ -15,8 +13,6 @@ which the first alone carries the gate α_t:
     S_{t,j} = S_{t,j−1} (I − β_tj k_tj k_tjᵀ) + β_tj v_tj k_tjᵀ,          S_t = S_{t,n}.
 """
 
-import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -67,50 +63,3 @@ def delta_rule(
             o.append(torch.bmm(S, q_t[t]))
         o = torch.stack(o).view(length, batch, heads, -1).transpose(0, 1)
         return o, S.view(batch, heads, *S.shape[1:])
-
-
-def fla_missing() -> str | None:
-    """Why flash-linear-attention cannot run here, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if importlib.util.find_spec("fla") is None:
-        return "flash-linear-attention is not installed"
-    return None
-
-
-def fla_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    log_alpha: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """o of `delta_rule` by flash-linear-attention's chunked kernels, in bf16 or fp16."""
-    # By name: transformers would ask for every package that code travelling with a model imports.
-    n = k.shape[2]
-    q = q.to(dtype).contiguous()
-    k, v, beta = (t.to(dtype).flatten(1, 2).contiguous() for t in (k, v, beta))
-    if log_alpha is None:
-        log_alpha = torch.zeros(beta.shape[0], q.shape[1], q.shape[2], device=q.device)
-    if n == 1:
-        kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        return kernel(q, k, v, g=log_alpha, beta=beta, scale=1.0)[0]
-    kernel = importlib.import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
-    return kernel(q, k, v, g=log_alpha, beta=beta, num_householder=n, scale=1.0)[0]
-
-
-def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    log_alpha: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """o (b,l,h,v): by the kernels for half precision (`dtype`), if they can run; else the loop."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    if backend == "auto" and half and q.is_cuda and fla_missing() is None:
-        return fla_delta_rule(q, k, v, beta, log_alpha, dtype)
-    return delta_rule(q, k, v, beta, log_alpha)[0]

@@ -11,6 +11,7 @@ from .delta import GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
+from .lstm import LSTM
 from .mixers import Kronecker, Monarch, Reflections
 from .plain import PlainLayer
 
@@ -35,6 +36,8 @@ def initialise(module: nn.Module) -> None:
     elif isinstance(module, Orthogonal):
         init.zeros_(module.weight)
         init.orthogonal_(module.base)
+    elif isinstance(module, LSTM):
+        _initialise_lstm(module.lstm)
     elif isinstance(module, FixedPointBlock | PlainLayer):
         _initialise_block(module, module.config)
 
@@ -54,7 +57,7 @@ def _initialise_block(module, cfg):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
-    elif isinstance(module, GatedDeltaProduct):
+    elif isinstance(module, GatedDeltaProduct) and module.gated:
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
@@ -66,6 +69,17 @@ def _initialise_block(module, cfg):
     u = torch.rand(dt_bias.shape, device=dt_bias.device)
     dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
     init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+
+
+def _initialise_lstm(lstm):
+    """PyTorch's for the matrices; forget gates start open (Jozefowicz et al. 2015)."""
+    width = lstm.hidden_size
+    for weight in (lstm.weight_ih_l0, lstm.weight_hh_l0):
+        init.uniform_(weight, -(width**-0.5), width**-0.5)
+    bias = torch.zeros_like(lstm.bias_ih_l0)
+    bias[width : 2 * width] = 1  # gates come as i, f, g, o
+    init.copy_(lstm.bias_ih_l0, bias)
+    init.zeros_(lstm.bias_hh_l0)
 
 
 def _start_gates(mixer, value):

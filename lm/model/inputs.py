@@ -1,7 +1,7 @@
 """What is checked and worked out of a batch before the first layer: sizes, padding, documents.
 
-Shapes: b batch, l length. This file travels with an exported checkpoint, also with that of a
-baseline (lm/baselines has a link to it): such code imports from its own folder only.
+Shapes: b batch, l length. This file travels with an exported checkpoint: it imports from its own
+folder only.
 """
 
 from typing import Any

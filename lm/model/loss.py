@@ -1,7 +1,7 @@
 """The loss of next-token prediction: sums over targets, divided by what the caller counts.
 
-Shapes: b batch, l length. This file travels with an exported checkpoint, also with that of a
-baseline (lm/baselines has a link to it): such code imports from its own folder only.
+Shapes: b batch, l length. This file travels with an exported checkpoint: it imports from its own
+folder only.
 """
 
 from collections.abc import Callable

@@ -44,6 +44,7 @@ from .loss import (
     number_of,
     targets_of,
 )
+from .lstm import LSTM
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
@@ -80,6 +81,7 @@ _TRAVELS = (
     GatedDeltaNet,
     gated_delta_rule,
     delta_rule,
+    LSTM,
     build_mixer,
     whole_solve,
     carried_kernels,

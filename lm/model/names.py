@@ -1,8 +1,4 @@
-"""What transformers does for its own models alone: it knows their names, initialises all layers.
-
-It travels with an exported checkpoint, also with that of a baseline (lm/baselines has a link to
-it): such code imports from its own folder only.
-"""
+"""What transformers does for its own models alone: it knows their names, initialises all layers."""
 
 from typing import Any
 

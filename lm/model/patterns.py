@@ -38,11 +38,23 @@ KINDS = {
     "mamba2": ("expand", "d_state", "d_conv", "headdim", "ngroups", "bias"),
     "gated_deltanet": _OF_DELTA,
     "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
+    "deltaproduct": (*_OF_DELTA, "n_householder"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
+    "lstm": (),
 }
 _WIDE_MAMBA, _WIDE_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
 _WIDE_DELTA = ("A_log", "dt_bias")
+# What the short forms of `model.name` stand for: n_layer times these layers.
+STACKS = {
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "transformer": "attention mlp",
+    "lstm": "lstm",
+    "gated_deltanet": "gated_deltanet mlp",
+    "deltaproduct": "deltaproduct mlp",
+    "gated_deltaproduct": "gated_deltaproduct mlp",
+}
 # Parameters whose exp() and softplus() need more digits than half precision has.
 IN_FP32 = {
     "fp_mamba1": _WIDE_MAMBA,

@@ -7,9 +7,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import Attention
 from .blocks import build_block
-from .delta import GatedDeltaNet, GatedDeltaProduct
+from .delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .layers import residual_norm
+from .lstm import LSTM
 from .plain import GatedMLP
 from .state import Sequences
 
@@ -19,8 +20,10 @@ PLAIN = {
     "mamba2": Mamba2,
     "gated_deltanet": GatedDeltaNet,
     "gated_deltaproduct": GatedDeltaProduct,
+    "deltaproduct": DeltaProduct,
     "attention": Attention,
     "mlp": GatedMLP,
+    "lstm": LSTM,
 }
 
 

@@ -22,7 +22,7 @@ def heads_of(config: Any) -> int:
 def negative_eigenvalues(config: Any, kind: str) -> bool:
     """Whether β of a delta layer is in (0, 2), not (0, 1)."""
     if config.allow_neg_eigval == "auto":
-        return kind == "gated_deltaproduct"
+        return kind != "gated_deltanet"
     return bool(config.allow_neg_eigval)
 
 
@@ -42,7 +42,7 @@ def check_sizes(config: Any, kind: str) -> None:
         _check_mamba2(config)
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
-    if kind in ("attention", "gated_deltanet", "gated_deltaproduct"):
+    if kind in ("attention", "gated_deltanet", "gated_deltaproduct", "deltaproduct"):
         _check_heads(config, kind)
 
 

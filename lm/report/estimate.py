@@ -15,7 +15,7 @@ from lm.common.cards import GIB, Card
 from lm.config.schema import Config, Optim
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.model.patterns import parse
-from lm.training.build import build_model
+from lm.training.build import build_model, stacked
 from lm.training.deepspeed_json import deepspeed_config
 from lm.training.optim import matrices
 
@@ -34,6 +34,7 @@ KEPT = {
     "mamba2": 21.0,
     "attention": 4.5,
     "mlp": 5.5,
+    "lstm": 12.0,
     "gated_deltanet": 32.0,
     "deltaproduct": 40.0,
     "gated_deltaproduct": 48.0,
@@ -44,8 +45,6 @@ KEPT_ONE_STEP = 20.0  # the gradient of one evaluation
 KEPT_WINDOWS = 32.0  # the exact gradient of a solve in windows: what a GPU does
 KEPT_WINDOWS_FULL_MATRIX = 54.0  # the same of a mixer that has no low rank
 KEPT_REFLECTION = 13.0  # of windows, for each reflection beyond the first
-KEPT_FUSED = 6.5  # of a model.name with kernels of others (mamba-ssm, flash-linear-attention)
-KEPT_PLAIN = 32.0  # of the same in plain PyTorch
 KEPT_CHECKPOINTED = 2.0  # what is left where a layer is computed again
 IN_BF16 = 0.75
 WORKING = 0.25  # of what a layer keeps lives a second time in its backward; of windows all of it
@@ -111,9 +110,7 @@ def sizes(model: torch.nn.Module, precision: str, optim: Optim | None = None) ->
 
 def kept_by_layers(cfg: Config, on_gpu: bool) -> list[float]:
     """Of each layer the numbers of 4 bytes that it keeps, for each token and channel."""
-    m = cfg.model
-    if m.name != "fprnn":
-        return [KEPT_FUSED if on_gpu else KEPT_PLAIN] * m.n_layer
+    m = stacked(cfg.model)
     kinds: list[str] = [m.block] * m.n_layer
     if m.layers is not None:
         kinds = [layer.kind for layer in parse(m.layers, m.n_layer)]
@@ -169,7 +166,7 @@ def memory(
     around = 8.0 * cfg.model.d_model * tokens  # embedding and last norm
     casts = whole if is_bf16 else 0.0  # two copies of the weights in bf16
     # 3. Logits: of a chunk, where the loss goes by chunks.
-    logits = min(tokens, LOSS_CHUNK_TOKENS) if cfg.model.name == "fprnn" else tokens
+    logits = min(tokens, LOSS_CHUNK_TOKENS)
     return Memory(
         **held,
         activations=kept * channel + around + casts,
@@ -198,23 +195,15 @@ def limit(card: Card, world_size: int) -> float:
     return USABLE * card.memory if card.on_gpu else card.memory / world_size
 
 
-def flops_of(
-    cfg: Config, model: torch.nn.Module, of: Sizes, length: int | None = None
-) -> dict[str, float]:
+def flops_of(cfg: Config, model: torch.nn.Module, length: int | None = None) -> dict[str, float]:
     """FLOPs of a token in training, forward and backward, by what they depend on.
 
-    Args: of: the model's sizes. length: of the sequences; None: data.seq_len.
+    Args: length: of the sequences; None: data.seq_len.
     """
-    m, length = cfg.model, length or cfg.data.seq_len
-    if m.name == "fprnn":
-        if model.solver() == "none":
-            return {"no layer is solved": model.flops_per_token(1, length=length)}
-        return {f"evaluations = {k}": model.flops_per_token(k, length=length) for k in COUNTS}
-    # 6 N for matrices and head, and what mixes time: attention, else a scan's states.
-    d = m.expand * m.d_model
-    mixing = 6 * m.d_model * length if m.name == "transformer" else 27 * d * m.d_state
-    matrices = 6 * (of.parameters - (0 if m.tie_embeddings else of.embedding))
-    return {m.name: matrices + mixing * m.n_layer}
+    length = length or cfg.data.seq_len
+    if model.solver() == "none":
+        return {"no layer is solved": model.flops_per_token(1, length=length)}
+    return {f"evaluations = {k}": model.flops_per_token(k, length=length) for k in COUNTS}
 
 
 def hours(flops: float, gpus: int, card: Card, precision: str, utilisation: float) -> float | None:

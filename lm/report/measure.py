@@ -76,10 +76,9 @@ def measure(cfg: Config) -> Measured:
 def _train(model: torch.nn.Module, ids: torch.Tensor, cfg: Config) -> float:
     """Forward and backward → seconds; gradients add up, as they do while a run accumulates."""
     is_bf16 = cfg.train.precision == "bf16"
-    only_the_loss = {"loss_only": True} if cfg.model.name == "fprnn" else {}
     began = time.perf_counter()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_bf16):
-        loss = model(input_ids=ids, labels=ids, **only_the_loss).loss
+        loss = model(input_ids=ids, labels=ids, loss_only=True).loss
     loss.backward()
     if ids.is_cuda:
         torch.cuda.synchronize()

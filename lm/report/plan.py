@@ -199,7 +199,7 @@ def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
 def for_gpu(cfg: Config) -> Config:
     """The config with the schedule that `auto` is on a GPU (lm/model/fixed_point.py, `width`)."""
     solver = cfg.solver.settled()
-    if cfg.model.name != "fprnn" or solver["token"] != "exact" or solver["schedule"] != "auto":
+    if not cfg.model.has_fixed_point or solver["token"] != "exact" or solver["schedule"] != "auto":
         return cfg
     copy = cfg.model_copy(deep=True)
     copy.solver.schedule = f"window:{AUTO_WINDOW}"
@@ -256,7 +256,7 @@ def _planned_data(cfg: Config, at: Where) -> dict:
 def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, counted: Sizes) -> dict:
     """FLOPs and hours. counted: the model's sizes."""
     tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
-    flops_per_token = flops_of(cfg, model, counted)
+    flops_per_token = flops_of(cfg, model)
     flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
     evaluations = evaluations_of(model, at)
     work = next(iter(flops_in_all.values()))

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.plugin import is_place, load_class
-from lm.config.schema import Config, Run
+from lm.config.schema import Config
+from lm.model.patterns import STACKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,6 @@ def build_model(
         cfg.solver,
         vocab_size,
         cfg.data.seq_len,
-        cfg.train.precision,
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
     )
@@ -66,15 +66,13 @@ def build_section(
     solver: Solver,
     vocab_size: int,
     seq_len: int,
-    precision: str,
     **token_ids: Any,
 ) -> PreTrainedModel:
     """The `model:` and `solver:` sections of a YAML → PreTrainedModel with freshly initialised
     weights.
 
     Args:
-        solver: not read by the baselines, which have none. seq_len: tokens of a training sequence.
-        precision: "fp32" or "bf16". token_ids: eos_token_id, pad_token_id.
+        seq_len: tokens of a training sequence. token_ids: eos_token_id, pad_token_id.
     Raises:
         ConfigError: sizes, or settings of the solver, that do not go together.
     """
@@ -84,11 +82,10 @@ def build_section(
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        if model.name == "fprnn":
-            _check_options(model)
-            _register_own_mixers(model)
+        _check_options(model)
+        _register_own_mixers(model)
         with contextlib.redirect_stdout(io.StringIO()):
-            return _build(model, solver, vocab_size, seq_len, precision, **token_ids)
+            return _build(model, solver, vocab_size, seq_len, **token_ids)
     finally:
         logger.setLevel(level)
 
@@ -107,7 +104,7 @@ def with_built_in_mixers(cfg: Config) -> tuple[Config, list[str]]:
     return cfg, found
 
 
-def check_section(model: Model, solver: Solver, seq_len: int, precision: str) -> PreTrainedModel:
+def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel:
     """Find out whether a model can be built, before there is data or a run directory: it is, on the
     meta device, without weights, for a vocabulary of 8.
 
@@ -117,24 +114,49 @@ def check_section(model: Model, solver: Solver, seq_len: int, precision: str) ->
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return build_section(model, solver, 8, seq_len, precision)
+        return build_section(model, solver, 8, seq_len)
 
 
-def missing_kernels(cfg: Run) -> str | None:
-    """A warning where a Mamba baseline would run transformers' slow reference scan on a GPU."""
-    import importlib.util
+def stacked(model: Model) -> Model:
+    """The section with a short form of `model.name` as the layers that it stands for, which read
+    packed documents as one text; any other section as it is.
 
-    import torch
+    Raises:
+        ConfigError: layers of a pattern beside a short form.
+    """
+    if model.name == "fprnn":
+        return model
+    for name in ("layers", "attention_window"):
+        if getattr(model, name) is not None:
+            raise ConfigError(f"model.{name} is of model.name fprnn, not of {model.name}")
+    pattern = STACKS[model.name]
+    fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
+    fields["n_layer"] = model.n_layer * len(pattern.split())
+    if model.name == "mamba2":
+        fields["headdim"] = _headdim_of_mamba2(model)
+    elif "mlp" in pattern and model.n_heads == "auto":
+        _check_headdim(model)
+    return model.model_copy(update=fields)
 
-    if cfg.model.name not in ("mamba", "mamba2") or not torch.cuda.is_available():
-        return None
-    absent = [p for p in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(p) is None]
-    if not absent:
-        return None
-    return (
-        f"warning: {' and '.join(absent)} not installed: transformers' Mamba falls back to a slow"
-        " scan that keeps (b,l,d,n) tensors; pip install 'fprnn[gpu]'"
-    )
+
+def _check_headdim(model: Model) -> None:
+    if model.d_model > model.headdim and model.d_model % model.headdim:
+        raise ConfigError(
+            f"model.headdim is {model.headdim}: it must divide d_model = {model.d_model}; or set"
+            " model.n_heads"
+        )
+
+
+def _headdim_of_mamba2(model: Model) -> int:
+    """`n_heads` share d_inner; with auto, a layer narrower than headdim is one head."""
+    d_inner = model.expand * model.d_model
+    if model.n_heads == "auto":
+        return min(model.headdim, d_inner)
+    if d_inner % model.n_heads:
+        raise ConfigError(
+            f"model.n_heads is {model.n_heads}: it must divide expand · d_model = {d_inner}"
+        )
+    return d_inner // model.n_heads
 
 
 def _build(
@@ -142,31 +164,19 @@ def _build(
     solver: Solver,
     vocab_size: int,
     seq_len: int,
-    precision: str,
     **token_ids: Any,
 ) -> PreTrainedModel:
-    from lm import baselines
-
-    if model.name != "fprnn":
-        return baselines.build_baseline(
-            model, vocab_size, precision=precision, seq_len=seq_len, **token_ids
-        )
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.mixer_base import MixerError
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-    others = {"name", "vocab_size", "gradient_checkpointing", *baselines.FIELDS}
-    if model.layers is None and model.position == "alibi":
-        raise ConfigError("model.position alibi is of model.name transformer, not of fprnn")
-    if model.backend == "fla" and "gated_delta" in str(model.layers):
-        raise ConfigError(
-            "model.backend fla is of the baselines: layers of a pattern compute the delta rule in"
-            " chunks of their own; leave it at auto"
-        )
+    others = {"name", "vocab_size", "gradient_checkpointing"}
+    solver_fields = solver.model_dump() if model.name == "fprnn" else {}
+    model = stacked(model)
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),
-            **solver.model_dump(),
+            **solver_fields,
             vocab_size=vocab_size,
             max_position_embeddings=max(2048, seq_len),
             **token_ids,

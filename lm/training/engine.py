@@ -28,7 +28,6 @@ from lm.common.errors import (
 )
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
-from lm.model.loss import log_z_sum, number_of
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
 from lm.training.deepspeed_json import deepspeed_config
@@ -233,10 +232,9 @@ class Engine:
         self.cfg, self.ranks = cfg, ranks
         self.config = deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
-        self.losses_only = cfg.model.name == "fprnn"
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if self.zero_stage == 3 and cfg.model.name == "fprnn":
+        if self.zero_stage == 3:
             # The number of iterations differs between ranks; a leaf is gathered once, whole.
             from deepspeed.utils import set_z3_leaf_modules
 
@@ -283,7 +281,7 @@ class Engine:
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
         log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
-        extra = {"loss_only": True, "log_z": log_z} if self.losses_only else {}
+        extra = {"loss_only": True, "log_z": log_z}
         timed: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._solves:
             timed = self.deepspeed.module.passes(around=self.times.solving)
@@ -322,7 +320,7 @@ class Engine:
                 with self.times.part("forward"):
                     output = self.forward(batch)
                     loss = output.loss * share
-                    z_loss = self._z_loss(output, batch) * share
+                    z_loss = self._z_loss(output) * share
                 if getattr(output, "fixed_point", None) is not None:
                     stats.append(output.fixed_point)
             except FloatingPointError as e:
@@ -382,15 +380,10 @@ class Engine:
 
         return judge
 
-    def _z_loss(self, output, batch: dict[str, torch.Tensor]) -> torch.Tensor | float:
+    def _z_loss(self, output) -> torch.Tensor | float:
         """`train.z_loss` times the mean of log²Z over the targets of a micro-batch; 0: off."""
         weight = self.cfg.train.z_loss
-        if not weight:
-            return 0.0
-        if self.losses_only:
-            return weight * output.log_z
-        labels = batch["labels"].to(self.ranks.device)
-        return weight * log_z_sum(output.logits, labels) / number_of(labels)
+        return weight * output.log_z if weight else 0.0
 
     def _spoilt(self, error: FloatingPointError) -> torch.Tensor:
         """A loss of NaN in the place of one that a forward pass has not come to. Its backward meets

@@ -16,7 +16,7 @@ from lm.common.errors import BAD_CONFIG, UserError
 from lm.common.files import parse_json
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from lm.model.configuration_fprnn import FPRNNConfig
 
@@ -132,6 +132,54 @@ def read_folder(folder: Path, shapes_only: bool = False) -> Source:
     weights = settled(weights, config, folder, shapes_only, conv_bias)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     return Source(folder, what, config, weights, folder if has_tokenizer else None)
+
+
+def as_transformers(model: PreTrainedModel) -> PreTrainedModel:
+    """A stack of nothing but Mamba, or Mamba-2, layers as transformers' own class, with the same
+    weights; any other model as it is, and so one whose documents begin from an empty state."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = _config_of_transformers(model.config)
+    if theirs is None:
+        return model
+    other = AutoModelForCausalLM.from_config(theirs)
+    names = {name: name.replace(".block.", ".mixer.") for name in model.state_dict()}
+    other.load_state_dict({names[name]: t for name, t in model.state_dict().items()})
+    return other.train(model.training)
+
+
+def _config_of_transformers(c: FPRNNConfig) -> PretrainedConfig | None:
+    """`of_transformers` the other way round; None where there is no such model."""
+    from transformers import Mamba2Config, MambaConfig
+
+    if c.model_type != "fprnn" or not c.rms_norm or (c.reset_at_eos and c.eos_token_id is not None):
+        return None
+    layers = c.distinct_layers()
+    kind = layers[0].kind
+    if len(layers) > 1 or layers[0].options or kind not in ("mamba", "mamba2"):
+        return None
+    fields = dict(
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        num_hidden_layers=c.n_layer,
+        state_size=c.d_state,
+        expand=c.expand,
+        conv_kernel=c.d_conv,
+        use_bias=c.bias,
+        layer_norm_epsilon=c.norm_epsilon,
+        residual_in_fp32=c.residual_in_fp32,
+        tie_word_embeddings=c.tie_embeddings,
+        pad_token_id=c.pad_token_id,
+        bos_token_id=c.bos_token_id,
+        eos_token_id=c.eos_token_id,
+        max_position_embeddings=c.max_position_embeddings,
+    )
+    if kind == "mamba":
+        return MambaConfig(time_step_rank=c.dt_rank, **fields)
+    if c.ngroups != 1:  # see _wrong_of_mamba2
+        return None
+    heads = c.d_inner // c.headdim
+    return Mamba2Config(num_heads=heads, head_dim=c.headdim, n_groups=c.ngroups, **fields)
 
 
 def ours(weights: dict) -> dict:

@@ -62,10 +62,6 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to start from")
     cfg = load(run.config)
-    if cfg.model.name not in ("fprnn", "mamba", "mamba2"):
-        raise SourceError(
-            f"{run} is of model.name {cfg.model.name}: it must be fprnn, mamba or mamba2"
-        )
     manifest = checkpoints.verify(path)
     what = f"our run, update {manifest['step']}"
     if not run.tokenizer.is_dir():
@@ -82,11 +78,8 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
         except RuntimeError as e:
             first = str(e).partition("\n")[2].partition("\n")[0].strip()
             raise SourceError(f"{path} is not of {run.config}: {first}") from None
-    weights, config, conv_bias = foreign.ours(model.state_dict()), model.config, True
-    if cfg.model.name != "fprnn":
-        config, conv_bias = foreign.of_transformers(config)
-    weights = foreign.settled(weights, config, path, shapes_only, conv_bias)
-    return Source(path, what, config, weights, run.tokenizer)
+    weights = foreign.settled(model.state_dict(), model.config, path, shapes_only)
+    return Source(path, what, model.config, weights, run.tokenizer)
 
 
 def _of_export(path: Path) -> Source:
@@ -123,17 +116,12 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
     Args:
         model: of the config, on the meta device, of any vocabulary.
     Raises:
-        ConfigError: a baseline, the run itself, another checkpoint to resume, a model that does not
+        ConfigError: the run itself, another checkpoint to resume, a model that does not
             match. SourceError, CheckpointError, LoadError: as `read`.
     """
     if cfg.init_from is None:
         return []
     wanted = cfg.init_from
-    if cfg.model.name != "fprnn":
-        raise ConfigError(
-            f"init_from is of model.name fprnn, not of {cfg.model.name}: a Mamba on our scan is"
-            " `model.layers: mamba` (or mamba2)"
-        )
     own = Path(cfg.run_dir).resolve()
     if Path(wanted.path).expanduser().resolve().is_relative_to(own):
         raise ConfigError(

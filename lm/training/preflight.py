@@ -87,7 +87,7 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)
     check_average(cfg, config)
-    model = check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)
     for name, part in parts(cfg).items():

@@ -44,7 +44,7 @@ from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training import engine as ds
 from lm.training import init_from
-from lm.training.build import build_model, missing_kernels, vocabulary
+from lm.training.build import build_model, vocabulary
 from lm.training.ema import Average
 from lm.training.optim import described, moments, optimizer_order, signature
 from lm.training.preflight import check, environment
@@ -107,7 +107,7 @@ def _too_large(cfg: Config, run: RunDir) -> ConfigError:
     if torch.cuda.is_available():
         held = f" {torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB"
     return ConfigError(
-        f"train.micro_batch_size={size} does not fit in this GPU's{held}: `fprnn plan --config"
+        f"train.micro_batch_size={size} does not fit in this GPU's{held}: `fprnn plan"
         f" {run.config}` names what fits; model.gradient_checkpointing=true needs less, too"
     )
 
@@ -346,8 +346,6 @@ class Training:
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
-        if warning := missing_kernels(cfg):
-            say(warning)
         stage = self.engine.zero_stage
         say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
 

@@ -239,6 +239,8 @@ def _of_layer(
     Args: names: of the layer's parameters, without what comes before.
     """
     partner = found.pairs[index]
+    if ours.layer_list()[index].kind == "lstm" and partner is None:
+        raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
     if partner is None:
         found.silent.append(index)
         return {}

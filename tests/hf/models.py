@@ -17,10 +17,7 @@ BASELINES = {
     "deltaproduct": {},
     "rope": {"name": "transformer"},
     "nope": {"name": "transformer", "position": "nope"},
-    "alibi": {"name": "transformer", "position": "alibi"},
 }
-# Those whose code is ours; the others are transformers' own classes.
-OUR_BASELINES = ("lstm", "gated_deltanet", "deltaproduct", "nope", "alibi")
 
 
 def fprnn_config(block, **fields):

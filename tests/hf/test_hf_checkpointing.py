@@ -5,9 +5,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lm.model import fixed_point
-from tests.hf.models import BLOCKS, OUR_BASELINES, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, build, exact, ids
 
-every_model = pytest.mark.parametrize("name", [*BLOCKS, *OUR_BASELINES])
+every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
 
 @every_model

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
-from tests.hf.models import BLOCKS, EOS, OUR_BASELINES, VOCAB, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, EOS, VOCAB, build, exact, ids
 
-OURS = (*BLOCKS, *OUR_BASELINES)
+OURS = (*BLOCKS, *BASELINES)
 every_block = pytest.mark.parametrize("name", BLOCKS)
 every_model = pytest.mark.parametrize("name", OURS)
 
@@ -52,12 +52,12 @@ def test_tuple_and_dict_outputs_hold_the_same(name, base):
             assert a.is_floating_point() and torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])  # Llama raises, here too
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
 def test_the_configs_output_settings_are_honoured(name):
     model = build(name).eval()
     for part in (model, model.base_model):
         part.config.output_hidden_states = True
-        assert len(part(ids()).hidden_states) == 3
+        assert len(part(ids()).hidden_states) == model.config.n_layer + 1
         assert part(ids(), output_hidden_states=False).hidden_states is None
         part.config.output_hidden_states = False
         part.config.return_dict = False
@@ -73,7 +73,7 @@ def test_hidden_states_are_those_before_each_layer_and_the_last(name):
     assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
     output = model(ids(), output_hidden_states=True)
     assert isinstance(output.hidden_states, tuple)
-    assert [h.shape for h in output.hidden_states] == [(2, 9, 16)] * 3
+    assert [h.shape for h in output.hidden_states] == [(2, 9, 16)] * (model.config.n_layer + 1)
     torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(ids()))
     torch.testing.assert_close(model.lm_head(output.hidden_states[-1]).float(), output.logits)
     for h in output.hidden_states[:-1]:
@@ -238,6 +238,7 @@ def test_half_precision_keeps_what_needs_more(name, dtype, tmp_path):
             assert model.eval()(ids())[0].isfinite().all()
     assert set(wide) == {
         "fp_mamba1": {"A_log", "D", "dt_proj.bias"}, "fp_mamba2": {"A_log", "D", "dt_bias"},
+        "mamba": {"A_log", "D", "dt_proj.bias"}, "mamba2": {"A_log", "D", "dt_bias"},
         "gated_deltanet": {"A_log", "dt_bias"},
     }.get(name, set())  # fmt: skip
 

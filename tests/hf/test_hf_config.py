@@ -1,4 +1,4 @@
-"""What transformers' ConfigTester checks, for our configs and those of the baselines."""
+"""What transformers' ConfigTester checks, for our configs."""
 
 import json
 
@@ -6,17 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from lm.baselines.deltanet import DeltaNetConfig
-from lm.baselines.lstm import LSTMConfig
-from lm.baselines.transformer import PositionConfig
 from lm.model.configuration_fprnn import FPRNNConfig
 from tests.hf.models import BLOCKS
 
 CASES = {
     **{block: (FPRNNConfig, {"block": block, "d_model": 32, "vocab_size": 99}) for block in BLOCKS},
-    "lstm": (LSTMConfig, {"d_model": 32, "vocab_size": 99}),
-    "deltanet": (DeltaNetConfig, {"d_model": 32, "vocab_size": 99, "n_heads": 4}),
-    "transformer": (PositionConfig, {"hidden_size": 32, "vocab_size": 99, "position": "alibi"}),
 }
 # Settings of every model in transformers, none of which is our default.
 COMMON = {
@@ -38,8 +32,7 @@ def test_common_properties_are_there_and_can_be_set(case):
     config = kind(**fields)
     assert (config.hidden_size, config.vocab_size) == (32, 99) and config.num_hidden_layers >= 1
     config.hidden_size, config.num_hidden_layers = 48, 3
-    own = ("d_model", "n_layer") if case != "transformer" else ("hidden_size", "num_hidden_layers")
-    assert (getattr(config, own[0]), getattr(config, own[1])) == (48, 3)
+    assert (config.d_model, config.n_layer) == (48, 3)
     assert kind(**{**fields, "num_hidden_layers": 5}).num_hidden_layers == 5
 
 

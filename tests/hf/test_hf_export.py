@@ -16,7 +16,7 @@ from lm.kernels import INTERFACE
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import scan as cpu
 from lm.model import carried, scan
-from tests.hf.models import BLOCKS, OUR_BASELINES, build, ids
+from tests.hf.models import BASELINES, BLOCKS, build, ids
 
 HIDE = """
 import importlib.util, json, os, sys
@@ -77,7 +77,7 @@ def elsewhere(code, tmp_path, *args, **env_too):
 
 def test_every_auto_class_loads_an_export_and_what_is_saved_of_it(tmp_path):
     expected, paths = {}, []
-    for name in (*BLOCKS, *OUR_BASELINES):
+    for name in (*BLOCKS, *BASELINES):
         model = build(name).eval()
         paths.append(str(write_export(model, tmp_path / name, None, name, "")))
         with torch.no_grad():

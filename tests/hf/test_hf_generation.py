@@ -9,11 +9,10 @@ from transformers import AutoTokenizer, DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from lm.model.state import FPRNNCache
-from tests.hf.models import BLOCKS, OUR_BASELINES, PAD, VOCAB, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, PAD, VOCAB, build, exact, ids
 
-CACHED = (*BLOCKS, "nope", "alibi")
 every_block = pytest.mark.parametrize("name", BLOCKS)
-every_model = pytest.mark.parametrize("name", [*BLOCKS, *OUR_BASELINES])
+every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 GREEDY = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": PAD}
 DICT = {
     "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
@@ -51,11 +50,8 @@ def test_greedy_with_and_without_a_cache_gives_the_argmax_of_forward_passes(name
         output = model.generate(tokens, use_cache=cached, **GREEDY, **DICT)
         assert isinstance(output, GenerateDecoderOnlyOutput)
         assert torch.equal(output.sequences, expected)
-        check_outputs(
-            output, tokens, 5, 2, cached and name in CACHED, model.config.num_hidden_layers
-        )
-        if name in BLOCKS:
-            assert isinstance(output.past_key_values, FPRNNCache) == cached
+        check_outputs(output, tokens, 5, 2, cached, model.config.num_hidden_layers)
+        assert isinstance(output.past_key_values, FPRNNCache) == cached
     assert torch.equal(model.generate(tokens, **GREEDY), expected)
     assert expected[:, 6:].unique().numel() > 2
 
@@ -182,5 +178,4 @@ def test_stop_strings_and_attention_weights_can_be_asked_for(name, byte_tokenize
     asked = {"output_attentions": True, "return_dict_in_generate": True}
     output = model.generate(prompt, **asked, **how)
     assert torch.equal(output.sequences, plain) and len(output.attentions) == 5
-    if name not in ("nope", "alibi"):  # transformers', which has such weights
-        assert model(prompt, output_attentions=True, return_dict=True).attentions is None
+    assert model(prompt, output_attentions=True, return_dict=True).attentions is None

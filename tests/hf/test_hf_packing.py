@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lm.model.inputs import document_starts
-from tests.hf.models import BLOCKS, EOS, OUR_BASELINES, PAD, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, exact, ids
 
-OURS = (*BLOCKS, *OUR_BASELINES)
+OURS = (*BLOCKS, *BASELINES)
 every_block = pytest.mark.parametrize("name", BLOCKS)
 every_model = pytest.mark.parametrize("name", OURS)
 # Two rows of eleven tokens: documents of 4, 6 and 1 tokens, and of 9 and 2.
@@ -205,16 +205,3 @@ def test_what_transformers_itself_passes_is_taken(caplog):
         passed |= {"cu_seq_lens_q": torch.tensor([0, 9]), "position_ids": torch.arange(9)[None]}
         passed |= {"output_router_logits": False, "token_type_ids": None}
         assert torch.equal(model(ids(), **passed).logits, plain)
-
-
-def test_a_baseline_refuses_what_it_cannot_tell_apart():
-    lstm, tokens = exact("lstm"), ids(2, 11)
-    state = lstm(tokens, return_state=True).state
-    for kwargs in ({"state": state}, {"return_state": True}):
-        with pytest.raises(ValueError, match="for rows of one document each"):
-            lstm(tokens, position_ids=POSITIONS, **kwargs)
-    nope = exact("nope").eval()
-    with pytest.raises(ValueError, match="keeps no cache of packed documents"):
-        nope(tokens, position_ids=POSITIONS, use_cache=True)
-    with pytest.raises(TypeError, match="does not know the argument lables"):
-        nope(tokens, lables=tokens)

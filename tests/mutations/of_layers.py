@@ -5,6 +5,8 @@ from tests.mutations import Mutation
 ATTENTION = "lm/model/attention.py"
 CHUNKS = "lm/model/delta_chunks.py"
 DELTA = "lm/model/delta.py"
+LSTM = "lm/model/lstm.py"
+OF_LSTM = "tests/lm/model/test_lstm.py::"
 DIAGONAL = "lm/model/diagonal.py"
 PATTERNS = "lm/model/patterns.py"
 PLAIN = "lm/model/plain.py"
@@ -13,7 +15,7 @@ CONFIG = "lm/model/configuration_fprnn.py"
 TESTS = "tests/lm/model/test_patterns.py::"
 OF_DELTA = "tests/lm/model/test_delta.py::"
 RECURRENCE = (OF_DELTA + "test_chunks_are_the_recurrence",)
-BASELINE = (OF_DELTA + "test_the_layer_is_the_baselines",)
+PAPERS = (OF_DELTA + "test_the_layer_is_the_papers",)
 LLAMA = (TESTS + "test_attention_is_llamas",)
 BY_HAND = (TESTS + "test_attention_by_hand",)
 MAMBA = (TESTS + "test_mamba_is_transformers_mamba",)
@@ -163,18 +165,32 @@ MUTATIONS = [
         (OF_DELTA + "test_a_step_of_padding_leaves_the_state_as_it_is",),
     ),
     Mutation(
+        "layers: an LSTM's document goes on from the one before",
+        LSTM,
+        "h, c = h * goes_on, c * goes_on",
+        "pass",
+        (OF_LSTM + "test_a_document_starts_from_zero_and_padding_leaves_the_state_alone",),
+    ),
+    Mutation(
+        "layers: a row of padding overwrites an LSTM's state",
+        LSTM,
+        "torch.where(some, new_h, h), torch.where(some, new_c, c)",
+        "new_h, new_c",
+        (OF_LSTM + "test_a_row_of_padding_keeps_its_state",),
+    ),
+    Mutation(
         "layers: the delta rule's queries are not scaled",
         DELTA,
         "* (self.config.d_model // h) ** -0.5",
         "",
-        BASELINE,
+        PAPERS,
     ),
     Mutation(
         "layers: negative eigenvalues are not doubled",
         DELTA,
         "beta = 2 * beta",
         "beta = 1 * beta",
-        BASELINE,
+        PAPERS,
     ),
     Mutation(
         "layers: the delta rule's convolutions forget the segment before",

@@ -119,7 +119,7 @@ def test_every_model_can_be_built(scale):
             cfg.model.d_model = max(64, cfg.model.d_model // 8)
             key = cfg.model.model_dump_json()
             if key not in built:
-                built[key] = build_section(cfg.model, cfg.solver, 12, 16, "fp32")
+                built[key] = build_section(cfg.model, cfg.solver, 12, 16)
     assert all(isinstance(model, torch.nn.Module) for model in built.values())
 
 

@@ -179,7 +179,7 @@ def test_every_shipped_recipe_can_be_built():
     """What `run_all` now asks of every run beforehand."""
     for name in ("s3", "copy", "mod_arithmetic", "recall"):
         cfg = config.load(ROOT / f"configs/synthetic/small/{name}.yaml")
-        check_section(cfg.model, cfg.solver, cfg.train.lengths[1], "fp32")
+        check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
 
 
 def test_a_sweep_needs_an_index(capsys, tmp_path):

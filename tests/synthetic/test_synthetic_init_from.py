@@ -97,7 +97,6 @@ def test_a_run_that_goes_on_reads_nothing_of_it(source, cfg, capsys):
         (["model.d_state=8"], "d_state is 8, and 4 there"),
         (["init_from.layers=[0]"], "init_from.layers has 1 entries, and the model 3 layers"),
         (["init_from.layer=[0]"], "unknown key `init_from.layer`"),
-        (["model.name=lstm", "model.layers=null"], "`init_from` is of model.name fprnn, not of"),
     ],
 )
 def test_what_does_not_fit_is_refused(args, tmp_path, capsys, overrides, words):

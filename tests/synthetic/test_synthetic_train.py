@@ -274,7 +274,6 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["train.length=[0, 4]"], ConfigError, "or it must be greater than 0"),
         (["eval.seeds=[]"], ConfigError, "eval.seeds"),
         (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
-        (["eval.sequential=true", "model.name=mamba"], TaskError, "mamba carries no state"),
         (
             [
                 "task.name=mod_arithmetic",

@@ -100,8 +100,11 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
             "mixer_proj_rank is for householder",
         ),
         (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide d_model"),
-        (["model=transformer", "model.n_heads=3"], "model.n_heads is 3: it must divide d_model"),
-        (["model=mamba2", "model.headdim=7"], "model.headdim is 7: it must divide expand"),
+        (
+            ["model=transformer", "model.n_heads=3"],
+            "n_heads is 3 (3 heads): it must divide",
+        ),
+        (["model=mamba2", "model.headdim=7"], "headdim is 7: it must divide d_inner"),
         (["model=gated_deltanet", "model.headdim=6"], "model.headdim is 6: it must divide"),
     ],
 )
@@ -113,7 +116,7 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     cfg = tiny(*overrides)
     before = torch.get_rng_state()
     with pytest.raises(lm.common.errors.ConfigError) as e:
-        check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+        check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     assert words in str(e.value)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -124,7 +127,7 @@ def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
 
     cfg = tiny(f"model.mixer={mixer}")
     before = torch.get_rng_state()
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len, cfg.train.precision)
+    check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     assert torch.equal(torch.get_rng_state(), before)
 
 

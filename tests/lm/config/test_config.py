@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import synthetic.config
-from lm.baselines import FIELDS
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.messages import is_key
@@ -26,7 +25,7 @@ from lm.training.build import build_model
 ROOT = Path(__file__).parents[3]
 YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
 # Fields of `Model` alone and of `FPRNNConfig` alone, on purpose.
-OURS = {"name", "gradient_checkpointing", *FIELDS}
+OURS = {"name", "gradient_checkpointing"}
 HUGGINGFACE = {
     "max_position_embeddings",
     "pad_token_id",
@@ -490,7 +489,7 @@ def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     assert torch.isfinite(loss)
-    if value != "mamba":
+    if field != "name":
         assert value == "auto" or getattr(model.config, field, value) == value
 
 
@@ -591,9 +590,11 @@ def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_so
 
 
 def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_layers():
+    """And in how many sequences a GPU takes at once, which changes no update."""
     papers = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
     matched = config.load(ROOT / "configs/lm/mamba_169m_fineweb2b.yaml")
     matched.name, matched.model.n_layer = papers.name, papers.model.n_layer
+    matched.train.micro_batch_size = papers.train.micro_batch_size
     assert matched == papers
 
 

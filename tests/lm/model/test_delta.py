@@ -1,12 +1,11 @@
-"""Gated DeltaNet and DeltaProduct as layers: against the recurrence, and the baseline's layer."""
+"""Gated DeltaNet and DeltaProduct as layers: against their equations, written out."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.baselines.deltanet import DeltaNet, DeltaNetConfig
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.delta import GatedDeltaNet, GatedDeltaProduct
+from lm.model.delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
 from lm.model.delta_chunks import chunked_delta_rule, gated_delta_rule
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
@@ -88,6 +87,42 @@ def test_strong_gates_and_long_chunks_stay_finite():
     assert all(t.isfinite().all() for t in (o, end, q.grad, k.grad, log_alpha.grad, S.grad))
 
 
+def convolved(u, proj, conv1d):
+    """silu of the causal convolution over a row, (l,·), from its weights."""
+    x, taps = u @ proj.weight.T, conv1d.weight[:, 0]
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        for lag in range(min(t + 1, taps.shape[1])):
+            y[t] += taps[:, taps.shape[1] - 1 - lag] * x[t - lag]
+    return F.silu(y)
+
+
+def written_out(block, u, n, negative):
+    """A layer of four heads on a row u (l,d), token by token, from its weights to its output."""
+    length, width = u.shape
+    q = convolved(u, block.q_proj, block.q_conv1d).view(length, 4, -1)
+    k = convolved(u, block.k_proj, block.k_conv1d).view(length, n, 4, -1)
+    v = convolved(u, block.v_proj, block.v_conv1d).view(length, n, 4, -1)
+    beta = (1 + negative) * torch.sigmoid(u @ block.b_proj.weight.T).view(length, n, 4)
+    alpha = torch.ones(length, 4, dtype=u.dtype)
+    if block.gated:
+        dt = F.softplus(u @ block.a_proj.weight.T + block.dt_bias)
+        alpha = torch.exp(-torch.exp(block.A_log) * dt)
+    z = (u @ block.g_proj.weight.T).view(length, 4, -1)
+    o = torch.zeros_like(z)
+    for h in range(4):
+        S = torch.zeros(z.shape[-1], width // 4, dtype=u.dtype)
+        for t in range(length):
+            S = alpha[t, h] * S
+            for j in range(n):
+                key = k[t, j, h] / torch.sqrt(k[t, j, h].square().sum() + 1e-6)
+                S = S + beta[t, j, h] * torch.outer(v[t, j, h] - S @ key, key)
+            query = q[t, h] / torch.sqrt(q[t, h].square().sum() + 1e-6)
+            o[t, h] = S @ query / (width // 4) ** 0.5
+    o = o / torch.sqrt(o.square().mean(-1, keepdim=True) + 1e-5) * block.o_norm.weight
+    return (o * F.silu(z)).flatten(1) @ block.out_proj.weight.T
+
+
 @pytest.mark.parametrize(
     "layer, settings",
     [
@@ -95,25 +130,21 @@ def test_strong_gates_and_long_chunks_stay_finite():
         (GatedDeltaNet, {"allow_neg_eigval": True, "expand": 1}),
         (GatedDeltaProduct, {"allow_neg_eigval": "auto", "n_householder": 3}),
         (GatedDeltaProduct, {"allow_neg_eigval": False}),
+        (DeltaProduct, {"allow_neg_eigval": "auto"}),
     ],
-    ids=["gated_deltanet", "negative, narrow", "three steps", "positive"],
+    ids=["gated_deltanet", "negative, narrow", "three steps", "positive", "no gate"],
 )
-def test_the_layer_is_the_baselines(layer, settings):
+@torch.no_grad()
+def test_the_layer_is_the_papers(layer, settings):
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers=layer.kind, **settings)).double()
-    ours = model.backbone.layers[0].block
-    assert type(ours) is layer
+    block = model.backbone.layers[0].block
+    assert type(block) is layer and hasattr(block, "A_log") == (layer is not DeltaProduct)
     n = 1 if layer is GatedDeltaNet else settings.get("n_householder", 2)
     negative = settings["allow_neg_eigval"]
-    theirs = DeltaNet(
-        DeltaNetConfig(
-            d_model=32, n_heads=4, expand=settings.get("expand", 2), d_conv=3, n_householder=n,
-            allow_neg_eigval=n > 1 if negative == "auto" else negative, backend="plain",
-        )
-    ).double()  # fmt: skip
-    names = {name.replace("out_proj", "o_proj"): p for name, p in ours.state_dict().items()}
-    theirs.load_state_dict(names, strict=True)
-    u = torch.randn(2, 70, 32, dtype=torch.float64)
-    torch.testing.assert_close(ours(u)[0], theirs(u), rtol=0, atol=1e-10)
+    negative = layer is not GatedDeltaNet if negative == "auto" else negative
+    u = torch.randn(70, 32, dtype=torch.float64)
+    expected = written_out(block, u, n, negative)
+    torch.testing.assert_close(block(u[None])[0][0], expected, rtol=0, atol=1e-10)
 
 
 def test_a_step_of_padding_leaves_the_state_as_it_is():
@@ -128,17 +159,18 @@ def test_a_step_of_padding_leaves_the_state_as_it_is():
     torch.testing.assert_close(padded, plain)
 
 
-@pytest.mark.parametrize("kind", ["gated_deltanet", "gated_deltaproduct"])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "gated_deltaproduct", "deltaproduct"])
 def test_flops_are_those_of_its_operations(kind):
     """Two a multiply-add of every weight, but for the norm's; and the recurrence's own."""
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, layers=kind, n_householder=3))
     block = model.backbone.layers[0].block
     weights = sum(p.numel() for name, p in block.named_parameters() if p.ndim > 1)
-    n = 3 if kind == "gated_deltaproduct" else 1
-    assert block.flops_per_token(100) == 2 * weights + (4 * n + 3) * 64 * 8
+    n = 1 if kind == "gated_deltanet" else 3
+    gate = kind != "deltaproduct"
+    assert block.flops_per_token(100) == 2 * weights + (4 * n + 2 + gate) * 64 * 8
 
 
-def test_the_initialisation_is_the_baselines():
+def test_the_initialisation_is_mambas():
     torch.manual_seed(0)
     config = FPRNNConfig(**{**SIZES, "d_model": 512}, layers="gated_deltanet")
     block = FPRNNForCausalLM(config).backbone.layers[0].block

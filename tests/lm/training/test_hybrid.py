@@ -18,7 +18,7 @@ def hybrid(**model):
 
 def refused(cfg) -> str:
     with pytest.raises(ConfigError) as e:
-        check_section(cfg.model, cfg.solver, 8, "fp32")
+        check_section(cfg.model, cfg.solver, 8)
     return str(e.value)
 
 
@@ -31,9 +31,6 @@ def refused(cfg) -> str:
         ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "model.layers, fp_mamba1: bc_norm is 3: "),
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
         ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
-        ({"layers": "gated_deltanet", "backend": "fla"}, "model.backend fla is of the baselines"),
-        ({"layers": "attention", "position": "alibi"}, "must be one of rope, nope"),
-        ({"position": "alibi"}, "model.position alibi is of model.name transformer"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
         ({"attention_window": 8, "name": "mamba"}, "model.attention_window is of model.name fprnn"),
     ],

@@ -1,1 +1,0 @@
-../model/delta_rule.py

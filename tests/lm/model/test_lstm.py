@@ -1,0 +1,81 @@
+"""The LSTM as a layer: against its equations, written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.lstm import LSTM, LSTMState
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import Sequences
+
+WIDTH = 8
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    config = FPRNNConfig(vocab_size=24, d_model=WIDTH, n_layer=1, layers="lstm")
+    block = FPRNNForCausalLM(config).double().backbone.layers[0].block
+    assert type(block) is LSTM
+    return block
+
+
+def by_token(layer, u, h, c):
+    """Outputs (l,d), and h and c after the last token, of one row u (l,d): gates i, f, g, o."""
+    weights, outputs = dict(layer.lstm.named_parameters()), []
+    for x in u:
+        gates = weights["weight_ih_l0"] @ x + weights["bias_ih_l0"]
+        gates = gates + weights["weight_hh_l0"] @ h + weights["bias_hh_l0"]
+        i, f, g, o = gates.chunk(4)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        outputs.append(h)
+    return torch.stack(outputs), h, c
+
+
+def test_the_layer_is_the_equations_from_a_state_on(layer):
+    u, before = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 2, WIDTH).double()
+    output, _, end = layer(u, Sequences(state=LSTMState(*before), return_state=True))
+    for row in range(2):
+        expected = by_token(layer, u[row], *before[:, row])
+        for one, other in zip((output[row], end.h[row], end.c[row]), expected):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert not end.h.requires_grad and not end.c.requires_grad
+
+
+def test_a_document_starts_from_zero_and_padding_leaves_the_state_alone(layer):
+    """Rows of 7 tokens and of 4; a document begins at 3 in the first, at 1 in the second."""
+    u, before = torch.randn(2, 7, WIDTH).double(), torch.randn(2, 2, WIDTH).double()
+    lengths, begins = (7, 4), (3, 1)
+    mask = torch.arange(7) < torch.tensor(lengths)[:, None]
+    starts = torch.arange(7) == torch.tensor(begins)[:, None]
+    seqs = Sequences(mask, starts, LSTMState(*before), return_state=True)
+    output, _, end = layer(u, seqs)
+    zero = torch.zeros(WIDTH).double()
+    for row, (length, begin) in enumerate(zip(lengths, begins)):
+        first, _, _ = by_token(layer, u[row, :begin], *before[:, row])
+        second, h, c = by_token(layer, u[row, begin:length], zero, zero)
+        expected = torch.cat([first, second])
+        torch.testing.assert_close(output[row, :length], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(end.h[row], h, rtol=0, atol=1e-12)
+        torch.testing.assert_close(end.c[row], c, rtol=0, atol=1e-12)
+
+
+def test_a_row_of_padding_keeps_its_state(layer):
+    before = LSTMState(*torch.randn(2, 2, WIDTH).double())
+    mask = torch.tensor([[True] * 3, [False] * 3])
+    u = torch.randn(2, 3, WIDTH).double()
+    end = layer(u, Sequences(mask, state=before, return_state=True))[2]
+    assert torch.equal(end.h[1], before.h[1]) and torch.equal(end.c[1], before.c[1])
+    assert not torch.equal(end.h[0], before.h[0])
+
+
+def test_flops_are_two_a_multiply_add_of_every_weight(layer):
+    assert layer.flops_per_token(10) == 2 * sum(p.numel() for p in layer.parameters() if p.ndim > 1)
+
+
+def test_the_forget_gate_starts_open(layer):
+    bias = layer.lstm.bias_ih_l0
+    assert bias[WIDTH : 2 * WIDTH].eq(1).all() and bias.sum() == WIDTH
+    assert layer.lstm.bias_hh_l0.eq(0).all() and F.relu(layer.lstm.weight_hh_l0).any()
