@@ -1,4 +1,4 @@
-"""Runs of the tiny config in real processes, as a user starts them."""
+"""Runs of the tiny config in processes of their own, as a user starts them."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
+from tests.forked import ForkServer
 
 ROOT = Path(__file__).parent.parent
 REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # how a command ends that says one sentence
@@ -30,12 +31,12 @@ def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
     return [str(a) for a in args]
 
 
-def fprnn(*args, **kwargs):
-    """`python -m lm ARGS` → CompletedProcess."""
-    full = [sys.executable, "-m", "lm", *map(str, args)]
-    return subprocess.run(
-        full, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300, **kwargs
-    )
+FORKS = ForkServer(ROOT, ENV)
+
+
+def fprnn(*args):
+    """`python -m lm ARGS`, forked → CompletedProcess."""
+    return FORKS.run("lm", map(str, args), timeout=300)
 
 
 def losses(run_dir):
@@ -50,13 +51,13 @@ def run(out_dir, *overrides, processes=0, name="tiny"):
     Raises:
         AssertionError: it failed; the message holds its output.
     """
-    env = dict(ENV)
+    full = command(out_dir, *overrides, processes=processes)
     if processes:
-        env.update(DS_ACCELERATOR="cpu", PATH=f"{Path(sys.executable).parent}:{ENV['PATH']}")
-    done = subprocess.run(
-        command(out_dir, *overrides, processes=processes), cwd=ROOT, env=env, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        path = f"{Path(sys.executable).parent}:{ENV['PATH']}"
+        env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": path}
+        done = subprocess.run(full, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    else:
+        done = fprnn(*full[3:])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return losses(Path(out_dir) / name), done
 
