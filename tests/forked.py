@@ -27,18 +27,22 @@ class ForkServer:
         self.root, self.environment = root, environment
         self.process = None
 
-    def run(self, module, arguments, timeout):
+    def run(self, module, arguments, timeout, environment=(), cwd=None):
         """`python -m MODULE ARGUMENTS` → CompletedProcess, its output as text.
 
+        Args:
+            environment: beside the server's own, or in its place. cwd: None: the server's root.
         Raises:
             subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
         """
         with tempfile.TemporaryDirectory(prefix="fprnn-forked-") as folder:
             said = [Path(folder) / name for name in ("out", "err")]
+            arguments = list(map(str, arguments))
             asked = {
                 "module": module,
-                "arguments": list(arguments),
-                "environment": os.environ | self.environment,
+                "arguments": arguments,
+                "environment": {**os.environ, **self.environment, **dict(environment)},
+                "cwd": str(cwd or self.root),
                 "output": list(map(str, said)),
             }
             ended = self._ask(asked, timeout)
@@ -111,6 +115,7 @@ def _become(asked):
             os.close(to)
         os.environ.clear()
         os.environ.update(asked["environment"])
+        os.chdir(asked["cwd"])
         sys.argv = ["", *asked["arguments"]]
         status = _status_of(asked["module"])
         threading._shutdown()

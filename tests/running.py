@@ -34,9 +34,9 @@ def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
 FORKS = ForkServer(ROOT, ENV)
 
 
-def fprnn(*args):
+def fprnn(*args, **environment):
     """`python -m lm ARGS`, forked → CompletedProcess."""
-    return FORKS.run("lm", map(str, args), timeout=300)
+    return FORKS.run("lm", args, timeout=300, environment=environment)
 
 
 def losses(run_dir):

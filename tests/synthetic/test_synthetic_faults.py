@@ -16,7 +16,7 @@ from lm.runs.checkpoint import MANIFEST, listed, newest
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic.build import load_run
-from tests.running import ENV, ROOT
+from tests.running import ENV, FORKS, ROOT
 
 SMALL = (
     "model={d_model: 8, n_layer: 1, d_state: 2, expand: 1}",
@@ -32,11 +32,17 @@ SMALL = (
 )
 
 
-def start(out, *overrides, fault=None, own_group=False):
+def words(out, *overrides, fault=None):
+    """Module and arguments of a run."""
     module = ["tests.faults", fault] if fault else ["synthetic"]
     args = ["train", "--config", "configs/synthetic/small/s3.yaml", f"out_dir={out}", "name=x"]
+    return module[0], [*module[1:], *args, *SMALL, *overrides]
+
+
+def start(out, *overrides, fault=None, own_group=False):
+    module, arguments = words(out, *overrides, fault=fault)
     return subprocess.Popen(
-        [sys.executable, "-m", *module, *args, *SMALL, *overrides],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=ENV,
         stdout=subprocess.PIPE,
@@ -48,9 +54,9 @@ def start(out, *overrides, fault=None, own_group=False):
 
 def finished(out, *overrides, fault=None):
     """(exit status, stdout, stderr) of a run."""
-    process = start(out, *overrides, fault=fault)
-    shown = process.communicate(timeout=120)
-    return process.returncode, *shown
+    module, arguments = words(out, *overrides, fault=fault)
+    done = FORKS.run(module, arguments, timeout=120)
+    return done.returncode, done.stdout, done.stderr
 
 
 def trace(run_dir):

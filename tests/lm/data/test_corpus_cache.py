@@ -19,7 +19,7 @@ from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ah
 from lm.data.sources import readers
 from lm.data.sources.errors import DataError
 from lm.data.sources.readers import ReaderError
-from tests.running import ENV, ROOT
+from tests.running import ENV, ROOT, fprnn
 
 
 @pytest.fixture
@@ -459,29 +459,22 @@ def test_preparing_ahead(cached, bpe, folder, monkeypatch):
         prepare_ahead(other_run(cached, "x", cache=None), bpe)
 
 
-def command(*args, **env) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "lm", *map(str, args)],
-        cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
 @pytest.mark.slow  # two commands and a training
 def test_the_command_and_a_run_after_it(tmp_path):
     env = {cache.VARIABLE: str(tmp_path / "cache")}
     tiny = "configs/tiny/lm.yaml"
-    first = command("prepare", tiny, **env)
+    first = fprnn("prepare", tiny, **env)
     assert first.returncode == 0, first.stderr
     assert "made in" in first.stdout and str(tmp_path / "cache" / "corpus-") in first.stdout
     assert not list((ROOT / "runs").glob("tiny/data"))
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
-    again = command("prepare", tiny, "train.steps=9", **env)
+    again = fprnn("prepare", tiny, "train.steps=9", **env)
     assert "there already, verified in" in again.stdout
-    run = command("train", "--config", tiny, f"out_dir={tmp_path / 'runs'}", "train.steps=1", **env)
+    run = fprnn("train", "--config", tiny, f"out_dir={tmp_path / 'runs'}", "train.steps=1", **env)
     assert run.returncode == 0, run.stderr
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
     assert [p.name for p in (tmp_path / "runs/tiny/data").iterdir()] == ["corpus.json"]
-    refused = command("prepare", tiny, "data.cache=null", **env)
+    refused = fprnn("prepare", tiny, "data.cache=null", **env)
     assert refused.returncode == 65 and "data.cache is null" in refused.stderr
 
 
@@ -489,7 +482,7 @@ def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     text = (ROOT / "configs/tiny/lm.yaml").read_text()
     sweep.write_text(text + "sweep:\n  optim.lr: [1e-3, 2e-3]\n  data.leading_eos: [true, false]\n")
-    done = command("prepare", sweep, **{cache.VARIABLE: str(tmp_path / "cache")})
+    done = fprnn("prepare", sweep, **{cache.VARIABLE: str(tmp_path / "cache")})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("made in") == 2 and len(entries(tmp_path / "cache")) == 2
     assert len(entries(tmp_path / "cache", "tokenizer")) == 1

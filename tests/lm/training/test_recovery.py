@@ -14,15 +14,14 @@ from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEM
 from lm.model.checksums import sha256
 from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, ROOT, fprnn, losses, run
+from tests.running import ENV, FORKS, ROOT, fprnn, losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def faulty(fault, *args, timeout=120):
     """A command with a fault in it → CompletedProcess."""
-    full = [sys.executable, "-m", "tests.faults", fault, *map(str, args)]
-    return subprocess.run(full, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
+    return FORKS.run("tests.faults", [fault, *args], timeout)
 
 
 def trace(records):
