@@ -45,6 +45,7 @@ from .loss import (
     targets_of,
 )
 from .lstm import LSTM
+from .mixer_base import Mixer
 from .mixers import nrm
 from .names import initialise_once, let_be_known
 from .noise import gaussian
@@ -68,6 +69,7 @@ _TRAVELS = (
     implicit_gradient,
     FPRNN,
     Rule,
+    Mixer,
     nrm,
     selective_scan,
     finish,

@@ -28,7 +28,10 @@ configs:
     path: sample/10BT/*
 ---
 """
-OPENING = "from lm.config.load import Data, Config; from lm.data.sources.open import *\n"
+OPENING = (
+    "from lm.config.data import Data; from lm.config.schema import Config;"
+    " from lm.data.sources.open import *\n"
+)
 
 
 def run(code: str, home: Path, **env: str) -> tuple[str, float]:

@@ -226,7 +226,7 @@ def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
 
 SHARED = """
 import subprocess
-program = "import sys; from lm.config.load import Data; "
+program = "import sys; from lm.config.data import Data; "
 program += "from lm.data.sources.open import documents; "
 program += "data = Data(source='fineweb', download=sys.argv[1]); "
 program += "print(len(list(documents(data, (int(sys.argv[2]), 3)))))"
