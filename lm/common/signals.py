@@ -37,7 +37,8 @@ class StopSignals:
     def _ask(self, number, _):
         self.asked = True
         name = signal.Signals(number).name
-        os.write(2, f"{name}: saves and stops after this update (Ctrl-C: at once)\n".encode())
+        said = f"{name}: saves and stops after this update (press again to quit unsaved)\n"
+        os.write(2, said.encode())
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         if signal.SIGINT in self._before:

@@ -22,12 +22,12 @@ def sha256(path: Path, once: bool = False) -> str:
     Args:
         once: where the file looks as it did when this process read it, it is not read again.
     """
-    before = _looks(path)
+    before = _fingerprint(path)
     if once and before in _read:
         return _read[before]
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if _looks(path) == before:
+    if _fingerprint(path) == before:
         _read[before] = digest
     return digest
 
@@ -35,7 +35,7 @@ def sha256(path: Path, once: bool = False) -> str:
 def trust(folder: Path, sums: Mapping[str, str]) -> None:
     """Take these for the checksums of files that were just written, until they change."""
     for name, digest in sums.items():
-        _read[_looks(folder / name)] = digest
+        _read[_fingerprint(folder / name)] = digest
 
 
 def difference(folder: Path, sums: Mapping[str, str], once: bool = False) -> str:
@@ -104,6 +104,6 @@ def forget(folder: Path | str) -> None:
         path.unlink()
 
 
-def _looks(path: Path) -> tuple[int, ...]:
+def _fingerprint(path: Path) -> tuple[int, ...]:
     stat = os.stat(path)
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -155,18 +155,18 @@ class FixedPointBlock(nn.Module):
         return conv(x, segments, tail)
 
     def _of_parameters(self):
-        """What all that is kept is made of (see state.Kept); None: of more than parameters."""
+        """What a state.WeightCache is made of; None: of more than parameters."""
         layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
         found = parameters_of(layers, (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")
         return found if found is None or rates is None else [*found, rates]
 
     def _of_y(self, name, y, kept):
-        """One of the maps of sh(y), of y. kept: see state.Kept."""
+        """One of the maps of sh(y), of y. kept: see state.WeightCache."""
         layer = getattr(self, name)
         if kept is None:
             return layer(y)
-        return F.linear(y, *kept.once(name, lambda: affine_map(layer, y)))
+        return F.linear(y, *kept.get_or_make(name, lambda: affine_map(layer, y)))
 
     def _tail(self, x, seqs, index=0):
         """The last inputs of the convolution over x, None unless they will be needed."""
@@ -478,7 +478,7 @@ class FixedPointBlock(nn.Module):
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))
         if seqs.kept is not None:
-            seqs = seqs._replace(kept=seqs.kept.of(self._of_parameters()))
+            seqs = seqs._replace(kept=seqs.kept.valid_for(self._of_parameters()))
         if self._through_time(u, c):
 
             def solve(u):
@@ -492,7 +492,7 @@ class FixedPointBlock(nn.Module):
         stats = stats._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
-        else:  # the paper's procedure has counted, by its own tolerance: that is not ℓ*
+        else:  # this count used the run's tolerance; ℓ* is defined at 0.1
             stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
         return (out, stats, end) if seqs.return_state else (out, stats)
 

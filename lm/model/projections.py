@@ -59,7 +59,7 @@ def side_by_side(
 
     Args:
         like: (b,l,d) what the mixer mixes: its dtype is that of raw.
-        kept: a state.Kept for the joined maps, or None.
+        kept: a state.WeightCache for the joined maps, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
     raw = torch.cat([projection.from_x.to(like.dtype) for projection in ordered], -1)

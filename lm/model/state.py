@@ -120,11 +120,11 @@ class FPRNNCache:
 
     def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length
-        self._kept: dict[int, Kept] = {}  # of every layer
+        self._kept: dict[int, WeightCache] = {}  # of every layer
 
-    def kept(self, layer: int) -> "Kept":
-        """The Kept of a layer."""
-        return self._kept.setdefault(layer, Kept())
+    def kept(self, layer: int) -> "WeightCache":
+        """The WeightCache of a layer."""
+        return self._kept.setdefault(layer, WeightCache())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is loaded elsewhere, has other parameters."""
@@ -152,7 +152,7 @@ class FPRNNCache:
         )
 
 
-class Kept:
+class WeightCache:
     """What a block makes of its parameters alone (materialised and joined weights), kept from one
     pass with a cache to the next as long as these stay as they are."""
 
@@ -163,7 +163,7 @@ class Kept:
     def __init__(self) -> None:
         self._marks, self._views, self._made = None, (), {}
 
-    def of(self, parameters: list[torch.Tensor] | None) -> "Kept | None":
+    def valid_for(self, parameters: list[torch.Tensor] | None) -> "WeightCache | None":
         """This, emptied where a parameter is not as it was; None where nothing may be kept.
 
         parameters: of which things are made; None: of something else as well.
@@ -179,16 +179,16 @@ class Kept:
             self._made = {}
         return self
 
-    def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
+    def get_or_make(self, name: Hashable, make: Callable[[], Any]) -> Any:
         """What `make()` gives, or gave before."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
 
-def once(kept: Kept | None, name: Hashable, make: Callable[[], Any]) -> Any:
-    """`kept.once`, where something may be kept. kept: Kept or None."""
-    return make() if kept is None else kept.once(name, make)
+def once(kept: WeightCache | None, name: Hashable, make: Callable[[], Any]) -> Any:
+    """`kept.get_or_make`, where something may be kept. kept: WeightCache or None."""
+    return make() if kept is None else kept.get_or_make(name, make)
 
 
 class Solving(NamedTuple):
@@ -209,7 +209,7 @@ class Sequences(NamedTuple):
     state: BlockState | None = None  # what the tokens before the first left behind
     return_state: bool = False  # the block returns its BlockState as well
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
-    kept: Kept | None = None  # what the block need not make of its parameters again
+    kept: WeightCache | None = None  # what the block need not make of its parameters again
     solving: Solving = Solving()
     adjoint_norm: torch.Tensor | None = None  # (b,) which the backward fills: FixedPointStats
 

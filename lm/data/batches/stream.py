@@ -127,7 +127,7 @@ class StreamLoader:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of its sources: there is one."""
+        """Sampling share per source."""
         return {"": 1.0}
 
     @property

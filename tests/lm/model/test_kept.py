@@ -10,7 +10,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import parameters_of
 from lm.model.mixers import Mixer
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Kept, Sequences, last, once
+from lm.model.state import Sequences, WeightCache, last, once
 
 BLOCKS = [
     {},
@@ -99,9 +99,9 @@ def test_nothing_is_kept_where_gradients_are_on():
 def test_parameters_that_count_no_changes_keep_nothing():
     with torch.inference_mode():
         layer = nn.Linear(2, 3)
-        assert Kept().of(parameters_of([layer], ())) is None
+        assert WeightCache().valid_for(parameters_of([layer], ())) is None
     with torch.no_grad():
-        assert Kept().of(parameters_of([nn.Linear(2, 3)], ())) is not None
+        assert WeightCache().valid_for(parameters_of([nn.Linear(2, 3)], ())) is not None
         assert parameters_of([nn.Sequential(layer)], (Mixer,)) is None
     assert once(None, "x", lambda: 3) == 3
 
