@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 SOLVED = 0.9  # of the headline metric: a length counts as solved
 NOT_LEARNED = {"ls": (0, (1, 2)), "mfc": "none", "alpha": 0.6}  # how ℓ* of such a model is drawn
 DASHES = {TOKEN_BY_TOKEN: "--"}
+WIDE = 100  # times the shortest length, above which lengths are drawn by their logarithm
 
 
 def longest_solved(values: dict[int, float]) -> int:
@@ -85,6 +86,11 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
             ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
         ax.set_xlabel("test length (tokens)")
         ax.grid(alpha=0.3)
+        lengths = [
+            length for run in of_panel for length in over_lengths(run.result["eval"], metric)
+        ]
+        if max(lengths) > WIDE * min(lengths):
+            ax.set_xscale("log", base=2)
         limit_height(ax, metric, values)
     axes[0].set_ylabel(words(metric))
     drawing.add_legend(axes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lm.config.load import Variant
 from synthetic.config import Config, Model
 
 _NAMES = {
@@ -42,7 +43,9 @@ def model_label(cfg: Config, point: dict[str, Any]) -> str:
         drawn = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
         parts.append(f"ℓmax {drawn if cfg.train.max_iters == 'gamma' else cfg.train.max_iters}")
     for key, value in point.items():
-        if key not in ("train.max_iters", "seed") and not key.startswith(("model.", "task.")):
+        if isinstance(value, Variant):
+            parts.append(value.name)
+        elif key not in ("train.max_iters", "seed") and not key.startswith(("model.", "task.")):
             parts.append(f"{key.rpartition('.')[2]} {value}")
     return ", ".join(parts)
 

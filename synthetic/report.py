@@ -48,6 +48,13 @@ class Report:
 
 
 REPORTS = {
+    "demo": Report(
+        "State tracking",
+        "Words of S3, trained on up to 16 letters",
+        "FP-Mamba follows a state that Mamba cannot",
+        curves,
+        minutes=3,
+    ),
     "fig1": Report(
         "Fig. 1",
         "Length generalisation by ℓmax in training",
@@ -201,10 +208,11 @@ def expand(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
 
 
 def _flat(point: dict[str, Any]) -> dict[str, Any]:
-    """{"model": {"name": "mamba"}} → {"model.name": "mamba"}."""
+    """{"model": {"name": "mamba"}} → {"model.name": "mamba"}; a variant, which has a name of its
+    own, stays one."""
     flat: dict[str, Any] = {}
     for key, value in point.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not isinstance(value, base.Variant):
             flat |= {f"{key}.{below}": v for below, v in value.items()}
         else:
             flat["model.name" if key == "model" else key] = value

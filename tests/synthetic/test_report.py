@@ -336,7 +336,7 @@ def test_the_overview_counts_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["fig99"], "no report `fig99`: there are fig1, "),
+        (["fig99"], "no report `fig99`: there are demo, fig1, "),
         (["fig1", "--config", "nowhere.yaml"], "at nowhere.yaml: name the YAML of its sweep with"),
         (["fig1", "task.groop=S3"], "unknown key `task.groop`"),
     ],
