@@ -174,7 +174,8 @@ def table(seen: list[Status]) -> Table:
     out.caption = summary if len(seen) > 1 else None
     short = short_names([status.run_dir for status in seen])
     for name in cells(seen[0]):
-        out.add_column(name, justify="right" if name in RIGHT else "left")
+        # Narrow terminals break what is long; nothing is cut.
+        out.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
     for status in seen:
         shown = cells(status) | {"run": short[status.run_dir]}
         styles = {"state": COLOURS[status.state]}

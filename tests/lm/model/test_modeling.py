@@ -189,7 +189,7 @@ def test_initialisation_is_mambas():
     assert (block.mixer.alpha_proj.bias == 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lstm"])  # it has no out_proj
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     """Kaiming's, over √n_layer; and what is loaded is not scaled again."""
     block = kind if kind in FIXED_POINT else "fp_mamba1"

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lm.cli.main import main
+from lm.common.console import say
 from lm.common.errors import BAD_CONFIG
 from lm.runs import status
 from tests.conftest import ROOT
@@ -72,7 +73,7 @@ def records(*values):
     return "".join(json.dumps(v) + "\n" for v in values)
 
 
-def test_a_point_of_each_state_and_the_table(sweep, capsys):
+def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
     sweep.write(0, result_json=RESULT, metrics_jsonl=records({"step": 8, "loss": 2.4}))
     sweep.write(
         1,
@@ -95,6 +96,7 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys):
     assert failed.text == "stopped at update 3: the loss is nan"
     assert (absent.step, absent.steps, absent.seen_s, absent.text) == (None, None, None, "")
 
+    monkeypatch.setattr(say.console, "width", 160)
     assert main(["status", str(sweep.config)]) == 0
     shown = capsys.readouterr().out
     for words in (
