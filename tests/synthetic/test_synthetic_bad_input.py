@@ -226,7 +226,7 @@ def test_every_number_has_a_range_that_its_help_states():
         (["eval", "run", "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
         (["eval", "run", "--lengths", "48:2"], "argument --lengths: `48:2` goes down from 48 to 2"),
         (["eval", "run", "--lengths", ""], "argument --lengths: `` must be a length"),
-        (["report", "nope"], "no report `nope`: there are fig1"),
+        (["report", "nope"], "no report `nope`: there are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run holds no trained model"),
         (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
