@@ -23,7 +23,8 @@ from lm.common.errors import UserError
 # exported model carries a scan.py of its own, which may be older or newer than what is installed.
 INTERFACE = ("fprnn-kernels", 2)
 
-# backend → operation → its module. An operation that a backend lacks is computed by another.
+# backend → operation → its module, the backend to be preferred first. An operation that a backend
+# lacks is computed by another.
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
@@ -33,12 +34,14 @@ MODULES = {
     },
     "triton": {
         "selective_scan": "triton.scan",
-        "ssd_scan": "triton.ssd",
         "step": "triton.step",
-        "short_conv": "triton.conv",
         "roots": "triton.roots",
     },
-    "mamba_ssm": {"selective_scan": "mamba_ssm.scan", "ssd_scan": "mamba_ssm.ssd"},
+    "mamba_ssm": {
+        "selective_scan": "mamba_ssm.scan",
+        "ssd_scan": "mamba_ssm.ssd",
+        "short_conv": "mamba_ssm.conv",
+    },
 }
 Result = TypeVar("Result")
 OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots")
@@ -161,10 +164,6 @@ def _find(operation, device_type, dtype, grad, name):
         if not (dtype == torch.float64 and backend in NO_DOUBLE)
         and not (grad and (backend, operation) in NO_GRADIENT)
     ]
-    if len(found) > 1 and found[0][0] != name:
-        from lm.kernels import fastest
-
-        found = apart(functools.partial(fastest.first, operation, found))
     return tuple(module for _, module in found)
 
 

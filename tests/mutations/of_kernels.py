@@ -8,8 +8,6 @@ CPU_STEP = "lm/kernels/cpu/step.cpp"
 CPU_VECTOR = "lm/kernels/cpu/vector.h"
 SCAN = "lm/kernels/triton/scan.py"
 STEP = "lm/kernels/triton/step.py"
-SSD = "lm/kernels/triton/ssd.py"
-CONV = "lm/kernels/triton/conv.py"
 CPU_ROOTS = "lm/kernels/cpu/roots.cpp"
 ROOTS = "lm/kernels/triton/roots.py"
 TESTS = "tests/lm/kernels/"
@@ -24,7 +22,6 @@ def triton(file, *tests):
 
 
 WHOLE_SCAN = triton("scan", "test_whatever_is_left_out")
-WHOLE_SSD = triton("ssd", "test_whatever_is_left_out")
 
 MUTATIONS = [
     # Compiled for the CPU.
@@ -179,38 +176,12 @@ MUTATIONS = [
         'dgate = activate(load(z, row, z_row, col, mask), "silu")',
         triton("step", "test_finish[7-48-gate-layer]"),
     ),
-    # Triton: Mamba-2's scan and the convolution.
+    # The packages of others.
     Mutation(
-        "Triton SSD: Δ missing within a chunk",
-        SSD, "scores *= _between(log, resets, CHUNK) * dt_c[None, :]",
-        "scores *= _between(log, resets, CHUNK)",
-        WHOLE_SSD,
-    ),
-    Mutation(
-        "Triton SSD: the entering state reaches past a reset",
-        SSD, "tl.where(resets == 0, tl.exp(log), 0.0)", "tl.exp(log)",
-        WHOLE_SSD,
-    ),
-    Mutation(
-        "Triton SSD: pairs counted with the wrong sign in the gradient of Δ A",
-        SSD, "started += tl.sum(pairs, 1) - tl.sum(pairs, 0)",
-        "started += tl.sum(pairs, 0) - tl.sum(pairs, 1)",
-        WHOLE_SSD,
-    ),
-    Mutation(
-        "Triton SSD: what passes a whole chunk is not in the gradient of Δ A",
-        SSD, " + over_c * through", "",
-        WHOLE_SSD,
-    ),
-    Mutation(
-        "Triton conv: the taps in reverse",
-        CONV, "weight + col * K + K - 1 - lag", "weight + col * K + lag",
-        triton("step", "test_short_conv[2-7-48-whole-fresh]"),
-    ),
-    Mutation(
-        "Triton conv: the gradient crosses documents",
-        CONV, "g = tl.where(_same(segments, batch, at + lag, at, length), g, 0.0)", "g = g",
-        triton("step", "test_short_conv[2-7-48-documents-fresh]"),
+        "causal-conv1d: documents are one text",
+        "lm/kernels/mamba_ssm/conv.py", "None if segments is None else segments.to(torch.int32)",
+        "None if segments is None else 0 * segments.to(torch.int32)",
+        (f"{TESTS}test_mamba_ssm.py::test_the_short_convolution",),
     ),
     Mutation(
         "mamba-ssm: a reset is one token late",

@@ -1,1 +1,1 @@
-"""mamba-ssm's kernels, where that package is installed."""
+"""mamba-ssm's and causal-conv1d's kernels, where these packages are installed."""

@@ -1,5 +1,8 @@
 """mamba-ssm's chunked scan of Mamba-2, in Triton, behind the signature of lm.model.scan's."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -8,7 +11,6 @@ from triton.runtime.errors import OutOfResources
 
 from lm.kernels import Unsupported
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton import ssd as triton_ssd
 
 CHUNK = 256  # that of Mamba-2
 # What its matrix products in TF32 may be off by. They are allowed where PyTorch's own may be.
@@ -23,8 +25,29 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check(device) -> float:
+    """How far it is from a loop over time, gradients included, on a small problem of several
+    chunks: the `deviation`."""
     exact = torch.get_float32_matmul_precision() == "highest"
-    return triton_ssd.self_check(ssd_scan, torch.float32, 1e-4 if exact else TF32)
+    x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
+    B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
+    dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
+    inputs = [t.requires_grad_() for t in (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))]
+    keep = (torch.arange(66.0) % 40 != 20)[None]
+    scan: Callable[..., Any] = ssd_scan
+    ours = scan(*inputs, keep)
+    x, dt, A, B, C, S = again = [t.detach().requires_grad_() for t in inputs]
+    ys = []
+    for t in range(66):
+        u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
+        decay = keep[:, t, None] * torch.exp(dt[:, t] * A)
+        S = decay[..., None, None] * S + u * B[:, t].unsqueeze(-2)
+        ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
+    results = [
+        (y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves))
+        for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), again))
+    ]
+    ours, theirs = results
+    return triton_build.deviation(ours, theirs, 1e-4 if exact else TF32)
 
 
 def ssd_scan(

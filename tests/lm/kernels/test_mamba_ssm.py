@@ -13,12 +13,13 @@ pytest.importorskip("triton")
 from lm import kernels
 from lm.kernels import Unsupported
 from lm.kernels.triton import build as triton_build
-from lm.model.scan import selective_scan_plain, ssd_decays, ssd_scan
+from lm.model.scan import causal_conv, selective_scan_plain, ssd_decays, ssd_scan
 from tests.kernels import assert_close
 from tests.oracles import scan_inputs, sequential_scan
 
 PACKAGE = "mamba_ssm"
 NAMES = ("", ".ops", ".ops.triton", ".ops.selective_scan_interface", ".ops.triton.ssd_combined")
+CONV = "causal_conv1d"
 
 
 def selective_scan_fn(u, delta, A, B, C, return_last_state=False):
@@ -43,6 +44,22 @@ def mamba_chunk_scan_combined(
     return ssd_scan(x, dt, A, B, C, initial_states, keep, decays=ssd_decays(dt, A, keep))
 
 
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
+    activation=None,
+):  # fmt: skip
+    """Channels before time; with documents or a state the real one wants channels last."""
+    d, k = x.shape[1], weight.shape[-1]
+    assert weight.shape == (d, k) and activation == "silu" and not return_final_states
+    assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x[:, 0].shape)
+    assert seq_idx is None or initial_states is None
+    assert x.stride(1) == 1 and (initial_states is None or initial_states.stride(1) == 1)
+    segments = None if seq_idx is None else seq_idx.long()
+    before = None if initial_states is None else initial_states.transpose(1, 2)
+    y = causal_conv(x.transpose(1, 2), weight.unsqueeze(1), bias, segments, before)
+    return torch.nn.functional.silu(y).transpose(1, 2)
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """The package; adapters are imported anew while it is there."""
@@ -51,7 +68,10 @@ def stand_in(monkeypatch):
     modules[NAMES[4]].mamba_chunk_scan_combined = mamba_chunk_scan_combined
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, PACKAGE + name, module)
-    adapters = ("lm.kernels.mamba_ssm.scan", "lm.kernels.mamba_ssm.ssd")
+    modules[CONV] = types.ModuleType(CONV)
+    modules[CONV].causal_conv1d_fn = causal_conv1d_fn
+    monkeypatch.setitem(sys.modules, CONV, modules[CONV])
+    adapters = [f"lm.kernels.mamba_ssm.{name}" for name in ("scan", "ssd", "conv")]
     for name in adapters:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield modules
@@ -107,6 +127,45 @@ def test_the_chunked_scan(stand_in, with_h0, with_keep):
     assert_close(results(scan, tensors, keep), results(ssd_scan, tensors, keep), 1e-5)
     with pytest.raises(Unsupported, match=r"torch\.float64"):
         scan(**{k: v.double() for k, v in tensors.items()})
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("given", ["nothing", "documents", "before", "bias"])
+def test_the_short_convolution(stand_in, given, taps):
+    r = torch.Generator().manual_seed(0)
+    shapes = dict(x=(2, 9, 8), weight=(8, 1, taps))
+    shapes |= dict(bias=(8,)) if given == "bias" else {}
+    shapes |= dict(before=(2, taps - 1, 8)) if given == "before" else {}
+    tensors = {name: torch.randn(*shape, generator=r) for name, shape in shapes.items()}
+    options = {} if given == "bias" else {"bias": None}
+    if given == "documents":
+        options["segments"] = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3, 3]).expand(2, 9)
+
+    def value_and_gradients(conv):
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+        y = conv(**leaves, **options)
+        (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+        return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+    conv = adapter("conv").short_conv
+    plain = value_and_gradients(lambda **args: torch.nn.functional.silu(causal_conv(**args)))
+    assert_close(value_and_gradients(conv), plain, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(x=torch.ones(1, 3, 8, dtype=torch.float64)), r"torch\.float64"),
+        (dict(x=torch.ones(1, 3, 7), weight=torch.ones(7, 1, 4)), "that 8 divides"),
+        (dict(weight=torch.ones(8, 1, 5)), "k = 5"),
+        (dict(x=torch.ones(1, 0, 8)), r"\(1, 0, 8\)"),
+        (dict(segments=torch.zeros(1, 3).long(), before=torch.ones(1, 3, 8)), "not both"),
+    ],
+)
+def test_what_the_convolution_does_not_take_is_unsupported(stand_in, change, said):
+    given = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
+    with pytest.raises(Unsupported, match=said):
+        adapter("conv").short_conv(**given)
 
 
 def test_what_does_not_fit_the_gpu_is_unsupported(stand_in):

@@ -14,14 +14,11 @@ from torch.func import functional_call
 pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
-from lm.kernels.triton import conv as triton_conv
 from lm.kernels.triton import step as triton_step
 from lm.kernels.triton.build import INTERPRETED
-from lm.kernels.triton.conv import short_conv
 from lm.kernels.triton.step import finish, finish_residual, mix, normalise
 from lm.model.blocks import RMSNorm
 from lm.model.mixers import MixerWeights, Reflections, nrm
-from lm.model.scan import causal_conv
 from lm.model.solver import token_residual
 from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
 
@@ -33,7 +30,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def poisoned():
     """What torch.empty returns is full of NaN throughout this file."""
-    skip_where_missing(triton_step, triton_conv)
+    skip_where_missing(triton_step)
     with poisoned_memory():
         yield
 
@@ -313,59 +310,6 @@ def test_an_infinite_iterate_has_an_infinite_residual():
     assert residual.isinf().tolist() == [[False, True]] and not residual.isnan().any()
 
 
-# short_conv
-
-
-def plain_conv(x, weight, bias, segments, before):
-    if segments is None:
-        return F.silu(causal_conv(x, weight, bias, None, before))
-    return F.silu(causal_conv(x, weight, bias, segments, before))
-
-
-def conv_inputs(b, length, d, k=4, bias=True, before=False, dtype=torch.float32):
-    r = Random()
-    return {
-        "x": r.slice(b, length, d, dtype=dtype),
-        "weight": r(d, 1, k, dtype=dtype),
-        "bias": r(d, dtype=dtype) if bias else None,
-        "before": r.slice(b, k - 1, d, dtype=dtype) if before else None,
-    }
-
-
-def check_conv(inputs, segments=None, tol=1e-5, spread=False):
-    compare(
-        lambda **t: short_conv(**t, segments=segments),
-        lambda **t: plain_conv(**t, segments=segments),
-        inputs, tol, spread,
-    )  # fmt: skip
-
-
-def documents(b, length):
-    starts = torch.rand(b, length, generator=torch.Generator().manual_seed(3)) > 0.6
-    return starts.cumsum(1).to(DEVICE)
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["fresh", "before"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "documents"])
-@pytest.mark.parametrize("b, length, d", [(2, 1, 5), (2, 7, 1), (2, 7, 48), (1, 70, 65)])
-def test_short_conv(before, split, b, length, d):
-    segments = documents(b, length) if split else None
-    check_conv(conv_inputs(b, length, d, before=before), segments)
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_short_conv_of_other_widths(k):
-    check_conv(conv_inputs(2, 7, 5, k, bias=False), documents(2, 7))
-    if k > 1:
-        check_conv(conv_inputs(2, 7, 5, k, before=True), spread=True)
-
-
-def test_short_conv_of_narrow_inputs():
-    check_conv(conv_inputs(2, 7, 48, before=True, dtype=BF16), documents(2, 7), TOL[BF16])
-    x = conv_inputs(2, 7, 48, dtype=BF16)
-    assert short_conv(x["x"], x["weight"].float(), None).dtype == BF16
-
-
 # what all share
 
 
@@ -406,7 +350,6 @@ def test_in_inference_mode():
         y = mix(**inputs, rank=2, scale=2.0, eps=1e-5, act="silu", sequential=True)
         g, residual = finish_residual(**finish_inputs(1, 3, 5), eps=1e-5, kind="layer", y=y)
         assert residual.isfinite().all() and normalise(g, 1, 1e-5).isfinite().all()
-        assert short_conv(y, torch.ones(5, 1, 4, device=DEVICE), None).isfinite().all()
 
 
 def everything(b, length, d, rank, n, dtype):
@@ -429,12 +372,6 @@ def everything(b, length, d, rank, n, dtype):
         yield (
             lambda **t: finish(**t, **o), lambda **t: plain_finish(**t, **o),  # noqa: B023
             finish_inputs(b, length, d, kind, dtype=dtype), TOL[dtype],
-        )  # fmt: skip
-    for before, segments in ((False, None), (True, documents(b, length))):
-        yield (
-            lambda **t: short_conv(**t, segments=segments),  # noqa: B023
-            lambda **t: plain_conv(**t, segments=segments),  # noqa: B023
-            conv_inputs(b, length, d, before=before, dtype=dtype), TOL[dtype],
         )  # fmt: skip
 
 
@@ -461,8 +398,7 @@ def launches(monkeypatch):
         if case not in of_module:
             of_module.append(case)
 
-    for module in (triton_step, triton_conv):
-        monkeypatch.setattr(module, "launch", record)
+    monkeypatch.setattr(triton_step, "launch", record)
     return cases
 
 
@@ -491,7 +427,6 @@ def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
     inputs = mix_inputs(1, 3, 48, 1)
     with_gradients(lambda x, **t: mix(x=x, **inputs, **options), {"x": inputs.pop("x")})
     with_gradients(lambda v: normalise(v, 3, 1e-5), {"v": Random()(1, 3, 15)})
-    with_gradients(short_conv, conv_inputs(1, 7, 48, bias=False))
     o = {"eps": 1e-5, "kind": "layer"}
     inputs = finish_inputs(1, 3, 4096, gate=False)
     with_gradients(lambda **t: finish(**t, **o), inputs)
@@ -500,7 +435,7 @@ def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
     finish_residual(**inputs, **o, y=y)
 
     launched = {case["kernel"] for of_module in cases.values() for case in of_module}
-    assert launched == kernels(triton_step, triton_conv)
+    assert launched == kernels(triton_step)
     for module, of_module in cases.items():
         assert compile_for_gpus(module, of_module) == {}
 
