@@ -1,8 +1,9 @@
 """docs/config.md from the schema: `python -m tests.config_page` writes keys, types and defaults.
 
 Every section of the schema has a table in the page, under a heading with its dotted name. Keys,
-types and defaults are the schema's; what a key means is written in the page alone, by hand, and
-kept. A default that says the same in other words (4e-3 for 0.004) stays as it is written.
+types and defaults are the schema's. What a key of the model and its solver means is said in
+lm/model/fields.py; of the others it is written in the page alone, by hand, and kept. A default that
+says the same in other words (4e-3 for 0.004) stays as it is written.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import annotated_types as at
 import yaml
 from pydantic.fields import FieldInfo
 
-from lm.config.model import Section
+from lm.config.model import Model, Section, Solver
 from lm.config.schema import Config
 from lm.config.yaml_text import Loader
+from lm.model.fields import ARCHITECTURE, SOLVER
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"
 HEAD = "| key | type | default | meaning |"
@@ -43,10 +45,8 @@ def sections(section: Section, prefix: str = "") -> dict[str, Section]:
 
 def kind(field: FieldInfo) -> str:
     """What a field takes, as the page says it."""
-    described = field.description
-    if described and any(getattr(m, "pattern", None) for m in field.metadata):
-        names = re.split(r", | or ", described.partition(" (")[0])
-        return ", ".join(f"`{name}`" for name in names)
+    if field.description and field.annotation is str:
+        return ", ".join(f"`{form}`" for form in field.description.split(", "))
     return ", ".join(dict.fromkeys(_kinds(field.annotation, list(field.metadata))))
 
 
@@ -95,6 +95,15 @@ def default(value: Any, written: str | None) -> str:
     return json.dumps(value) if not isinstance(value, str) else value
 
 
+def meanings(section: Section) -> dict[str, str]:
+    """What the fields of a model and its solver mean, with links for the pages they name."""
+    tables = {Model: ARCHITECTURE, Solver: SOLVER}
+    return {
+        name: re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", field.meaning)
+        for name, field in tables.get(type(section), {}).items()
+    }
+
+
 def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) -> list[str]:
     """The rows of a section's table.
 
@@ -106,9 +115,11 @@ def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) 
     names = [name for name in order if name in leaves]
     names += [name for name in leaves if name not in names]
     dumped = section.model_dump(mode="json")
+    of_the_model = meanings(section)
     lines = []
     for name in names:
         written, meaning = rows.get(name, (None, MISSING))
+        meaning = of_the_model.get(name, meaning)
         value = default(dumped[name], written)
         lines.append(f"| `{name}` | {kind(fields[name])} | `{value}` | {meaning} |")
     return lines

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lm.cli import main as lm_cli
 from lm.config import load as config
-from lm.model.configuration_fprnn import GRADIENTS, SCHEDULES
+from lm.model.fields import GRADIENTS, SCHEDULES
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests.test_house import ROOT, relative, repository_files

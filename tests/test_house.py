@@ -25,9 +25,9 @@ ROOMS = (
     "lm.data.corpus",
     "lm.data.sources",
     "lm.runs",
+    "lm.config",
     "lm.model",
     "lm.kernels",
-    "lm.config",
     "lm.common",
 )
 DOORS = ("lm", "lm.__main__", "lm.data", "synthetic.__main__")  # what is in no room

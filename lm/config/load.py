@@ -25,6 +25,9 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 REMOVED = {
     "data.packing": "plain",
     "model.backend": "auto",
+    "model.position": "rope",
+    "model.attention_window": None,
+    "model.allow_neg_eigval": "auto",
     "solver.jacobian_reg": 0.0,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,

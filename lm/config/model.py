@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import pydantic
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
-    PositiveFloat,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE
+from lm.model.fields import ARCHITECTURE, SOLVER, Choice, Field, Number, Parsed, Switch
 
 
 class Section(BaseModel):
@@ -48,13 +51,11 @@ class Section(BaseModel):
         return value
 
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Fraction1 = Annotated[float, Field(ge=0, le=1)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1)]
-# Far above what a machine holds, and far below what no tensor can have.
-Size = Annotated[int, Field(gt=0, le=65_536)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+OpenFraction = Annotated[float, pydantic.Field(gt=0, lt=1)]
+Fraction1 = Annotated[float, pydantic.Field(ge=0, le=1)]
+Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # above it, more than a machine holds
+Count = Annotated[int, pydantic.Field(ge=0)]
 
 
 def registered_mixers() -> list[str]:
@@ -73,11 +74,42 @@ def _built_in_mixers() -> list[str]:
     return [name for names in decorators for name in re.findall(r'"(\w+)"', names)]
 
 
-class Model(Section):
-    """The architecture. Field names and defaults are those of `FPRNNConfig` (a test compares them),
-    as those of Solver are; the other names are short for a pattern of layers
-    (docs/baselines.md)."""
+def section_of(fields: dict[str, Field], base: type[Section], name: str) -> Any:
+    """A Section with the fields of a table of lm/model/fields.py, after those of `base`."""
+    of_pydantic: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
+    return create_model(name, __base__=base, **of_pydantic)
 
+
+def _annotation(field: Field) -> Any:
+    """What pydantic calls the values that a field can have."""
+    annotation: Any = str  # of Anything: the class below says which text
+    match field.takes:
+        case Choice(names):
+            annotation = Literal[names]
+        case Switch():
+            annotation = bool
+        case Number(least, most, open, whole):
+            above = "gt" if open in ("left", "both") else "ge"
+            below = "lt" if open in ("right", "both") else "le"
+            ends: Any = {above: least} | ({} if most == math.inf else {below: most})
+            annotation = Annotated[int if whole else float, pydantic.Field(**ends)]
+        case Parsed(parse, forms):
+            described = pydantic.Field(description=", ".join(forms))
+            annotation = Annotated[str, described, pydantic.AfterValidator(_read_by(parse))]
+    for other in field.or_else:
+        annotation = annotation | (None if other is None else Literal[other])
+    return Annotated[annotation, FREE] if field.free else annotation
+
+
+def _read_by(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    def read(text):
+        parse(text)
+        return text
+
+    return read
+
+
+class _Named(Section):
     name: Literal[
         "fprnn",
         "mamba",
@@ -88,53 +120,18 @@ class Model(Section):
         "deltaproduct",
         "gated_deltaproduct",
     ] = "fprnn"
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)] | Literal["auto"] = (
+    vocab_size: Annotated[int, pydantic.Field(gt=0, le=2**24)] | Literal["auto"] = (
         "auto"  # auto: the tokenizer's, rounded up to 8
     )
-    d_model: Size = 768
-    n_layer: int = Field(12, gt=0, le=10_000)
-    d_state: Size = 16
-    expand: Size = 2
-    dt_rank: Size | Literal["auto"] = "auto"
-    d_conv: Size = 4
-    norm_epsilon: float = Field(1e-5, gt=0)
-    rms_norm: bool = True
-    residual_in_fp32: bool = True
-    tie_embeddings: bool = True
-    bias: bool = False
-    block: Literal["fp_mamba1", "fp_mamba2", "fp_rnn"] = "fp_mamba1"
+
+
+class Model(section_of(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[misc]
+    """The architecture: fields of FPRNNConfig. The names besides `fprnn` are short for a pattern of
+    layers (docs/baselines.md)."""
+
     # another pattern than n_layer times `block`: "mamba*3 fp_mamba1", or a list with options
     layers: str | list[str | dict[str, dict[str, Any]]] | None = None
-    headdim: Size = 64  # of fp_mamba2
-    ngroups: Size = 1
-    mixer: str = "householder"  # a registered name, or module:Class
-    mixer_rank: Size = 1
-    mixer_proj_rank: Size | None = None
-    mixer_act: Literal["silu", "relu", "identity"] = "silu"
-    mixer_gate_start: float = Field(0.0, ge=-20, le=20)
-    eigen_range: Literal["signed", "positive"] = "signed"
-    kronecker_norm: Literal["auto", "rows", "spectral"] = "auto"
-    contractive: OpenFraction | Literal["auto"] | None = "auto"
-    mixer_h_dep: bool = True
-    symm_mixer: bool = False
-    b_h_dep: bool = True
-    c_h_dep: bool = True
-    dt_h_dep: bool = False
-    gate_h_dep: bool = True
-    bc_norm: bool = True
-    glu_in_loop: bool = False
-    use_short_conv: bool = False
-    out_norm_epsilon: float = Field(1e-5, gt=0)
-    eps: float = Field(1e-5, gt=0)
-    reset_at_eos: bool = True
     gradient_checkpointing: Annotated[bool, FREE] = False
-    # Of layers of a pattern, and of what is short for one.
-    n_heads: Size | Literal["auto"] = "auto"  # auto: as many of headdim as fit
-    d_ff: Size | Literal["auto"] = "auto"  # auto: 8/3 d_model, rounded up to 64
-    position: Literal["rope", "nope"] = "rope"
-    attention_window: Size | None = None  # of a pattern's attention
-    n_householder: Size = 2
-    allow_neg_eigval: bool | Literal["auto"] = "auto"  # auto: for DeltaProduct
 
     @field_validator("mixer")
     @classmethod
@@ -149,33 +146,9 @@ class Model(Section):
         return self.name == "fprnn" and named
 
 
-class Solver(Section):
-    """How the fixed point is found, and how gradients go through it; of `fprnn` alone. No weight
-    depends on it: a run can be resumed and evaluated with another."""
-
-    token: Literal["auto", "exact", "iterate"] = "auto"  # auto: iterate under stopping: paper
-    schedule: str = Field(
-        "auto",
-        pattern=r"^(auto|sequential|parallel|window:[1-9][0-9]*)$",
-        description="auto, sequential, parallel or window:W (W: a number of tokens above 0)",
-    )
-    stopping: Literal["auto", "causal", "paper"] = "auto"
-    tol: float = Field(0.1, gt=0)
-    eval_tol: Annotated[PositiveFloat | Literal["auto"], FREE] = "auto"
-    max_iters: int = Field(100, gt=0)
-    eval_max_iters: Annotated[int, FREE] = Field(1000, gt=0)
-    quantile: Fraction1 | Literal["auto"] = "auto"
-    stepsize: PositiveFraction | Literal["auto"] = "auto"
-    stepsize_decay: PositiveFraction | Literal["auto"] = "auto"
-    patience: int = Field(15, gt=0)
-    gradient: str = Field(
-        "auto",  # exact; one_step of what is iterated
-        pattern=r"^(auto|exact|one_step|implicit|adjoint:[0-9]+)$",
-        description="auto, exact, adjoint:K, one_step or implicit (K: a whole number of terms)",
-    )
-    n_backwards: int = Field(1, gt=0)
-    adjoint_clip: PositiveFloat | None = None
-    state_noise: float = Field(0.0, ge=0)
+class Solver(section_of(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
+    """How the fixed point is found, and how gradients go through it: fields of FPRNNConfig; of
+    `fprnn` alone. No weight depends on it: a run can be resumed and evaluated with another."""
 
     @property
     def iterates(self) -> bool:
@@ -199,7 +172,7 @@ class InitFrom(Section):
     """What a run starts from instead of random weights (lm/training/init_from.py); not what it
     goes on from, which is `resume`."""
 
-    path: str = Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
+    path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
     # of each layer the number of the source's whose weights it takes, null: new; auto: by kind
     layers: Literal["auto"] | list[Count | None] = "auto"
     partial: bool = False  # take what fits; else the outputs at the start are the source's

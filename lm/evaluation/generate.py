@@ -107,7 +107,8 @@ def solving(
         GenerationError: the model has no solver, no such schedule (or not for this model), tol ≤ 0,
             or max_iters < 1.
     """
-    from lm.model.configuration_fprnn import MODEL_TYPES, parse_schedule
+    from lm.model.configuration_fprnn import MODEL_TYPES
+    from lm.model.fields import parse_schedule
 
     if (schedule, tol, max_iters) == (None, None, None):
         yield

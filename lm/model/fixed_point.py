@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cell import Token, solve_low_rank
-from .configuration_fprnn import AUTO_WINDOW, parse_gradient, parse_schedule
+from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient
 from .layers import affine_map, parameters_of, product_dtype, without_autocast

@@ -19,16 +19,12 @@ from .blocks import FPRNN
 from .carried import kernels as carried_kernels
 from .cell import find_root
 from .checksums import refuse_changed
-from .configuration_fprnn import (
-    SOLVER_FIELDS,
-    FPRNNConfig,
-    parse_gradient,
-    refuse_solver_token,
-)
+from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .delta_chunks import gated_delta_rule
 from .delta_rule import delta_rule
 from .diagonal import Mamba
+from .fields import SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .gradient import implicit_gradient
@@ -173,8 +169,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
                 without fixed-point layers.
         """
         for name in fields:
-            if name not in SOLVER_FIELDS:
-                raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER_FIELDS)}")
+            if name not in SOLVER:
+                raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER)}")
         if not self.fixed_point_blocks():
             raise ValueError(f"no layer of `{self.config.layers}` is solved: there is no solver")
         settings = copy.copy(self._settings())

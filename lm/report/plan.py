@@ -9,7 +9,7 @@ from lm.common.cards import GIB, GPUS_A_HOST, INFINIBAND, PCIE, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config import load
 from lm.config.schema import Config
-from lm.model.configuration_fprnn import AUTO_WINDOW
+from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, flops_of, on_the_meta_device, sizes
 from lm.runs.run_dir import RunDir

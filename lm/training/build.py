@@ -126,9 +126,8 @@ def stacked(model: Model) -> Model:
     """
     if model.name == "fprnn":
         return model
-    for name in ("layers", "attention_window"):
-        if getattr(model, name) is not None:
-            raise ConfigError(f"model.{name} is of model.name fprnn, not of {model.name}")
+    if model.layers is not None:
+        raise ConfigError(f"model.layers is of model.name fprnn, not of {model.name}")
     pattern = STACKS[model.name]
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())

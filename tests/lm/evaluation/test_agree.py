@@ -16,7 +16,8 @@ from lm.evaluation import agree as module
 from lm.evaluation.agree import SCHEDULES, AgreementError, agree, table
 from lm.evaluation.generate import GenerationError, generate, load_exported
 from lm.export.export import write_export
-from lm.model.configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import LoadError
 
@@ -92,7 +93,7 @@ def test_every_schedule_is_compared_and_the_config_is_as_before(checkpoint, text
     assert seen[0][:2] == (0, None) and {total for _, total, _ in seen[1:]} == {10}
     assert [done for done, *_ in seen] == list(range(11))
     config, fresh = loaded[0][0].config, FPRNNConfig()
-    for name in SOLVER_FIELDS:
+    for name in SOLVER:
         if name not in ("tol", "stepsize"):  # of the checkpoint
             assert getattr(config, name) == getattr(fresh, name)
 

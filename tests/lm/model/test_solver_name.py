@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lm.model import fixed_point
-from lm.model.configuration_fprnn import SOLVER_FIELDS, FPRNNConfig
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import backend
 
@@ -157,7 +158,7 @@ def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
         with pytest.raises(kind, match=words), made.solving(**fields):
             pass
         assert all(s is made.config for s in settings_of(made)), fields
-    assert set(SOLVER_FIELDS) >= {"token", "schedule", "stopping", "tol", "gradient"}
+    assert set(SOLVER) >= {"token", "schedule", "stopping", "tol", "gradient"}
 
 
 # ℓ*

@@ -32,7 +32,6 @@ def refused(cfg) -> str:
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
         ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
-        ({"attention_window": 8, "name": "mamba"}, "model.attention_window is of model.name fprnn"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(model, said):

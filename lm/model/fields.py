@@ -1,0 +1,385 @@
+"""The fields of a model and of its solver: name, default, what each can be, and what it means.
+
+`FPRNNConfig`, the sections `model:` and `solver:` of the YAML and docs/config.md are made from it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+AUTO_WINDOW = 128
+TOKENS = ("auto", "exact", "iterate")
+SCHEDULES = {
+    "auto": "sequential with householder or dplr on a CPU, else window:128",
+    "sequential": "one token after the other",
+    "window:W": "W tokens at once, then the next W",
+    "parallel": "all tokens at once",
+}
+GRADIENTS = {
+    "exact": "of the solution: backpropagation through time",
+    "adjoint:K": "the first K + 1 terms of its Neumann series",
+    "one_step": "the paper's, of n_backwards steps from the solution (App. B.2)",
+    "implicit": "of the fixed point of the paper's iteration (Eq. 16)",
+}
+
+
+def parse_schedule(text: str) -> int | None:
+    """The width of the windows that a schedule (see SCHEDULES) solves at once: a number of tokens,
+    0 for all, None for `auto`.
+
+    Raises:
+        ValueError: no such schedule, or an impossible width.
+    """
+    plain = {"auto": None, "sequential": 1, "parallel": 0}
+    if text in plain:
+        return plain[text]
+    kind, _, width = str(text).partition(":")
+    if kind == "window" and width.isdecimal() and int(width) > 0:
+        return int(width)
+    known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
+    raise ValueError(f"schedule is `{text}`; W is at least 1, and the schedules are: {known}")
+
+
+def parse_gradient(text: str) -> tuple[str, int | None]:
+    """A gradient (see GRADIENTS, or `auto`) as (its kind, its K or None).
+
+    Raises:
+        ValueError: no such gradient, or an impossible K.
+    """
+    kind, colon, steps = str(text).partition(":")
+    if not colon and (kind == "auto" or kind in GRADIENTS):
+        return kind, None
+    if kind == "adjoint" and steps.isdecimal():
+        return kind, int(steps)
+    known = "; ".join(f"{name} ({what})" for name, what in GRADIENTS.items())
+    raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
+
+
+class Choice(NamedTuple):
+    """One of some names."""
+
+    names: tuple[str, ...]
+
+    def check(self, value: Any) -> str:
+        """What it must be instead; "" where `value` is one of them."""
+        return "" if value in self.names else f"one of {', '.join(self.names)}"
+
+
+class Switch(NamedTuple):
+    """True or False."""
+
+    def check(self, value: Any) -> str:
+        """What it must be instead; "" where `value` is one."""
+        return "" if isinstance(value, bool) else "true or false"
+
+
+class Number(NamedTuple):
+    """A number in a range, whose ends belong to it unless it is `open`."""
+
+    least: float
+    most: float = math.inf
+    open: str = ""  # "left", "right" or "both"
+    whole: bool = False
+
+    def check(self, value: Any) -> str:
+        """What it must be instead; "" where `value` is one."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not self._holds(value) or (self.whole and value % 1):
+            return self._words()
+        return ""
+
+    def _holds(self, value: float) -> bool:
+        """NaN is in no range, and infinity in none either."""
+        above = self.least < value if self.open in ("left", "both") else self.least <= value
+        below = value < self.most if self.open in ("right", "both") else value <= self.most
+        return above and below and math.isfinite(value)
+
+    def _words(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        after = self.open in ("left", "both")
+        if self.most == math.inf:
+            return f"{kind} above {self.least:g}" if after else f"{kind} from {self.least:g} on"
+        if not self.open:
+            return f"{kind} from {self.least:g} to {self.most:,g}"
+        before = "below" if self.open in ("right", "both") else "up to"
+        return f"{kind} above {self.least:g} and {before} {self.most:g}"
+
+
+class Parsed(NamedTuple):
+    """A text that a function reads: it raises a ValueError, whose sentence says what is known."""
+
+    parse: Callable[[str], Any]
+    forms: tuple[str, ...]
+
+    def check(self, value: Any) -> str:
+        """Always "": a text that cannot be read raises `parse`'s ValueError."""
+        self.parse(value)
+        return ""
+
+
+class Anything(NamedTuple):
+    """What only the code that reads it can judge."""
+
+    def check(self, value: Any) -> str:
+        """Always ""."""
+        return ""
+
+
+class Field(NamedTuple):
+    """One field."""
+
+    default: Any
+    takes: Choice | Switch | Number | Parsed | Anything
+    meaning: str
+    or_else: tuple[Any, ...] = ()  # "auto", None: what it can be besides
+    free: bool = False  # a resumed run may have another: nothing trained depends on it
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError, in a sentence, where the field cannot have a value."""
+        if any(value is other or value == other for other in self.or_else):
+            return
+        if must := self.takes.check(value):
+            others = [{None: "null"}.get(other, other) for other in self.or_else]
+            must = ", or ".join([must, *others])
+            raise ValueError(f"{name} is {value!r}: it must be {must}")
+
+
+# Far above what a machine holds, and far below what no tensor can have.
+SIZE = Number(1, 65_536, whole=True)
+COUNT = Number(1, whole=True)
+POSITIVE = Number(0, open="left")
+FRACTION = Number(0, 1)
+SHARE = Number(0, 1, open="left")
+SWITCH = Switch()
+AUTO = ("auto",)
+
+# The architecture: the section `model:` has these too.
+ARCHITECTURE = {
+    "d_model": Field(768, SIZE, "Width of the residual stream."),
+    "n_layer": Field(12, Number(1, 10_000, whole=True), "Number of layers."),
+    "d_state": Field(16, SIZE, "N, the state size of a channel."),
+    "expand": Field(2, SIZE, "The recurrence is d_inner = expand · d_model wide."),
+    "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
+    "d_conv": Field(4, SIZE, "Width of the short convolution, where there is one."),
+    "norm_epsilon": Field(1e-5, POSITIVE, "Of the norms of the residual stream."),
+    "rms_norm": Field(
+        True,
+        SWITCH,
+        "The norms of the residual stream, before each block and before the head, are RMSNorm;"
+        " `false`: LayerNorm with weight and bias. Of `fprnn` alone.",
+    ),
+    "residual_in_fp32": Field(True, SWITCH, "The residual stream is kept in fp32."),
+    "tie_embeddings": Field(True, SWITCH, "Embedding and head share their weights."),
+    "bias": Field(
+        False,
+        SWITCH,
+        "in_proj and out_proj of every fixed-point block have a bias. Of `fprnn` alone.",
+    ),
+    "block": Field(
+        "fp_mamba1", Choice(("fp_mamba1", "fp_mamba2", "fp_rnn")), "The fixed-point block."
+    ),
+    "layers": Field(
+        None,
+        Anything(),
+        "Which layers there are, `mamba*3 fp_mamba1` or a list with options"
+        " (docs/model.md#layer-patterns); `null`: `n_layer` layers of `block`. Of `fprnn` alone.",
+    ),
+    "headdim": Field(
+        64,
+        SIZE,
+        "Head dimension of `fp_mamba2` and `mamba2`; divides d_inner. Of attention and the delta"
+        " layers: see `n_heads`.",
+    ),
+    "ngroups": Field(1, SIZE, "Groups of B, C of `fp_mamba2` and `mamba2`; divides the heads."),
+    "mixer": Field(
+        "householder",
+        Anything(),
+        "The channel mixer Q (paper App. C.3): `householder`, `dplr`, `kronecker`, `monarch`,"
+        " `nonselective`, `mixture` or `selective_dense`; `module:Class` is one of your own"
+        " (docs/extending.md#add-a-mixer) and runs its code.",
+    ),
+    "mixer_rank": Field(1, SIZE, "r: number of reflections, or rank; of `monarch` the block size."),
+    "mixer_proj_rank": Field(
+        None, SIZE, "q of the low-rank map to the reflection vectors; `null`: a full map.", (None,)
+    ),
+    "mixer_act": Field(
+        "silu", Choice(("silu", "relu", "identity")), "Activation of the mixer's vectors."
+    ),
+    "mixer_gate_start": Field(
+        0.0,
+        Number(-20, 20),
+        "The bias that the gates of the mixer start with (of `householder`, `dplr`, `kronecker`,"
+        " `monarch`, `mixture`). At −3 they are 0.05 at first instead of 0.5: the layer starts"
+        " nearly as a diagonal one, and learns to mix. A layer that `init_from` converts starts at"
+        " the identity itself, whatever this is (docs/language-model.md#one-change-at-a-time).",
+    ),
+    "eigen_range": Field(
+        "signed", Choice(("signed", "positive")), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
+    ),
+    "kronecker_norm": Field(
+        "auto",
+        Choice(("rows", "spectral")),
+        "Kronecker: rows normalised, or divided by the largest eigenvalue as well. `auto`:"
+        " `spectral` for `fp_rnn`, else `rows`.",
+        AUTO,
+    ),
+    "contractive": Field(
+        "auto",
+        Number(0, 1, open="both"),
+        "κ: scales Q so that ‖I − Q‖ ≤ κ. `auto`: 0.95 for `fp_rnn` with `monarch` or"
+        " `nonselective`, which nothing else bounds; else none.",
+        ("auto", None),
+    ),
+    "mixer_h_dep": Field(
+        True, SWITCH, "The mixer reads sh(y), the previous token's iterate, as well as x."
+    ),
+    "symm_mixer": Field(False, SWITCH, "It reads x + sh(y) instead of [x, sh(y)]."),
+    "b_h_dep": Field(
+        True,
+        SWITCH,
+        "B reads sh(y) as well as x (Table 1). This and the next three: of `fp_mamba1` and"
+        " `fp_mamba2`.",
+    ),
+    "c_h_dep": Field(True, SWITCH, "C reads sh(y) as well as x."),
+    "dt_h_dep": Field(
+        False,
+        SWITCH,
+        "The step size Δ, and with it the decay λ = exp(Δ A), reads sh(y) as well as x. Costs time:"
+        " the decays of an iteration are not those of the next.",
+    ),
+    "gate_h_dep": Field(
+        True,
+        SWITCH,
+        "The output gate, where it is outside the iteration, reads sh(y) as well as x, through"
+        " d_inner² weights.",
+    ),
+    "bc_norm": Field(True, SWITCH, "B and C are normalised."),
+    "glu_in_loop": Field(False, SWITCH, "The output gate is inside the iteration."),
+    "use_short_conv": Field(False, SWITCH, "A causal convolution on x."),
+    "n_heads": Field(
+        "auto",
+        SIZE,
+        "Heads of `attention` and delta layers; divides d_model. Of `name: mamba2` too: divides"
+        " d_inner. `auto`: as many of `headdim` as fit; one where the layer is narrower.",
+        AUTO,
+    ),
+    "d_ff": Field(
+        "auto",
+        SIZE,
+        "Width inside `mlp` layers; `auto`: 8/3 · d_model, rounded up to a multiple of 64.",
+        AUTO,
+    ),
+    "n_householder": Field(
+        2, SIZE, "Steps a token of `deltaproduct` and `gated_deltaproduct`, the layers too."
+    ),
+    "out_norm_epsilon": Field(1e-5, POSITIVE, "Of the LayerNorm that ends an iteration."),
+    "eps": Field(
+        1e-5, POSITIVE, "Floor of the norms that vectors inside the iteration are divided by."
+    ),
+    "reset_at_eos": Field(
+        True, SWITCH, "A token after EOS starts from an empty state (packed documents)."
+    ),
+}
+
+# What a pattern gives to a layer as its option (docs/model.md#layer-patterns), and no key sets.
+OPTIONS_ALONE = {
+    "position": Field(
+        "rope",
+        Choice(("rope", "nope")),
+        "How `attention` layers know positions: rotary embeddings, or not at all.",
+    ),
+    "attention_window": Field(
+        None, SIZE, "Tokens that an `attention` layer looks at; `null`: all.", (None,)
+    ),
+    "allow_neg_eigval": Field(
+        "auto",
+        SWITCH,
+        "β of `gated_deltanet` and the DeltaProducts is in (0, 2), not (0, 1); `auto`: for the"
+        " DeltaProducts only, as in flash-linear-attention.",
+        AUTO,
+    ),
+}
+
+# How the layers are solved: the section `solver:`. No weight depends on these.
+SOLVER = {
+    "token": Field(
+        "auto",
+        Choice(TOKENS),
+        "`exact`: each token's own equation is solved, given all before it, so that every schedule"
+        " has the same solution. `iterate`: the paper's iteration f. `auto`: `iterate` under"
+        " `stopping: paper`, else `exact`.",
+    ),
+    "schedule": Field(
+        "auto",
+        Parsed(parse_schedule, tuple(SCHEDULES)),
+        "How time is gone through: one token after the other; W tokens at once, then the next W;"
+        " all at once. `auto`: `sequential` with householder or dplr on a CPU, else `window:128`;"
+        " under `stopping: paper` `parallel`, which it needs.",
+    ),
+    "stopping": Field(
+        "auto",
+        Choice(("auto", "causal", "paper")),
+        "`causal`: a token has converged when it and all before it have. `paper`: all tokens of the"
+        " batch stop at once (App. B.4); needs `token: iterate`. `auto`: `causal`, or `paper` where"
+        " `token` is `iterate`.",
+    ),
+    "tol": Field(
+        0.1,
+        POSITIVE,
+        "Relative residual at which a token (`paper`: a sequence) has converged in training; with"
+        " `token: exact` at most 0.01, and none with `schedule: sequential`.",
+    ),
+    "eval_tol": Field(
+        "auto",
+        POSITIVE,
+        "The same in evaluation. `auto`: with `token: exact` at most 1e-5 (fp64 1e-9, bf16 products"
+        " 0.01); with `iterate` `tol`, under `causal` at most 0.01.",
+        AUTO,
+        free=True,
+    ),
+    "max_iters": Field(
+        100,
+        COUNT,
+        "ℓmax in training with `token: iterate`, of a token (`paper`: of the solve). Exact tokens"
+        " have no limit: a window of W ends after W + 1.",
+    ),
+    "eval_max_iters": Field(1000, COUNT, "ℓmax in evaluation.", free=True),
+    "quantile": Field(
+        "auto",
+        FRACTION,
+        "Quantile of the batch's residuals that must be below `tol` in training under `stopping:"
+        " paper`; in evaluation all must. `auto`: the paper's for the block.",
+        AUTO,
+    ),
+    "stepsize": Field("auto", SHARE, "Damping: the first step size.", AUTO),
+    "stepsize_decay": Field(
+        "auto", SHARE, "Damping: factor on the step size when `patience` runs out.", AUTO
+    ),
+    "patience": Field(15, COUNT, "Damping: iterations without gain before the step shrinks."),
+    "gradient": Field(
+        "auto",
+        Parsed(parse_gradient, ("auto", *GRADIENTS)),
+        "`exact`: backpropagation through time of the solution; `adjoint:K`: the first K + 1 terms"
+        " of its series; `one_step`: the paper's; `implicit`: of the fixed point of the paper's"
+        " iteration (docs/model.md). `auto`: `exact`, or `one_step` where `token` is `iterate`,"
+        " which has neither `exact` nor `adjoint:K`.",
+    ),
+    "n_backwards": Field(1, COUNT, "Steps of the `one_step` gradient (App. B.2)."),
+    "adjoint_clip": Field(
+        None,
+        POSITIVE,
+        "In the exact gradient, what reaches a token from later ones is at most so many times the"
+        " largest that reaches one of the sequence from above; `null`: no limit.",
+        (None,),
+    ),
+    "state_noise": Field(
+        0.0,
+        Number(0),
+        "Gaussian noise on sh(y) wherever the iteration reads it, in training alone, in units of"
+        " the vector that the block's norm makes (fp_rnn: of y); every sequence has its own"
+        " standard deviation from U[0, σ] (docs/fixed-point.md#noise-gives-states-a-margin).",
+    ),
+}
+
+VOCAB_SIZE = Field(50280, Number(1, 2**24, whole=True), "Rows of the embedding.")
+FIELDS = {"vocab_size": VOCAB_SIZE, **ARCHITECTURE, **OPTIONS_ALONE, **SOLVER}
