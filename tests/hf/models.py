@@ -15,8 +15,7 @@ BASELINES = {
     "lstm": {},
     "gated_deltanet": {},
     "deltaproduct": {},
-    "rope": {"name": "transformer"},
-    "nope": {"name": "transformer", "position": "nope"},
+    "transformer": {"name": "transformer"},
 }
 
 

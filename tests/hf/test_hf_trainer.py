@@ -109,7 +109,7 @@ def test_the_best_checkpoint_is_kept_loaded_and_trained_on(name, tmp_path):
     assert made.state.global_step == 4
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct", "nope", "rope"])
+@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct", "transformer"])
 def test_padding_free_batches_train_as_padded_ones_do(name, tmp_path):
     data = [{"input_ids": ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3)]
     made = trainer(exact(name), tmp_path, data)
