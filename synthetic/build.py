@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from lm.common.files import read_json
-from lm.model.attention import AttentionState
 from lm.model.delta import DeltaState
 from lm.model.diagonal import ScanState
-from lm.model.lstm import LSTMState
-from lm.model.plain import NoState
+from lm.model.plain import AttentionState, LSTMState, NoState
 from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
 from lm.runs.run_dir import RunDir, check_config

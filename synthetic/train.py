@@ -17,7 +17,7 @@ from lm.common.files import write_json
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
 from lm.kernels import available
-from lm.model.noise import Adversary
+from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
 from lm.runs.lease import LeaseError
 from lm.runs.log import Writer, describe, iterations_of_layers, probed

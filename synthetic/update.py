@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm.model.noise import Adversary
+from lm.model.state import Adversary
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import Tensors, answer

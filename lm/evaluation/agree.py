@@ -163,7 +163,7 @@ def _backbone(model, fields: dict, ids, name: str, **options):
     """(output, seconds) of a forward pass through the backbone, solved so."""
     import torch
 
-    from lm.model.non_finite import NonFiniteError
+    from lm.model.solver import NonFiniteError
 
     wait = torch.cuda.synchronize if ids.device.type == "cuda" else lambda: None
     wait()

@@ -9,9 +9,8 @@ from typing import Any
 from transformers.configuration_utils import PretrainedConfig
 
 from .checksums import forget
-from .fields import FIELDS, TOKENS, parse_gradient, parse_schedule
+from .fields import FIELDS, TOKENS, check_sizes, parse_gradient, parse_schedule
 from .patterns import FIXED_POINT, Layer, parse
-from .sizes import check_sizes
 
 # `model_type` of our models in a config.json: the second where a mixer travels along that no other
 # code has, so that transformers takes the checkpoint's own code, if it is trusted, for ours.

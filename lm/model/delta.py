@@ -1,9 +1,30 @@
 """Gated DeltaNet (Yang et al. 2024), and DeltaProduct with and without a gate (Siems et al. 2025).
 
-Their parameters have the names, shapes and meaning of flash-linear-attention's layers; but what
-ends a layer is called `out_proj`, as in all.
+The rule as a loop over time, the same by chunks of steps, and the layers. Their parameters have the
+names, shapes and meaning of flash-linear-attention's layers; but what ends a layer is called
+`out_proj`, as in all.
 
-Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension of a head.
+Gated DeltaNet keeps a matrix S (v×k) per head,
+
+    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,          o_t = S_t q_t,
+
+and DeltaProduct makes n such steps a token, each with its own k, v and β, of which the first alone
+carries the gate α_t:
+
+    S_{t,0} = α_t S_{t−1},
+    S_{t,j} = S_{t,j−1} (I − β_tj k_tj k_tjᵀ) + β_tj v_tj k_tjᵀ,          S_t = S_{t,n}.
+
+By chunks (Yang et al. 2024): of a chunk's c steps, whatever their tokens, each adds u_i k_iᵀ to
+what the gates leave of the state. With S the state before the chunk, g_ij the product of the gates
+after step j up to and with step i, and g_i of those from the chunk's start,
+
+    u_i = β_i (v_i − g_i S k_i − Σ_{j<i} g_ij (k_iᵀ k_j) u_j),
+
+a triangular system for all u of a chunk, which is linear in S: those of all chunks are solved at
+once, and a loop over chunks carries S alone.
+
+Shape suffixes: b batch, l length, n steps a token, h heads, k key and v value dimension of a head;
+i chunks, c steps of a chunk, t tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +33,151 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .delta_chunks import gated_delta_rule
+from .fields import heads_of, negative_eigenvalues
 from .layers import RMSNorm, ShortConv, without_autocast
 from .plain import PlainLayer
-from .sizes import heads_of, negative_eigenvalues
+from .scan import _chunked, ssd_decays
 from .state import Sequences, last
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor | None = None,
+    S: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, one step after the other, differentiable any number of times.
+
+    Args:
+        q: (b,l,h,k). k: (b,l,n,h,k), of unit length for a contraction. v: (b,l,n,h,v).
+        beta: (b,l,n,h). log_alpha: (b,l,h), ≤ 0, or None for no gate.
+        S: (b,h,v,k) initial state, zero if None. Computed in fp32, or fp64 if any is.
+    Returns:
+        o (b,l,h,v) and the final state (b,h,v,k), in the dtype computed in.
+    """
+    dtype = torch.float32
+    for t in (q, k, v, beta):
+        dtype = torch.promote_types(dtype, t.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        batch, length, n, heads, d_k = k.shape
+        # Matrix products over (batch · heads) small matrices; time comes first for unbind.
+        q_t = q.to(dtype).permute(1, 0, 2, 3).reshape(length, batch * heads, d_k, 1).unbind(0)
+        steps: Any = (
+            t.to(dtype).permute(1, 2, 0, 3, 4).reshape(length * n, batch * heads, -1, 1).unbind(0)
+            for t in (k, v, beta.unsqueeze(-1))
+        )
+        steps = list(zip(*steps))
+        if log_alpha is not None:
+            alpha = log_alpha.to(dtype).exp()
+            alpha = alpha.transpose(0, 1).reshape(length, batch * heads, 1, 1).unbind(0)
+        if S is None:
+            S = q.new_zeros(batch, heads, v.shape[-1], d_k, dtype=dtype)
+        S = S.to(dtype).flatten(0, 1)
+        o = []
+        for t in range(length):
+            if log_alpha is not None:
+                S = S * alpha[t]
+            for k_tj, v_tj, beta_tj in steps[t * n : (t + 1) * n]:
+                new = beta_tj * torch.baddbmm(v_tj, S, k_tj, alpha=-1)
+                S = torch.baddbmm(S, new, k_tj.transpose(1, 2))
+            o.append(torch.bmm(S, q_t[t]))
+        o = torch.stack(o).view(length, batch, heads, -1).transpose(0, 1)
+        return o, S.view(batch, heads, *S.shape[1:])
+
+
+CHUNK = 64  # steps
+FEW = 4  # steps up to which the loop over time is as fast
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor,
+    S: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`delta_rule` of packed documents, in the faster of its two forms.
+
+    Args:
+        q, k, v, beta, log_alpha, S: see `delta_rule`; a token with β = 0 and log α = 0 leaves the
+            state as it is.
+        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
+    Returns:
+        as `delta_rule`.
+    """
+    if k.shape[1] * k.shape[2] <= FEW:
+        if starts is not None:
+            log_alpha = log_alpha.masked_fill(starts.unsqueeze(-1), -torch.inf)
+        return delta_rule(q, k, v, beta, log_alpha, S)
+    return chunked_delta_rule(q, k, v, beta, log_alpha, S, starts)
+
+
+def chunked_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    log_alpha: torch.Tensor,
+    S: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_delta_rule` by chunks of `chunk` steps, or of fewer that make whole tokens."""
+    dtype = torch.float32
+    for t in (q, k, v, beta):
+        dtype = torch.promote_types(dtype, t.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        length, n = k.shape[1:3]
+        tokens = max(1, min(chunk // n, length))  # of a chunk
+        # 1. Chunks of steps. K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1); Q (b,i,h,t,k).
+        K, V, B = (
+            _chunked(t.to(dtype).flatten(1, 2), tokens * n).transpose(2, 3)
+            for t in (k, v, beta.unsqueeze(-1))
+        )
+        Q = _chunked(q.to(dtype), tokens).transpose(2, 3)
+        # 2. Gates, each at its token's first step: between two steps (b,i,h,c,c), from a step to
+        #    the chunk's end, from its start to a step (b,i,h,c,1).
+        between, to_end, from_start = _gates(log_alpha.to(dtype), starts, n, tokens * n)
+        # 3. What each step adds: u = fresh − W Sᵀ.
+        scores = (K @ K.transpose(-1, -2)) * between * B  # only what lies below the diagonal counts
+        right = torch.cat([B * V, B * from_start * K], -1)
+        solved = torch.linalg.solve_triangular(scores, right, upper=False, unitriangular=True)
+        fresh, W = solved.split([V.shape[-1], K.shape[-1]], -1)
+        # 4. From chunk to chunk. S (b,h,v,k)
+        over, kept = from_start[:, :, :, -1:], K * to_end
+        S = V.new_zeros(*V[:, 0, :, 0].shape, K.shape[-1]) if S is None else S.to(dtype)
+        entering, added = [], []
+        for i in range(K.shape[1]):
+            entering.append(S)
+            u = fresh[:, i] - W[:, i] @ S.transpose(-1, -2)
+            added.append(u)
+            S = over[:, i] * S + u.transpose(-1, -2) @ kept[:, i]
+        # 5. What is read after each token's last step.
+        last = slice(n - 1, None, n)
+        scores = (Q @ K.transpose(-1, -2)) * between[..., last, :]
+        o = scores @ torch.stack(added, 1)
+        o = o + (Q * from_start[..., last, :]) @ torch.stack(entering, 1).transpose(-1, -2)
+        return o.transpose(2, 3).flatten(1, 2)[:, :length], S
+
+
+def _gates(log_alpha, starts, n, chunk):
+    """`ssd_decays` of steps, n a token. log_alpha: (b,l,h). starts: (b,l) or None."""
+    batch, length, heads = log_alpha.shape
+    steps = log_alpha.new_zeros(batch, length, n, heads)
+    steps[:, :, 0] = log_alpha
+    keep = None
+    if starts is not None:
+        keep = log_alpha.new_ones(batch, length, n)
+        keep[:, :, 0] = ~starts
+        keep = keep.flatten(1, 2)
+    one = log_alpha.new_ones(heads)
+    between, to_end, from_start = ssd_decays(steps.flatten(1, 2), one, keep, chunk)
+    return between, *(t.transpose(2, 3).unsqueeze(-1) for t in (to_end, from_start))
+
 
 FLOOR = 1e-6  # added to ‖x‖² where x is divided by its norm
 
@@ -39,7 +200,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 class GatedDeltaProduct(PlainLayer):
     """S ← α_t S, then n times S ← S (I − β k kᵀ) + β v kᵀ, each with a k, v and β of its own;
-    out_proj(RMSNorm(S q / √d_k) ⊙ silu(z)). See delta_rule.py."""
+    out_proj(RMSNorm(S q / √d_k) ⊙ silu(z))."""
 
     kind = "gated_deltaproduct"
     gated = True  # whether there is an α; without it α = 1

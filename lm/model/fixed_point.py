@@ -14,10 +14,17 @@ from .cell import Token, solve_low_rank
 from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient
-from .layers import affine_map, parameters_of, product_dtype, without_autocast
+from .layers import (
+    Projection,
+    Projections,
+    affine_map,
+    parameters_of,
+    product_dtype,
+    side_by_side,
+    without_autocast,
+)
 from .mixers import Mixer, MixerWeights, build_mixer
 from .opaque import compiling
-from .projections import Projection, Projections, side_by_side
 from .solver import (
     SHARES,
     Rule,

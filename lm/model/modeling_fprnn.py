@@ -14,75 +14,68 @@ from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from .attention import Attention
+from .batch import (
+    FixedPointReport,
+    FPRNNCausalLMOutput,
+    FPRNNOutput,
+    after_end,
+    checked_mask,
+    chunked_nll_sum,
+    document_starts,
+    embed,
+    ends_among,
+    in_fp32,
+    kept,
+    log_z_sum,
+    nll_sum,
+    number_of,
+    refuse_unknown,
+    targets_of,
+)
 from .blocks import FPRNN
 from .carried import kernels as carried_kernels
 from .cell import find_root
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
-from .delta_chunks import gated_delta_rule
-from .delta_rule import delta_rule
 from .diagonal import Mamba
 from .fields import SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
-from .gradient import implicit_gradient
-from .initialisation import initialise
-from .inputs import after_end, checked_mask, document_starts, embed, ends_among, refuse_unknown
+from .gradient import whole_solve
 from .layers import residual_norm
-from .loss import (
-    chunked_nll_sum,
-    in_fp32,
-    kept,
-    log_z_sum,
-    nll_sum,
-    number_of,
-    targets_of,
-)
-from .lstm import LSTM
 from .mixer_base import Mixer
 from .mixers import nrm
-from .names import initialise_once, let_be_known
-from .noise import gaussian
-from .non_finite import NonFiniteError, all_finite, asserted, explained
 from .opaque import compiling
-from .outputs import FixedPointReport, FPRNNCausalLMOutput, FPRNNOutput
 from .own_mixers import build_mixer
 from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
-from .projections import Projections
-from .residual import FPRNNLayer
 from .scan import selective_scan
-from .sizes import heads_of
-from .solver import Rule
-from .state import FPRNNCache, FPRNNState, Sequences, Solving, last, padding_to_the_right, taken
-from .step import finish
-from .whole_solve import whole_solve
+from .solver import NonFiniteError, all_finite, asserted, explained
+from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
+from .state import (
+    FPRNNCache,
+    FPRNNState,
+    Sequences,
+    Solving,
+    last,
+    padding_to_the_right,
+    taken,
+)
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
-    implicit_gradient,
     FPRNN,
-    Rule,
+    GatedDeltaNet,
+    Mamba,
     Mixer,
+    build_mixer,
+    carried_kernels,
+    find_root,
     nrm,
     selective_scan,
-    finish,
-    find_root,
     solve_by_iterating,
-    Projections,
-    gaussian,
-    Attention,
-    Mamba,
-    heads_of,
-    GatedDeltaNet,
-    gated_delta_rule,
-    delta_rule,
-    LSTM,
-    build_mixer,
     whole_solve,
-    carried_kernels,
 )
 
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted

@@ -238,7 +238,7 @@ class Engine:
             # The number of iterations differs between ranks; a leaf is gathered once, whole.
             from deepspeed.utils import set_z3_leaf_modules
 
-            from lm.model.residual import FPRNNLayer
+            from lm.model.stack import FPRNNLayer
 
             blocks = (m.block for m in model.modules() if isinstance(m, FPRNNLayer))
             set_z3_leaf_modules(model, list(dict.fromkeys(map(type, blocks))))

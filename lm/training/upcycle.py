@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from lm.common.errors import ConfigError
+from lm.model.fields import heads_of, width_of_mlp
 from lm.model.patterns import FIXED_POINT, KINDS
-from lm.model.sizes import heads_of, width_of_mlp
 from lm.training.foreign import EMBEDDING, HEAD, Source, counted
 
 if TYPE_CHECKING:

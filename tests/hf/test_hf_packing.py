@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lm.model.inputs import document_starts
+from lm.model.batch import document_starts
 from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, exact, ids
 
 OURS = (*BLOCKS, *BASELINES)

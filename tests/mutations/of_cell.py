@@ -10,8 +10,8 @@ BLOCK = "lm/model/fixed_point.py"
 SOLVER = "lm/model/solver.py"
 GRADIENT = "lm/model/gradient.py"
 FULL = "lm/model/full_rank.py"
-PROJECTIONS = "lm/model/projections.py"
-STATE_NOISE = "lm/model/noise.py"
+PROJECTIONS = "lm/model/layers.py"
+STATE_NOISE = "lm/model/state.py"
 TESTS = "tests/lm/model/"
 CAUSAL = f"{TESTS}test_causal.py"
 
@@ -331,12 +331,12 @@ MUTATIONS = [
     ),
     Mutation(
         "layers without parameters of their own are not initialised",
-        "lm/model/names.py", "    model._init_weights(module)\n", "",
+        "lm/model/stack.py", "    model._init_weights(module)\n", "",
         (f"{TESTS}test_modeling.py::test_every_layers_output_starts_small_in_a_deep_stack",),
     ),
     Mutation(
         "the gates of a new mixer start at 0 whatever is asked",
-        "lm/model/initialisation.py",
+        "lm/model/stack.py",
         "        _start_gates(module.mixer, cfg.mixer_gate_start)\n",
         "        _start_gates(module.mixer, 0.0)\n",
         (f"{TESTS}test_modeling.py::test_a_mixer_starts_near_the_identity[householder-fp_mamba1]",),

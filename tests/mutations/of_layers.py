@@ -2,10 +2,10 @@
 
 from tests.mutations import Mutation
 
-ATTENTION = "lm/model/attention.py"
-CHUNKS = "lm/model/delta_chunks.py"
+ATTENTION = "lm/model/plain.py"
+CHUNKS = "lm/model/delta.py"
 DELTA = "lm/model/delta.py"
-LSTM = "lm/model/lstm.py"
+LSTM = "lm/model/plain.py"
 OF_LSTM = "tests/lm/model/test_lstm.py::"
 DIAGONAL = "lm/model/diagonal.py"
 PATTERNS = "lm/model/patterns.py"

@@ -4,7 +4,7 @@ from tests.mutations import Mutation
 
 MUON = "lm/training/muon.py"
 OPTIM = "lm/training/optim.py"
-LOSS = "lm/model/loss.py"
+LOSS = "lm/model/batch.py"
 METRICS = "lm/runs/metrics.py"
 EMA = "lm/training/ema.py"
 ENGINE = "lm/training/engine.py"

@@ -7,9 +7,9 @@ SOLVER = "lm/model/solver.py"
 GRADIENT = "lm/model/gradient.py"
 BLOCK = "lm/model/fixed_point.py"
 MODEL = "lm/model/modeling_fprnn.py"
-INITIAL = "lm/model/initialisation.py"
-LOSS = "lm/model/loss.py"
-INPUTS = "lm/model/inputs.py"
+INITIAL = "lm/model/stack.py"
+LOSS = "lm/model/batch.py"
+INPUTS = "lm/model/batch.py"
 LAYERS = "lm/model/layers.py"
 TESTS = "tests/lm/model/"
 CAUSAL = f"{TESTS}test_causal.py"
@@ -121,7 +121,7 @@ MUTATIONS = [
     # The language model.
     Mutation(
         "the residual stream drops what came before",
-        "lm/model/residual.py", "else residual + hidden\n        if self.residual_in_fp32",
+        "lm/model/stack.py", "else residual + hidden\n        if self.residual_in_fp32",
         "else hidden\n        if self.residual_in_fp32",
         language_model("tied"),
     ),

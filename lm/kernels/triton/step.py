@@ -581,8 +581,8 @@ def finish(
     eps: float,
     kind: str,
 ) -> Tensor:
-    """The end of an iteration (lm.model.step.finish): w = (o + D ⊙ x) ⊙ silu(z), and its LayerNorm
-    (kind "layer") or RMSNorm ("rms") over d. Differentiable once.
+    """The end of an iteration (lm.model.blocks.finish): w = (o + D ⊙ x) ⊙ silu(z), and its
+    LayerNorm (kind "layer") or RMSNorm ("rms") over d. Differentiable once.
 
     Args:
         o, x: (…,d) what the scan returned, and what it was given. D, weight, bias: (d,). z: (…,d).

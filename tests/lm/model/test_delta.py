@@ -5,8 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
-from lm.model.delta_chunks import chunked_delta_rule, gated_delta_rule
+from lm.model.delta import (
+    DeltaProduct,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    chunked_delta_rule,
+    gated_delta_rule,
+)
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
 

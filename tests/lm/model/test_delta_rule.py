@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.model import delta_rule as rule
+from lm.model import delta as rule
 
 
 def inputs(n=1, length=6, batch=2, heads=3, d_k=4, d_v=5, gate=True, dtype=torch.float64, seed=0):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.lstm import LSTM, LSTMState
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.plain import LSTM, LSTMState
 from lm.model.state import Sequences
 
 WIDTH = 8

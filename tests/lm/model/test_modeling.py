@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import GATED
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
-from lm.model.non_finite import NonFiniteError
 from lm.model.patterns import FIXED_POINT, KINDS
-from lm.model.sizes import GATED
+from lm.model.solver import NonFiniteError
 
 
 def small(**kwargs):

@@ -8,7 +8,7 @@ import torch
 
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.non_finite import NonFiniteError
+from lm.model.solver import NonFiniteError
 
 MIXERS = {
     "householder": 2, "dplr": 2, "kronecker": 1, "monarch": 8, "nonselective": 1, "mixture": 3,

@@ -15,12 +15,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from lm.model.attention import Attention
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.non_finite import NonFiniteError
 from lm.model.patterns import KINDS, Layer, parse
-from lm.model.plain import GatedMLP
+from lm.model.plain import Attention, GatedMLP
+from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
 
 SIZES = dict(vocab_size=24, d_model=32, d_state=4, headdim=8, d_conv=3, reset_at_eos=False)

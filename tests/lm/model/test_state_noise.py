@@ -10,7 +10,7 @@ import torch
 from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.noise import Adversary, gaussian
+from lm.model.state import Adversary, gaussian
 
 SIGMA, LENGTH = 0.3, 9
 MODELS = {

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lm.common import console
 from lm.config.schema import Config
-from lm.model.outputs import FixedPointReport
+from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
 from lm.runs.log import TRACKERS, Writer, describe, grouped

@@ -9,7 +9,7 @@ import torch
 from lm.common.errors import ConfigError
 from lm.export.export import ExportError, export
 from lm.model import modeling_fprnn
-from lm.model.loss import IGNORED
+from lm.model.batch import IGNORED
 from lm.report.plan import plan
 from lm.runs.checkpoint import read_state
 from lm.runs.metrics import Outliers, read_metrics
