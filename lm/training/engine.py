@@ -59,14 +59,9 @@ def _import_deepspeed():
     return deepspeed
 
 
-def deepspeed_facts() -> dict:
-    """DeepSpeed's version, and which operations of its own it could compile here."""
-    deepspeed = _import_deepspeed()
-    possible = deepspeed.ops.__compatible_ops__
-    return {
-        "version": deepspeed.__version__,
-        "operations": sorted(name for name, works in possible.items() if works),
-    }
+def deepspeed_version() -> str:
+    """DeepSpeed's version; importing it is the test."""
+    return _import_deepspeed().__version__
 
 
 def read_zero(path: Path) -> dict:
