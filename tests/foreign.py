@@ -1,6 +1,4 @@
-"""Small Mambas of transformers, and the files that state-spaces' code would write of them."""
-
-import json
+"""Small Mambas of transformers."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
@@ -9,10 +7,6 @@ COMMON = dict(
     vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, conv_kernel=3, use_cache=False
 )
 SIZES = {"mamba": dict(n=4, r=3), "mamba2": dict(n=4, p=8)}  # of tests/oracle_mamba.py
-SSM_CFG = {
-    "mamba": {"d_state": 4, "d_conv": 3, "dt_rank": 3},
-    "mamba2": {"layer": "Mamba2", "d_state": 4, "d_conv": 3, "headdim": 8},
-}
 
 
 def theirs(kind, **fields):
@@ -37,22 +31,11 @@ def transformers_folder(folder, kind, **fields):
     return folder, model.state_dict()
 
 
-def state_spaces_folder(folder, kind, changes=None, **fields):
-    """The same as state-spaces' code names and writes it. changes: of config.json.
-
-    Returns: the folder, and the state dict.
-    """
-    state = {
-        name.replace("backbone.embeddings.", "backbone.embedding."): t.clone()
-        for name, t in theirs(kind, **fields).state_dict().items()
-    }
-    config = {
-        "d_model": 32, "n_layer": 2, "vocab_size": 21, "ssm_cfg": SSM_CFG[kind], "rms_norm": True,
-        "residual_in_fp32": True, "fused_add_norm": True, "pad_vocab_size_multiple": 8,
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config, **(changes or {})}))
-    torch.save(state, folder / "pytorch_model.bin")
+def binary_folder(folder, kind):
+    """The same with its weights in a pytorch_model.bin, as older versions wrote them."""
+    state = transformers_folder(folder, kind)[1]
+    (folder / "model.safetensors").unlink()
+    torch.save(dict(state), folder / "pytorch_model.bin")
     return folder, state
 
 

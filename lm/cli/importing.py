@@ -25,9 +25,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
     c = commands.add_parser(
         "import-mamba",
-        help="a Mamba or Mamba-2 of transformers or state-spaces → HuggingFace directory of ours",
+        help="a Mamba or Mamba-2 of transformers → HuggingFace directory of ours",
         description="SRC: a folder with config.json and weights (safetensors or pytorch_model.bin)"
-        " as transformers or state-spaces write them, or a name on the hub. OUT computes the same"
+        " as transformers writes them, or a name on the hub. OUT computes the same"
         " logits on our scans, and is what `init_from` takes. Any name that is missing, extra or"
         " misshapen is an error.",
     )
@@ -45,7 +45,7 @@ def _import_mamba(args: argparse.Namespace) -> int:
 
 
 def import_mamba(source: str | Path, out: str | Path, tokenizer: str | Path | None = None) -> Path:
-    """A Mamba or Mamba-2 of transformers or state-spaces → our HuggingFace directory `out`.
+    """A Mamba or Mamba-2 of transformers → our HuggingFace directory `out`.
 
     Args:
         source: its folder, or a name on the hub. tokenizer: a folder whose files are copied beside

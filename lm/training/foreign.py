@@ -1,13 +1,12 @@
-"""Mamba checkpoints of transformers and of state-spaces in our terms: configuration, names.
+"""Mamba checkpoints of transformers in our terms, and ours in theirs: configuration, names.
 
 Their layers are `mamba` and `mamba2` of lm/model/diagonal.py, whose parameters have the same names,
-shapes and meaning.
+shapes and meaning. Of state-spaces' checkpoints the hub has the same ones in this format.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,67 +20,30 @@ if TYPE_CHECKING:
     from lm.model.configuration_fprnn import FPRNNConfig
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
-RENAMES = [
-    (r"^backbone\.embedding\.", "backbone.embeddings."),
-    (r"^(backbone\.layers\.\d+)\.mixer\.", r"\1.block."),
-]
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # beside them NAME.index.json: several files
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them: there
 
-# state-spaces' config.json: what we read, and what no function depends on.
-OF_MODEL = {
-    "d_model",
-    "n_layer",
-    "vocab_size",
-    "ssm_cfg",
-    "rms_norm",
-    "residual_in_fp32",
-    "norm_epsilon",
-    "pad_vocab_size_multiple",
-    "tie_embeddings",
-    "attn_layer_idx",
-    "d_intermediate",
+# (their field, ours) that say the same of a model.
+FIELDS = (
+    ("vocab_size", "vocab_size"),
+    ("hidden_size", "d_model"),
+    ("num_hidden_layers", "n_layer"),
+    ("state_size", "d_state"),
+    ("expand", "expand"),
+    ("conv_kernel", "d_conv"),
+    ("use_bias", "bias"),
+    ("layer_norm_epsilon", "norm_epsilon"),
+    ("residual_in_fp32", "residual_in_fp32"),
+    ("tie_word_embeddings", "tie_embeddings"),
+    ("pad_token_id", "pad_token_id"),
+    ("bos_token_id", "bos_token_id"),
+    ("eos_token_id", "eos_token_id"),
+)
+FIELDS_OF_KIND = {
+    "mamba": (("time_step_rank", "dt_rank"),),
+    "mamba2": (("head_dim", "headdim"), ("n_groups", "ngroups")),
 }
-OF_LAYER = {
-    "layer",
-    "d_state",
-    "d_conv",
-    "expand",
-    "dt_rank",
-    "bias",
-    "conv_bias",
-    "headdim",
-    "ngroups",
-    "d_ssm",
-    "D_has_hdim",
-    "rmsnorm",
-    "norm_before_gate",
-    "dt_limit",
-    "process_group",
-}
-NO_EFFECT = {
-    "fused_add_norm",
-    "attn_cfg",
-    "initializer_cfg",
-    "architectures",
-    "torch_dtype",
-    "dtype",
-    "transformers_version",
-    "dt_min",
-    "dt_max",
-    "dt_init",
-    "dt_scale",
-    "dt_init_floor",
-    "A_init_range",
-    "conv_init",
-    "use_fast_path",
-    "use_mem_eff_path",
-    "chunk_size",
-    "device",
-    "layer_idx",
-    "sequence_parallel",
-}
-LAYERS = {"Mamba1": "mamba", "Mamba": "mamba", "Mamba2": "mamba2"}
+IN_LAYERS = (".mixer.", ".block.")  # (their word, ours) in the name of a layer's weight
 
 
 class SourceError(UserError, RuntimeError):
@@ -108,7 +70,7 @@ class Source(NamedTuple):
 
 
 def read_folder(folder: Path, shapes_only: bool = False) -> Source:
-    """The Mamba or Mamba-2 of a folder as transformers or state-spaces write it.
+    """The Mamba or Mamba-2 of a folder as transformers writes it.
 
     Raises:
         SourceError: files that are missing or damaged; a model that our layers cannot compute;
@@ -117,21 +79,19 @@ def read_folder(folder: Path, shapes_only: bool = False) -> Source:
     folder = Path(folder)
     raw = read_config(folder)
     kind = raw.get("model_type")
-    if kind in ("mamba", "mamba2"):
-        what, (config, conv_bias) = f"transformers' {kind}", of_transformers(_their_config(folder))
-    elif kind is None and "d_model" in raw:
-        config, conv_bias = _of_state_spaces(folder, raw)
-        what = f"state-spaces' {config.layers}"
-    else:
+    if kind not in FIELDS_OF_KIND:
         raise SourceError(
             f"{folder / 'config.json'} describes {f'a {kind}' if kind else 'no model known here'}:"
-            " it must be mamba or mamba2 of transformers, or state-spaces' format (d_model,"
-            " n_layer, ssm_cfg)"
+            " it must be mamba or mamba2, as transformers writes them (of state-spaces' models the"
+            " hub has these too, as NAME-hf)"
         )
-    weights = ours({name: t for file in _files(folder) for name, t in _tensors(file).items()})
-    weights = settled(weights, config, folder, shapes_only, conv_bias)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
-    return Source(folder, what, config, weights, folder if has_tokenizer else None)
+    theirs = _their_config(folder)
+    config = of_transformers(theirs)
+    tensors = {name: t for file in _files(folder) for name, t in _tensors(file).items()}
+    weights = {name.replace(*IN_LAYERS): t for name, t in tensors.items()}
+    weights = settled(weights, config, folder, shapes_only, theirs.use_conv_bias)
+    tokenizer = folder if any((folder / name).is_file() for name in TOKENIZER) else None
+    return Source(folder, f"transformers' {kind}", config, weights, tokenizer)
 
 
 def as_transformers(model: PreTrainedModel) -> PreTrainedModel:
@@ -143,8 +103,9 @@ def as_transformers(model: PreTrainedModel) -> PreTrainedModel:
     if theirs is None:
         return model
     other = AutoModelForCausalLM.from_config(theirs)
-    names = {name: name.replace(".block.", ".mixer.") for name in model.state_dict()}
-    other.load_state_dict({names[name]: t for name, t in model.state_dict().items()})
+    there, here = IN_LAYERS
+    weights = {name.replace(here, there): t for name, t in model.state_dict().items()}
+    other.load_state_dict(weights)
     return other.train(model.training)
 
 
@@ -158,38 +119,13 @@ def _config_of_transformers(c: FPRNNConfig) -> PretrainedConfig | None:
     kind = layers[0].kind
     if len(layers) > 1 or layers[0].options or kind not in ("mamba", "mamba2"):
         return None
-    fields = dict(
-        vocab_size=c.vocab_size,
-        hidden_size=c.d_model,
-        num_hidden_layers=c.n_layer,
-        state_size=c.d_state,
-        expand=c.expand,
-        conv_kernel=c.d_conv,
-        use_bias=c.bias,
-        layer_norm_epsilon=c.norm_epsilon,
-        residual_in_fp32=c.residual_in_fp32,
-        tie_word_embeddings=c.tie_embeddings,
-        pad_token_id=c.pad_token_id,
-        bos_token_id=c.bos_token_id,
-        eos_token_id=c.eos_token_id,
-        max_position_embeddings=c.max_position_embeddings,
-    )
+    fields = {their: getattr(c, our) for their, our in (*FIELDS, *FIELDS_OF_KIND[kind])}
+    fields["max_position_embeddings"] = c.max_position_embeddings
     if kind == "mamba":
-        return MambaConfig(time_step_rank=c.dt_rank, **fields)
-    if c.ngroups != 1:  # see _wrong_of_mamba2
+        return MambaConfig(**fields)
+    if c.ngroups != 1:  # see `_wrong_of_mamba2`
         return None
-    heads = c.d_inner // c.headdim
-    return Mamba2Config(num_heads=heads, head_dim=c.headdim, n_groups=c.ngroups, **fields)
-
-
-def ours(weights: dict) -> dict:
-    """Their weights under our names."""
-    named = {}
-    for name, tensor in weights.items():
-        for pattern, replacement in RENAMES:
-            name = re.sub(pattern, replacement, name)
-        named[name] = tensor
-    return named
+    return Mamba2Config(num_heads=c.d_inner // c.headdim, **fields)
 
 
 def settled(
@@ -298,149 +234,49 @@ def _their_config(folder: Path):
         raise SourceError(f"{folder / 'config.json'} cannot be read: {reason}") from None
 
 
-def of_transformers(c: PretrainedConfig) -> tuple[FPRNNConfig, bool]:
-    """MambaConfig or Mamba2Config → the FPRNNConfig of the same model, and whether convolutions
-    have a bias.
+def of_transformers(c: PretrainedConfig) -> FPRNNConfig:
+    """MambaConfig or Mamba2Config → the FPRNNConfig of the same model.
 
     Raises:
         SourceError: something in it that our layers cannot do.
     """
+    from lm.model.configuration_fprnn import FPRNNConfig
+
     kind, width = c.model_type, int(c.expand * c.hidden_size)
-    fields = dict(
-        vocab_size=c.vocab_size,
-        d_model=c.hidden_size,
-        n_layer=c.num_hidden_layers,
-        layers=kind,
-        d_state=c.state_size,
-        expand=int(c.expand),
-        d_conv=c.conv_kernel,
-        bias=c.use_bias,
-        norm_epsilon=c.layer_norm_epsilon,
-        residual_in_fp32=c.residual_in_fp32,
-        tie_embeddings=c.tie_word_embeddings,
-        pad_token_id=c.pad_token_id,
-        bos_token_id=c.bos_token_id,
-        eos_token_id=c.eos_token_id,
-        max_position_embeddings=getattr(c, "max_position_embeddings", None) or 2048,
-    )
-    wrong = []
+    wrong = [] if kind == "mamba" else _wrong_of_mamba2(c)
     if c.hidden_act not in ("silu", "swish"):
         wrong.append(f"hidden_act is {c.hidden_act}, ours is silu")
     if c.expand * c.hidden_size != width or getattr(c, "intermediate_size", width) != width:
         wrong.append("intermediate_size is not a whole multiple (expand) of hidden_size")
-    if kind == "mamba":
-        fields["dt_rank"] = int(c.time_step_rank)
-    else:
-        fields |= {"headdim": c.head_dim, "ngroups": c.n_groups}
-        wrong += _wrong_of_mamba2(
-            c.n_groups,
-            c.time_step_limit,
-            getattr(c, "norm_before_gate", False),
-            getattr(c, "rms_norm", True),
-        )
-    return _built(fields, wrong, c.use_conv_bias)
-
-
-def _wrong_of_mamba2(groups, dt_limit, norm_before_gate, rms_norm) -> list[str]:
-    wrong = []
-    if groups != 1:
-        wrong.append(
-            f"it has {groups} groups of B and C, each with a norm of its own; ours has one"
-        )
-    if dt_limit is not None and [float(limit) for limit in dt_limit] != [0.0, math.inf]:
-        wrong.append(f"the step sizes are clamped to {list(dt_limit)}")
-    if norm_before_gate:
-        wrong.append("it norms before the gate (norm_before_gate)")
-    if not rms_norm:
-        wrong.append("it has no gated norm")
-    return wrong
-
-
-def _of_state_spaces(folder: Path, raw: dict) -> tuple:
-    """state-spaces' config.json → as `of_transformers`. What is not said has the default of its
-    code."""
-    file, layer = folder / "config.json", raw.get("ssm_cfg") or {}
-    if not isinstance(layer, dict):
-        raise SourceError(f"{file}: ssm_cfg is {layer!r}; it must be a mapping")
-    unknown = [f"`{key}`" for key in sorted(raw.keys() - OF_MODEL - NO_EFFECT)]
-    unknown += [f"`ssm_cfg.{key}`" for key in sorted(layer.keys() - OF_LAYER - NO_EFFECT)]
-    if unknown:
-        raise SourceError(f"{file} has {', '.join(unknown)}: what they do is not known here")
-    for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
-        _check_size(file, key, raw.get(key, 8 if key == "pad_vocab_size_multiple" else None))
-    _check_size(file, "ssm_cfg.expand", layer.get("expand", 2))
-    named = layer.get("layer", "Mamba1")
-    if named not in LAYERS:
-        raise SourceError(f"{file}: ssm_cfg.layer is {named!r}; known are {', '.join(LAYERS)}")
-    kind = LAYERS[named]
-    multiple = raw.get("pad_vocab_size_multiple", 8)
-    fields = dict(
-        vocab_size=-(-raw["vocab_size"] // multiple) * multiple,
-        d_model=raw["d_model"],
-        n_layer=raw["n_layer"],
-        layers=kind,
-        d_state=layer.get("d_state", 16),
-        expand=layer.get("expand", 2),
-        d_conv=layer.get("d_conv", 4),
-        bias=layer.get("bias", False),
-        dt_rank=layer.get("dt_rank", "auto"),
-        norm_epsilon=raw.get("norm_epsilon", 1e-5),
-        rms_norm=raw.get("rms_norm", True),
-        residual_in_fp32=raw.get("residual_in_fp32", True),
-        tie_embeddings=raw.get("tie_embeddings", True),
-    )
-    wrong = []
-    if raw.get("attn_layer_idx"):
-        wrong.append(f"layers {raw['attn_layer_idx']} are attention (attn_layer_idx)")
-    if raw.get("d_intermediate"):
-        wrong.append("there is an MLP after every layer (d_intermediate)")
-    if kind == "mamba2":
-        wrong += _complete_mamba2(fields, layer)
-    try:
-        return _built(fields, wrong, layer.get("conv_bias", True))
-    except SourceError as e:
-        raise SourceError(f"{file}: {e}") from None
-
-
-def _complete_mamba2(fields: dict, layer: dict) -> list[str]:
-    """Fill in the fields of a Mamba-2 from ssm_cfg → what ours cannot be."""
-    fields |= {
-        "d_state": layer.get("d_state", 128),
-        "headdim": layer.get("headdim", 64),
-        "ngroups": layer.get("ngroups", 1),
-    }
-    wrong = _wrong_of_mamba2(
-        fields["ngroups"],
-        layer.get("dt_limit"),
-        layer.get("norm_before_gate", False),
-        layer.get("rmsnorm", True),
-    )
-    if fields["norm_epsilon"] != 1e-5:
-        wrong.append("norm_epsilon is not 1e-5, that of its gated norm")
-    if layer.get("D_has_hdim"):
-        wrong.append("D is one number a channel (D_has_hdim), ours one a head")
-    if layer.get("d_ssm") not in (None, fields["expand"] * fields["d_model"]):
-        wrong.append("part of its channels pass by the recurrence (d_ssm)")
-    if layer.get("process_group") is not None:
-        wrong.append("it holds one rank's part of each matrix (process_group)")
-    return wrong
-
-
-def _check_size(file: Path, key: str, value) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SourceError(f"{file}: {key} is {value!r}; it must be a whole number above 0")
-
-
-def _built(fields: dict, wrong: list[str], conv_bias: bool) -> tuple:
-    from lm.model.configuration_fprnn import FPRNNConfig
-
     if wrong:
         raise SourceError(f"our layers cannot be this model: {'; '.join(wrong)}")
+    fields = {ours: getattr(c, theirs) for theirs, ours in (*FIELDS, *FIELDS_OF_KIND[kind])}
+    longest = getattr(c, "max_position_embeddings", None) or 2048
     try:
-        config = FPRNNConfig(**fields, reset_at_eos=False)
+        return FPRNNConfig(
+            **{**fields, "expand": int(c.expand)},
+            layers=kind,
+            reset_at_eos=False,
+            max_position_embeddings=longest,
+        )
     except (TypeError, ValueError) as e:
         raise SourceError(f"the configuration describes no model of ours: {e}") from None
-    return config, conv_bias
+
+
+def _wrong_of_mamba2(c: PretrainedConfig) -> list[str]:
+    """What ours cannot be, in words."""
+    wrong, limits = [], c.time_step_limit
+    if c.n_groups != 1:
+        wrong.append(
+            f"it has {c.n_groups} groups of B and C, each with a norm of its own; ours has one"
+        )
+    if limits is not None and [float(limit) for limit in limits] != [0.0, math.inf]:
+        wrong.append(f"the step sizes are clamped to {list(limits)}")
+    if getattr(c, "norm_before_gate", False):
+        wrong.append("it norms before the gate (norm_before_gate)")
+    if not getattr(c, "rms_norm", True):
+        wrong.append("it has no gated norm")
+    return wrong
 
 
 # Files.

@@ -21,7 +21,7 @@ SHOWN = 3  # tokens that a message gives
 
 def read(path: str | Path, shapes_only: bool = False) -> Source:
     """The language model in a folder: one of our runs (its newest checkpoint) or checkpoints, an
-    export, or a Mamba of transformers or state-spaces.
+    export, or a Mamba of transformers.
 
     Raises:
         SourceError: no such folder, or it holds none of these. CheckpointError, RunDirError,
@@ -34,7 +34,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
     if not path.is_dir():
         raise SourceError(
             f"{path} is no folder: it must be a run, a checkpoint, an export, or a Mamba of"
-            " transformers or state-spaces (of a name on the hub `fprnn import-mamba` makes one)"
+            " transformers (of a name on the hub `fprnn import-mamba` makes one)"
         )
     if RunDir(path).holds_run:
         return _of_run(RunDir(path), None, shapes_only)

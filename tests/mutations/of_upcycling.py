@@ -24,10 +24,8 @@ def of(path, *rows):
 MUTATIONS = [
     *of(
         FOREIGN,
-        ("the rank of Δ is forgotten", '"dt_rank"] = int(c.time_step_rank)',
-         '"dt_rank"] = "auto"', LOGITS),
-        ("a vocabulary is padded downwards", '-(-raw["vocab_size"] // multiple) * multiple',
-         'raw["vocab_size"] // multiple * multiple', LOGITS),
+        ("the rank of Δ is forgotten", '"mamba": (("time_step_rank", "dt_rank"),),',
+         '"mamba": (),', LOGITS),
         ("a convolution without a bias gets ones", "torch.zeros(expected[name])",
          "torch.ones(expected[name])", BIASES),
         ("what is NaN is taken", "if not torch.isfinite(t).all()", "if False", DAMAGED),

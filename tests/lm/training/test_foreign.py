@@ -1,4 +1,4 @@
-"""Mambas of transformers and state-spaces in our terms: equal logits, and what is refused."""
+"""Mambas of transformers in our terms: equal logits, and what is refused."""
 
 import json
 import shutil
@@ -11,17 +11,10 @@ from lm.cli.importing import import_mamba
 from lm.runs.exported import load_model, load_tokenizer
 from lm.training.foreign import SourceError, read_folder
 from tests import oracle_mamba
-from tests.foreign import (
-    SIZES,
-    SSM_CFG,
-    ids_of,
-    state_spaces_folder,
-    theirs,
-    transformers_folder,
-)
+from tests.foreign import SIZES, binary_folder, ids_of, theirs, transformers_folder
 from tests.refusals import refused
 
-FORMATS = {"transformers": transformers_folder, "state-spaces": state_spaces_folder}
+FORMATS = {"safetensors": transformers_folder, "bin": binary_folder}
 
 
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
@@ -54,18 +47,6 @@ def test_biases_and_heads_of_their_own_are_kept(tmp_path, kind, fields):
     assert source.config.tie_embeddings is fields.get("tie_word_embeddings", True)
     ours = load_model(import_mamba(folder, tmp_path / "ours")).double()
     expected = oracle_mamba.logits(state, ids_of(), kind, **SIZES[kind])
-    with torch.no_grad():
-        torch.testing.assert_close(ours(ids_of()).logits, expected, atol=1e-10, rtol=0)
-
-
-def test_layer_norms_are_kept(tmp_path):
-    """state-spaces' `rms_norm: false`."""
-    folder, state = state_spaces_folder(tmp_path, "mamba", {"rms_norm": False})
-    for name in [name for name in state if "norm" in name]:
-        state[name.replace("weight", "bias")] = torch.randn(32)
-    torch.save(state, folder / "pytorch_model.bin")
-    ours = load_model(import_mamba(folder, tmp_path / "ours")).double()
-    expected = oracle_mamba.logits(state, ids_of(), "mamba", **SIZES["mamba"])
     with torch.no_grad():
         torch.testing.assert_close(ours(ids_of()).logits, expected, atol=1e-10, rtol=0)
 
@@ -152,39 +133,10 @@ A_LOG = "backbone.layers.1.mixer.A_log"
     ],
 )
 def test_a_damaged_folder_is_a_sentence(tmp_path, damage, said):
-    folder, _ = state_spaces_folder(tmp_path, "mamba")
+    folder, _ = binary_folder(tmp_path, "mamba")
     damage(folder)
     with pytest.raises(SourceError, match=said):
         read_folder(folder)
-
-
-MAMBA2 = SSM_CFG["mamba2"]
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"attn_layer_idx": [1]}, r"layers \[1\] are attention"),
-        ({"d_intermediate": 64}, "an MLP after every layer"),
-        ({"ssm_cfg": {"layer": "Mamba3"}}, "ssm_cfg.layer is 'Mamba3'; known are Mamba1"),
-        ({"ssm_cfg": MAMBA2 | {"ngroups": 2}}, "2 groups of B and C, each with a norm of its own"),
-        ({"ssm_cfg": MAMBA2 | {"dt_limit": [0.01, 1]}}, "step sizes are clamped"),
-        ({"ssm_cfg": MAMBA2 | {"norm_before_gate": True}}, "norms before the gate"),
-        ({"ssm_cfg": MAMBA2 | {"D_has_hdim": True}}, "D is one number a channel"),
-        ({"ssm_cfg": MAMBA2 | {"d_ssm": 32}}, "part of its channels"),
-        ({"ssm_cfg": MAMBA2 | {"rmsnorm": False}}, "no gated norm"),
-        ({"ssm_cfg": MAMBA2 | {"headdim": 7}}, "headdim is 7: it must divide"),
-        ({"ssm_cfg": MAMBA2 | {"hedadim": 7}}, "has `ssm_cfg.hedadim`: what they do is not known"),
-        ({"moe": True}, "has `moe`: what they do is not known"),
-        ({"n_layer": None}, "n_layer is None; it must be a whole number"),
-        ({"n_layer": 3}, "9 missing: backbone.layers.2.block.A_log, "),
-        ({"vocab_size": 25}, r"embeddings.weight \[24, 32\], not \[32, 32\]"),
-    ],
-)
-def test_what_our_layers_cannot_be_is_refused(tmp_path, changes, said):
-    folder, _ = state_spaces_folder(tmp_path, "mamba2", changes)
-    with pytest.raises(SourceError, match=said):
-        read_folder(folder, shapes_only=True)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +144,8 @@ def test_what_our_layers_cannot_be_is_refused(tmp_path, changes, said):
     [
         ("mamba2", {"n_groups": 2}, "2 groups of B and C"),
         ("mamba2", {"time_step_limit": (0.0, 1.0)}, "clamped to"),
+        ("mamba2", {"norm_before_gate": True}, "norms before the gate"),
+        ("mamba2", {"rms_norm": False}, "no gated norm"),
         ("mamba", {"hidden_act": "gelu"}, "hidden_act is gelu, ours is silu"),
     ],
 )
@@ -202,7 +156,7 @@ def test_what_our_layers_cannot_be_of_transformers(tmp_path, kind, fields, said)
 
 
 def test_the_command_refuses_in_a_sentence(capsys, tmp_path, small_export):
-    out, folder = tmp_path / "out", state_spaces_folder(tmp_path / "there", "mamba")[0]
+    out, folder = tmp_path / "out", binary_folder(tmp_path / "there", "mamba")[0]
     said = refused(capsys, "import-mamba", "nowhere/there", out)  # tests are offline
     assert said.startswith("nowhere/there is no folder here, and cannot be had from the hub")
     assert "is of ours already" in refused(capsys, "import-mamba", small_export, out)

@@ -19,7 +19,7 @@ from lm.training import init_from, upcycle
 from lm.training.foreign import SourceError, read_folder
 from lm.training.preflight import check_config
 from tests import oracle_mamba
-from tests.foreign import SIZES, ids_of, state_spaces_folder, transformers_folder
+from tests.foreign import SIZES, binary_folder, ids_of, transformers_folder
 from tests.refusals import refused
 from tests.running import run
 
@@ -257,10 +257,10 @@ OURS = (
 def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
     from lm.cli.main import main
 
-    folder, _ = state_spaces_folder(tmp_path / "there", "mamba", {"vocab_size": 24})
+    folder, _ = binary_folder(tmp_path / "there", "mamba")
     cfg = tiny(*OURS, f"init_from={folder}")
     text = "\n".join(plan(cfg, 1)["init_from"])
-    assert "(state-spaces' mamba): 22 weights (0.016 M) taken" in text
+    assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
     rows = describe(plan(cfg, 1), cfg).columns
     assert list(rows[0].cells).count("init from") == 5  # and of reset_at_eos, the vocabulary
