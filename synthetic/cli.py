@@ -1,20 +1,26 @@
-"""`python -m synthetic COMMAND` (also `fprnn-synthetic`): thin, one function a command."""
+"""`fprnn synthetic COMMAND`, also `python -m synthetic`: thin, one function a command."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from lm.cli.arguments import SEED, Whole, run, words_after_options
+from lm.cli.arguments import SEED, Whole, parse, run
 from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
-  python -m synthetic train --config configs/synthetic/small/s3.yaml
-  python -m synthetic eval runs/synthetic/s3 --lengths 2:512
-  python -m synthetic inspect runs/synthetic/s3 213 231 321
-  python -m synthetic report fig3c --run
-  python -m synthetic validate configs/synthetic/models/*.yaml --jobs 2
+  fprnn synthetic train --config configs/synthetic/small/s3.yaml
+  fprnn synthetic eval runs/synthetic/s3 --lengths 2:512
+  fprnn synthetic inspect runs/synthetic/s3 213 231 321
+  fprnn synthetic report fig3c --run
+  fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
+ABOUT: dict[str, Any] = {
+    "description": "Does a sequence mixer track state, copy, compute and remember?",
+    "epilog": EPILOG,
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+}
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -100,20 +106,24 @@ def _lengths(text: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Nothing heavy is imported to build it or to print its help."""
-    whole = argparse.ArgumentParser(
-        prog="python -m synthetic",
-        description="Does a sequence mixer track state, copy, compute and remember?",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    """The command line of `python -m synthetic`. Nothing heavy is imported to build it."""
+    whole = argparse.ArgumentParser(prog="python -m synthetic", **ABOUT)
+    _add_commands(whole)
+    return whole
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Adds `synthetic`, with commands of its own, to those of another command line."""
+    _add_commands(commands.add_parser("synthetic", help="the validation suite", **ABOUT))
+
+
+def _add_commands(whole: argparse.ArgumentParser) -> None:
+    commands = whole.add_subparsers(dest="synthetic", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_eval(commands)
     _add_inspect(commands)
     _add_validate(commands)
     _add_report(commands)
-    return whole
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -184,7 +194,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
     )
-    command.set_defaults(run_command=_inspect)
+    command.set_defaults(run_command=_inspect, words="word")
 
 
 def _add_validate(commands: argparse._SubParsersAction) -> None:
@@ -202,7 +212,7 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
     )
-    command.set_defaults(run_command=_validate)
+    command.set_defaults(run_command=_validate, pairs="config")
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -240,25 +250,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run_command=_report)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The arguments; key=value overrides may stand before and after options."""
-    whole = parser()
-    args, rest = whole.parse_known_args(argv)
-    if args.command == "inspect":
-        words, rest = words_after_options(rest)
-        args.word = [*args.word, *words]
-    if any("=" not in text or text.startswith("-") for text in rest):
-        whole.error(f"unrecognized arguments: {' '.join(rest)}")
-    if args.command == "validate":  # which takes them among its configs
-        args.config = [*args.config, *rest]
-    elif rest:
-        args.override = [*args.override, *rest]
-    return args
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command; see `lm.cli.arguments.run`."""
-    return run(parse(argv))
+    return run(parse(parser(), argv))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class Sweep:
 
         Args: index: its number, or a shell's variable that holds it.
         """
-        parts = ["python", "-m", "synthetic", "train", "--config", _shown(self.path), "--job-index"]
+        parts = ["fprnn", "synthetic", "train", "--config", _shown(self.path), "--job-index"]
         line = [*map(shlex.quote, parts), str(index), *map(shlex.quote, self.overrides)]
         return " ".join(line)
 
@@ -307,7 +307,7 @@ def _lines_of_missing_evaluations(sweep: Sweep, limits: list[int]) -> list[str]:
         return []
     lines = [f"{len(missing)} evaluations under another ℓmax are missing; --run does them, or"]
     for cfg, limit in missing[:SHOWN]:
-        command = ["python", "-m", "synthetic", "eval", str(cfg.run_dir)]
+        command = ["fprnn", "synthetic", "eval", str(cfg.run_dir)]
         command += ["--out", str(limit_file(cfg, limit)), f"eval.max_iters={limit}"]
         lines.append(f"  {shlex.join(command)}")
     if len(missing) > SHOWN:
@@ -424,7 +424,7 @@ def _write(drawing: Drawing, folder: Path, name: str) -> dict[str, Path]:
         drawing.figure.savefig(paths["figure"], dpi=140)
         save_pdf(drawing.figure, paths["PDF"])
         write_csv(paths["numbers"], drawing.rows)
-        paths["LaTeX"].write_text(tabular(_in_words(drawing.summary)) + "\n", encoding="utf-8")
+        paths["LaTeX"].write_text(tabular(in_words(drawing.summary)) + "\n", encoding="utf-8")
     return paths
 
 
@@ -443,7 +443,7 @@ def table(rows: list[dict], title: str) -> Table:
     """Dictionaries as a rich table; columns appear in the order they first come up."""
     from rich.table import Table
 
-    head, *body = _in_words(rows)
+    head, *body = in_words(rows)
     made = Table(title=title, title_justify="left")
     for name in head:
         made.add_column(name, justify="left" if name == "run" else "right")
@@ -452,7 +452,7 @@ def table(rows: list[dict], title: str) -> Table:
     return made
 
 
-def _in_words(rows: list[dict]) -> list[list[str]]:
+def in_words(rows: list[dict]) -> list[list[str]]:
     """Dictionaries as rows of text, the first being the head."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lm.common.console import say
+from lm.common.console import Progress, say
 from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP
 from lm.config import load as base
 from lm.model import patterns
+from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir, settled
 from lm.training.build import check_section
 from synthetic.config import Config
 
+LINE_EVERY_S = 5.0  # between two lines of progress of several runs
 # What a model without a fixed point reads of the model section.
 OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
 OF_PLAIN |= {
@@ -166,7 +168,14 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
     running: list[_Running] = []
     failed: list[str] = []
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with _stopped_by_signals(), tempfile.TemporaryDirectory() as folder:
+    updates = sum(cfg.train.steps for cfg in waiting)
+    made = 0  # by runs that have ended
+    last_line = time.monotonic()
+    with (
+        _stopped_by_signals(),
+        tempfile.TemporaryDirectory() as folder,
+        Progress("runs", updates, unit="updates", every_s=LINE_EVERY_S) as progress,
+    ):
         try:
             while numbered or running:
                 while numbered and len(running) < jobs:
@@ -178,12 +187,34 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
                 for run in ended:
                     running.remove(run)
                     failed += _failure_of(run)
+                    made += run.cfg.train.steps
+                if time.monotonic() - last_line >= LINE_EVERY_S:
+                    last_line = time.monotonic()
+                    records = [_newest(run.cfg) for run in running]
+                    texts = [_standing(run.cfg, newest) for run, newest in zip(running, records)]
+                    done = made + sum(record.get("step", 0) for record in records)
+                    progress.update(done, text="; ".join(texts))
         finally:  # of an interrupt: the runs save before they end
             for run in running:
                 run.process.terminate()
             for run in running:
                 run.process.wait()
     return failed
+
+
+def _newest(cfg: Config) -> dict:
+    """The newest record of training in a run's log, {} where there is none yet."""
+    records = [record for record in read_metrics(cfg.run_dir) if "loss" in record]
+    return records[-1] if records else {}
+
+
+def _standing(cfg: Config, record: dict) -> str:
+    """How far a run is: "001-Mamba 1,200/2,500, loss 0.41, accuracy 0.87 up to 5"."""
+    text = f"{cfg.run_dir.name} {record.get('step', 0):,}/{cfg.train.steps:,}"
+    if record:
+        text += f", loss {record['loss']:.3f}, accuracy {record['accuracy']:.2f}"
+        text += f" up to {record['longest']}"
+    return text
 
 
 def _start(cfg: Config, path: Path, threads: int) -> _Running:

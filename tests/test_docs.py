@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from lm.cli import main as lm_cli
+from lm.cli.arguments import parse
 from lm.config import load as config
 from lm.model.fields import GRADIENTS, SCHEDULES
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
+from synthetic import demo
 from tests.test_house import ROOT, relative, repository_files
 
 TEXT = (".md", ".py", ".yaml", ".sh", ".sbatch", ".cpp", ".toml", "Makefile")
@@ -101,37 +103,42 @@ def commands() -> list[tuple[str, list[str]]]:
                  for line in block.splitlines()]  # fmt: skip
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
         for line in lines:
-            if re.match(r"(fprnn|fprnn-synthetic|python -m) .", line):
+            if re.match(r"(fprnn|python -m) .", line):
                 found.append((relative(page), shlex.split(line, comments=True)))
     return found
 
 
 def program(words: list[str]) -> tuple[str, list[str]]:
     """A command's program, named as a module, and its arguments."""
-    short = {"fprnn": "lm", "fprnn-synthetic": "synthetic"}
-    if words[0] in short:
-        return short[words[0]], words[1:]
-    return words[2], words[3:]  # python -m MODULE
+    return ("fprnn", words[1:]) if words[0] == "fprnn" else (words[2], words[3:])
 
 
 def test_every_command_of_the_pages_is_understood():
-    parsers = {"lm": lm_cli.parse, "synthetic": synthetic_cli.parse}
-    loaders = {"lm": config.load, "synthetic": synthetic_config.load}
+    parsers = {
+        "fprnn": lm_cli.parser((synthetic_cli.add, demo.add)),
+        "lm": lm_cli.parser(),
+        "synthetic": synthetic_cli.parser(),
+    }
     seen, problems = set(), []
     for page, words in commands():
         name, args = program(words)
         seen.add(name)
-        named_only = len(args) == 1 or args == ["tokenizer", "train"]
+        depth = 2 if args[:1] in (["synthetic"], ["tokenizer"]) else 1
+        named_only = len(args) <= depth
         if name not in parsers or named_only or "--help" in args:
             continue
         try:
-            parsed = parsers[name](["0" if word == "N" else word for word in args])
+            parsed = parse(parsers[name], ["0" if word == "N" else word for word in args])
         except SystemExit:
             problems.append(f"{page}: {shlex.join(words)}")
             continue
         path = getattr(parsed, "config", None)
-        if args[0] == "train" and (ROOT / path).is_file():  # overrides are keys that there are
-            loaders[name](ROOT / path, parsed.override, parsed.job_index)
+        if (args[0] == "train" or args[:2] == ["synthetic", "train"]) and (
+            ROOT / path
+        ).is_file():  # overrides are keys
+            of_suite = "synthetic" in (name, args[0])
+            load = synthetic_config.load if of_suite else config.load
+            load(ROOT / path, parsed.override, parsed.job_index)
     assert problems == []
     assert {"lm", "synthetic", "tests.golden", "benchmarks.training_step"} <= seen
 

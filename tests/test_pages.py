@@ -36,7 +36,7 @@ TINY_SYNTHETIC = (
 )
 TINY = {
     "fprnn train": TINY_RUN,
-    "python -m synthetic train": TINY_SYNTHETIC,
+    "fprnn synthetic train": TINY_SYNTHETIC,
 }
 
 
@@ -134,13 +134,15 @@ def test_the_page_of_keys_is_what_the_schema_says():
 def test_a_page_that_is_behind_the_schema_is_brought_up_to_date():
     text = config_page.PAGE.read_text(encoding="utf-8")
     rows = text.splitlines()
-    gone = next(row for row in rows if row.startswith("| `mixer_rank`"))
-    other = next(row for row in rows if row.startswith("| `d_state`"))
-    spoilt = text.replace(gone + "\n", "").replace(other, other.replace("`16`", "`17`"))
-    spoilt = spoilt.replace(other.replace("`16`", "`17`"), "| `d_stat` | text | `1` | Old. |")
+    gone = next(row for row in rows if row.startswith("| `zero_stage`"))
+    other = next(row for row in rows if row.startswith("| `timeout_s`"))
+    spoilt = text.replace(gone + "\n", "").replace(other, other.replace("`1800`", "`17`"))
+    spoilt = spoilt.replace(other.replace("`1800`", "`17`"), "| `d_stat` | text | `1` | Old. |")
     found = config_page.page(spoilt)
-    assert "| `mixer_rank` | integer > 0 | `1` | NOT YET SAID |" in found
-    assert "| `d_state` | integer > 0 | `16` | NOT YET SAID |" in found and "d_stat`" not in found
+    assert "| `zero_stage` | `0`, `1`, `2`, `3` | `1` | NOT YET SAID |" in found
+    assert "| `timeout_s` | integer > 0 | `1800` | NOT YET SAID |" in found
+    assert "d_stat`" not in found
+    assert config_page.page(text.replace("Width of the residual stream.", "Old.")) == text
     with pytest.raises(ValueError, match=r"no heading .* for \['engine'\]"):
         config_page.page(text.replace("## `engine`", "## DeepSpeed"))
 

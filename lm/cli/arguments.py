@@ -71,6 +71,25 @@ def names(text: str) -> list[str]:
     return found
 
 
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; what a command takes many of may stand before and after its options.
+
+    A command says by `set_defaults` which of its lists that is: `words` takes anything, `pairs`
+    key=value alone (default: `override`, where it has that).
+    """
+    args, rest = parser.parse_known_args(argv)
+    if words_of := getattr(args, "words", None):
+        words, rest = words_after_options(rest)
+        setattr(args, words_of, [*getattr(args, words_of), *words])
+    pairs_of = getattr(args, "pairs", "override")
+    no_pair = any("=" not in text or text.startswith("-") for text in rest)
+    if no_pair or (rest and not hasattr(args, pairs_of)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        setattr(args, pairs_of, [*getattr(args, pairs_of), *rest])
+    return args
+
+
 def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
     """Of what argparse did not understand: the words, which stand behind options where they might
     have stood before them, and what is really unknown."""

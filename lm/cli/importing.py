@@ -1,9 +1,10 @@
-"""`fprnn import-mamba`: its options, and what it does with them."""
+"""`fprnn import`: its options, and what it does with them."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,23 +25,33 @@ TOKENIZER_FILES = (
 def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
     c = commands.add_parser(
-        "import-mamba",
-        help="a Mamba or Mamba-2 of transformers → HuggingFace directory of ours",
-        description="SRC: a folder with config.json and weights (safetensors or pytorch_model.bin)"
-        " as transformers writes them, or a name on the hub. OUT computes the same"
-        " logits on our scans, and is what `init_from` takes. Any name that is missing, extra or"
-        " misshapen is an error.",
+        "import",
+        help="a checkpoint of the paper's code, or a Mamba of transformers → HuggingFace directory",
+        description="SRC: a folder with config.json and weights as transformers writes a Mamba or"
+        " Mamba-2, or a name on the hub; OUT computes the same logits on our scans. With --config"
+        " SRC is a checkpoint of the paper's code (a .pth or state dict): CONFIG has `model_config`"
+        " (d_model, n_layer) and `ssm_cfg` (layer, mixer_type, …), as that code has them, and what"
+        " is imported is solved exactly (token: exact), whatever it says of the iteration. Any name"
+        " that is missing, extra or misshapen is an error. `init_from` takes OUT.",
     )
     c.add_argument("source", metavar="SRC")
     c.add_argument("out", metavar="OUT")
+    c.add_argument("--config", metavar="CONFIG", help="JSON or YAML of the paper's code's model")
     c.add_argument(
         "--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it (default: SRC's)"
     )
-    c.set_defaults(run_command=_import_mamba)
+    c.set_defaults(run_command=_import)
 
 
-def _import_mamba(args: argparse.Namespace) -> int:
-    print(import_mamba(args.source, args.out, args.tokenizer))
+def _import(args: argparse.Namespace) -> int:
+    if args.config is None:
+        print(import_mamba(args.source, args.out, args.tokenizer))
+        return 0
+    from lm.export.reference import ORIGIN, import_reference
+
+    done = import_reference(args.source, args.config, args.out, args.tokenizer)
+    print(f"note: {ORIGIN}", file=sys.stderr)
+    print(done)
     return 0
 
 

@@ -34,7 +34,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " any other file is not",
     )
     add_trust(c)
-    c.set_defaults(run_command=_inspect)
+    c.set_defaults(run_command=_inspect, words="text")
 
 
 def _inspect(args: argparse.Namespace) -> int:

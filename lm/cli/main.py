@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 import lm
 from lm.cli import importing as cli_import
@@ -17,12 +18,13 @@ from lm.cli.arguments import (
     Whole,
     add_trust,
     names,
+    parse,
     run,
-    words_after_options,
 )
 from lm.cli.eval import add_eval
 from lm.common.errors import ConfigError
 
+AddCommands = Callable[[argparse._SubParsersAction], None]
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
@@ -41,6 +43,8 @@ EPILOG = """examples:
   fprnn status runs/demo runs/other --follow
   fprnn doctor
   fprnn check-mixer my_mixer:PlaneRotation
+  fprnn demo s3
+  fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
 
 
@@ -161,15 +165,6 @@ def _export(args: argparse.Namespace) -> int:
         folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence)
         print(folder)
     print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
-    return 0
-
-
-def _import_reference(args: argparse.Namespace) -> int:
-    from lm.export.reference import ORIGIN, import_reference
-
-    done = import_reference(args.checkpoint, args.config, args.out, args.tokenizer)
-    print(f"note: {ORIGIN}", file=sys.stderr)
-    print(done)
     return 0
 
 
@@ -410,22 +405,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_export)
 
 
-def _add_import_reference(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "import-reference",
-        help="a checkpoint of the paper's code → HuggingFace directory",
-        description="CKPT: a .pth or state dict; CONFIG: its configuration as JSON or YAML with"
-        " `model_config` (d_model, n_layer) and `ssm_cfg` (layer, mixer_type, …), as the paper's"
-        " code has them. Any name that is missing, extra or misshapen is an error. What is imported"
-        " is solved exactly (token: exact), whatever its configuration says of the iteration.",
-    )
-    c.add_argument("checkpoint", metavar="CKPT")
-    c.add_argument("--config", required=True, metavar="CONFIG")
-    c.add_argument("out", metavar="OUT")
-    c.add_argument("--tokenizer", metavar="DIR", help="a tokenizer's folder to copy beside it")
-    c.set_defaults(run_command=_import_reference)
-
-
 def _add_generate(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser("generate", help="sample from an exported directory")
     c.add_argument("checkpoint", metavar="OUT")
@@ -539,8 +518,11 @@ def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_check_mixer)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line. Nothing heavy is imported to build it or to print its help."""
+def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
+    """The command line. Nothing heavy is imported to build it or to print its help.
+
+    Args: more: each adds commands of packages above this one.
+    """
     p = argparse.ArgumentParser(
         prog="fprnn",
         description="Pretrain, export and evaluate fixed-point RNN language models.",
@@ -552,44 +534,30 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"fprnn {lm.__version__}")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    _add_train(commands)
+    # In the order in which one needs them.
+    _add_doctor(commands)
     _add_plan(commands)
-    _add_prepare(commands)
     cli_tokenizer.add(commands)
+    _add_prepare(commands)
+    _add_train(commands)
     cli_sweep.add(commands)
     cli_status.add(commands)
+    _add_report(commands)
+    cli_inspect.add(commands)
     _add_export(commands)
-    _add_import_reference(commands)
     cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
-    cli_inspect.add(commands)
     _add_agree(commands)
-    _add_report(commands)
-    _add_doctor(commands)
     _add_check_mixer(commands)
+    for add in more:
+        add(commands)
     return p
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The arguments; key=value overrides may stand before and after options."""
-    p = parser()
-    args, rest = p.parse_known_args(argv)
-    if args.command == "inspect":
-        words, rest = words_after_options(rest)
-        args.text = [*args.text, *words]
-    if any("=" not in text or text.startswith("-") for text in rest) or (
-        rest and not hasattr(args, "override")
-    ):
-        p.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.override = [*args.override, *rest]
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run one command; see `lm.cli.arguments.run`."""
-    return run(parse(argv))
+def main(argv: list[str] | None = None, more: Sequence[AddCommands] = ()) -> int:
+    """Run one command; see `lm.cli.arguments.run`. more: as `parser`."""
+    return run(parse(parser(more), argv))
 
 
 if __name__ == "__main__":

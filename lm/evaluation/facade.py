@@ -125,6 +125,6 @@ def _refuse_synthetic(run: RunDir) -> None:
 
     if "task" in load_tree(run.config):
         raise FacadeError(
-            f"{run} is a run of the synthetic suite, whose tokens are no text: `fprnn-synthetic"
+            f"{run} is a run of the synthetic suite, whose tokens are no text: `fprnn synthetic"
             f" inspect {run}` looks inside it"
         )

@@ -43,7 +43,7 @@ def load_exported(
     if looks_local and not any((Path(path) / file).is_file() for file in files):
         raise GenerationError(
             f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
-            " `fprnn import-reference` with --tokenizer"
+            " `fprnn import` with --tokenizer"
         )
     model = load_model(path, trust)
     tokenizer = load_tokenizer(path, trust)

@@ -47,7 +47,7 @@ class RunDir:
     export = _named("hf")  # where the demo exports to
     figures = _named("figures")
     summary = _named("summary.json")  # of `fprnn report`
-    evaluation = _named("eval.json")  # of `python -m synthetic eval`
+    evaluation = _named("eval.json")  # of `fprnn synthetic eval`
 
     def __init__(self, path: Path | str):
         self.path = Path(path)

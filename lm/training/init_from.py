@@ -34,7 +34,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
     if not path.is_dir():
         raise SourceError(
             f"{path} is no folder: it must be a run, a checkpoint, an export, or a Mamba of"
-            " transformers (of a name on the hub `fprnn import-mamba` makes one)"
+            " transformers (of a name on the hub `fprnn import` makes one)"
         )
     if RunDir(path).holds_run:
         return _of_run(RunDir(path), None, shapes_only)

@@ -182,4 +182,4 @@ def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     from lm.cli.main import main as lm_main
 
     assert lm_main(["inspect", run, "1"]) == 1
-    assert f"`fprnn-synthetic inspect {run}`" in capsys.readouterr().err
+    assert f"`fprnn synthetic inspect {run}`" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import shlex
 import pytest
 import torch
 
+from lm.cli.arguments import parse
 from lm.common.errors import ConfigError
 from lm.training.build import build_section
 from synthetic import cli, report, tasks
@@ -260,11 +261,11 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
     out, err = capsys.readouterr()
     assert "report fig4 has none of its 8 runs yet" in err
     lines = [line.strip() for line in out.splitlines()]
-    commands = [line for line in lines if line.startswith("python -m synthetic train")]
+    commands = [line for line in lines if line.startswith("fprnn synthetic train")]
     assert len(commands) == report.SHOWN and "… and 3 more" in lines
     expected = sweep("fig4", "small", "train.steps=7", "out_dir=my runs").configs
     for i, command in enumerate(commands):
-        parsed = cli.parse(shlex.split(command)[3:])
+        parsed = parse(cli.parser(), shlex.split(command)[2:])
         cfg = report.load(parsed.config, parsed.override, parsed.job_index)
         assert cfg == expected[i]
     loop = next(line for line in lines if line.startswith("for i in 0 1 2 3 4 5 6 7; do"))
@@ -273,7 +274,7 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
     assert submit[5:] == [
         "--array=0-7",
         "launch/synthetic_array.sbatch",
-        commands[0].split()[5],
+        commands[0].split()[4],
         "train.steps=7",
         "out_dir=my runs",
     ]
@@ -299,7 +300,7 @@ def test_evaluations_that_are_missing_are_named_as_well(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("20 evaluations under another ℓmax are missing") for line in lines)
     command = next(line.strip() for line in lines if "synthetic eval" in line)
-    args = cli.parse(shlex.split(command)[3:])
+    args = parse(cli.parser(), shlex.split(command)[2:])
     assert args.run == str(configs[0].run_dir) and args.override == ["eval.max_iters=1"]
     assert args.out == str(report.limit_file(configs[0], 1))
 

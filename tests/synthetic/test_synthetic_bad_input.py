@@ -199,7 +199,7 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
 
 def options() -> list[tuple[str, argparse.Action]]:
     """(command, option) of every option that takes a value."""
-    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    (commands,) = (a for a in parser()._actions if a.dest == "synthetic")
     return [
         (command, action)
         for command, below in commands.choices.items()

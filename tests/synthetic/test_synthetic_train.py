@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from lm.cli.arguments import parse
 from lm.common.errors import BAD_CONFIG, ConfigError
 from lm.runs.checkpoint import CheckpointError, listed, newest
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
-from synthetic.cli import main, parse
+from synthetic.cli import main, parser
 from synthetic.evaluate import evaluate_run
 from synthetic.tasks import TaskError
 from synthetic.train import train
@@ -449,8 +450,9 @@ def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):
 
 def test_unknown_options_are_refused():
     with pytest.raises(SystemExit):
-        parse(["train", "--config", "x", "--overwrite", "--lr=3"])
-    assert parse(["train", "--config", "x", "a=1", "--overwrite", "b=2"]).override == ["a=1", "b=2"]
+        parse(parser(), ["train", "--config", "x", "--overwrite", "--lr=3"])
+    parsed = parse(parser(), ["train", "--config", "x", "a=1", "--overwrite", "b=2"])
+    assert parsed.override == ["a=1", "b=2"]
 
 
 @pytest.mark.gpu

@@ -165,7 +165,7 @@ def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
         return {}, {}, None
     if "task" in tree:
         raise RunDirError(
-            f"{run} holds a run of the synthetic suite: `python -m synthetic report` draws those"
+            f"{run} holds a run of the synthetic suite: `fprnn synthetic report` draws those"
         )
     try:
         cfg = config.build(tree, str(run.config))

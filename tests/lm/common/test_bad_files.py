@@ -388,7 +388,7 @@ def test_a_run_of_a_warmup_that_is_refused_now_is_still_exported(tiny_run, tmp_p
 
 def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    message = refused(capsys, "import-reference", "x", "--config", tmp_path / "c.yaml", "out")
+    message = refused(capsys, "import", "x", "out", "--config", tmp_path / "c.yaml")
     assert "is neither JSON nor YAML" in message
 
 

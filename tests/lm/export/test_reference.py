@@ -61,8 +61,7 @@ def test_names():
 def test_the_imported_model_computes_the_golden_logits(files):
     from transformers import AutoModelForCausalLM
 
-    done = fprnn("import-reference", files / "run.pth", "--config", files / "config.json",
-                 files / "hf")  # fmt: skip
+    done = fprnn("import", files / "run.pth", files / "hf", "--config", files / "config.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(files / "hf")
     model = AutoModelForCausalLM.from_pretrained(files / "hf").double().eval()

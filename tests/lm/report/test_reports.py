@@ -600,7 +600,7 @@ def test_what_is_refused(tmp_path, solved, capsys):
         ([solved, solved], "say where to write it with --out"),
         ([solved, solved, "--out", page], "is given twice"),
         ([solved, folder, "--out", page], "holds no run"),
-        ([suite, "--out", page], "python -m synthetic report"),
+        ([suite, "--out", page], "fprnn synthetic report"),
         ([solved, "--out", tmp_path / "page.pdf"], "name a folder, or a file ending .html"),
     ):
         assert main(["report", *map(str, args)]) == 1

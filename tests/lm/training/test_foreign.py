@@ -77,7 +77,7 @@ def test_the_tokenizer_comes_along_and_nothing_else(tmp_path, byte_tokenizer, ca
     folder, _ = transformers_folder(tmp_path / "there", "mamba", vocab_size=264)
     shutil.copytree(byte_tokenizer, folder, dirs_exist_ok=True)
     (folder / "optimizer.pt").write_text("large")
-    assert main(["import-mamba", str(folder), str(tmp_path / "ours")]) == 0
+    assert main(["import", str(folder), str(tmp_path / "ours")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "ours")
     assert len(load_tokenizer(tmp_path / "ours")) == 257
     assert not (tmp_path / "ours/optimizer.pt").exists()
@@ -157,15 +157,13 @@ def test_what_our_layers_cannot_be_of_transformers(tmp_path, kind, fields, said)
 
 def test_the_command_refuses_in_a_sentence(capsys, tmp_path, small_export):
     out, folder = tmp_path / "out", binary_folder(tmp_path / "there", "mamba")[0]
-    said = refused(capsys, "import-mamba", "nowhere/there", out)  # tests are offline
+    said = refused(capsys, "import", "nowhere/there", out)  # tests are offline
     assert said.startswith("nowhere/there is no folder here, and cannot be had from the hub")
-    assert "is of ours already" in refused(capsys, "import-mamba", small_export, out)
-    assert "holds no tokenizer" in refused(
-        capsys, "import-mamba", folder, out, "--tokenizer", tmp_path
-    )
+    assert "is of ours already" in refused(capsys, "import", small_export, out)
+    assert "holds no tokenizer" in refused(capsys, "import", folder, out, "--tokenizer", tmp_path)
     for same in (folder, folder.parent):
-        said = refused(capsys, "import-mamba", folder, same)
+        said = refused(capsys, "import", folder, same)
         assert "holds the model that is to be imported" in said
     (folder / "pytorch_model.bin").unlink()
-    assert "holds no weights" in refused(capsys, "import-mamba", folder, out)
+    assert "holds no weights" in refused(capsys, "import", folder, out)
     assert not out.exists()
