@@ -16,7 +16,7 @@ from synthetic import demo
 from tests.test_house import ROOT, relative, repository_files
 
 TEXT = (".md", ".py", ".yaml", ".sh", ".sbatch", ".cpp", ".toml", "Makefile")
-FOLDERS = ("benchmarks", "configs", "docs", "launch", "lm", "synthetic", "tests")
+FOLDERS = ("benchmarks", "configs", "docs", "launch", "fprnn", "tests")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PAGE = re.compile(r"[\w./-]*[\w-]+\.md\b")
 # A path that begins with one of the repository's folders and ends like a file.
@@ -133,14 +133,13 @@ def test_every_command_of_the_pages_is_understood():
             problems.append(f"{page}: {shlex.join(words)}")
             continue
         path = getattr(parsed, "config", None)
-        if (args[0] == "train" or args[:2] == ["synthetic", "train"]) and (
-            ROOT / path
-        ).is_file():  # overrides are keys
+        trains = args[0] == "train" or args[:2] == ["synthetic", "train"]
+        if trains and (ROOT / path).is_file():  # overrides are keys that there are
             of_suite = "synthetic" in (name, args[0])
             load = synthetic_config.load if of_suite else config.load
             load(ROOT / path, parsed.override, parsed.job_index)
     assert problems == []
-    assert {"lm", "synthetic", "tests.golden", "benchmarks.training_step"} <= seen
+    assert {"fprnn", "tests.golden", "benchmarks.training_step"} <= seen
 
 
 def test_every_option_of_a_benchmark_in_the_pages_is_one_it_has():

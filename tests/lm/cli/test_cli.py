@@ -18,8 +18,8 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "train", "plan", "prepare", "tokenizer", "sweep", "status", "export", "import",
-    "eval", "generate", "inspect", "agree", "report", "doctor", "check-mixer",
+    "doctor", "plan", "tokenizer", "prepare", "train", "sweep", "status", "report", "inspect",
+    "export", "import", "eval", "generate", "agree", "check-mixer",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
