@@ -16,7 +16,7 @@ from synthetic import demo
 from tests.test_house import ROOT, relative, repository_files
 
 TEXT = (".md", ".py", ".yaml", ".sh", ".sbatch", ".cpp", ".toml", "Makefile")
-FOLDERS = ("benchmarks", "configs", "docs", "launch", "fprnn", "tests")
+FOLDERS = ("benchmarks", "configs", "docs", "fprnn", "launch", "lm", "synthetic", "tests")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PAGE = re.compile(r"[\w./-]*[\w-]+\.md\b")
 # A path that begins with one of the repository's folders and ends like a file.
