@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lm.common.console import Progress, say
-from lm.common.errors import Diverged, Stopped, exit_status, require, sentence
+from lm.common.errors import Diverged, exit_status, require, sentence
 from lm.common.files import write_json
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
@@ -24,6 +24,7 @@ from lm.runs.log import Writer, describe, iterations_of_layers, probed
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
+from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
 from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
@@ -72,7 +73,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         run.release()
 
 
-class Training:
+class Training(Loop):
     """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
     cannot be, and writes nothing.
 
@@ -81,13 +82,11 @@ class Training:
         ConfigError, TaskError, SourceError: as `train`.
     """
 
-    # Opened by `start`, in a directory that is ours.
-    checkpoints: Checkpoints
-    profile: Profile
-    writer: Writer
+    how_to_go_on = "the same command continues"
 
     def __init__(self, cfg: Config, overwrite: bool = False):
-        self.cfg = cfg
+        super().__init__(cfg)
+        self.writer = None  # opened by `start`
         if cfg.train.threads:
             torch.set_num_threads(cfg.train.threads)
         self.task = tasks.build(cfg.task)
@@ -103,18 +102,19 @@ class Training:
         if init_from.is_needed(cfg, overwrite):
             self.init_from = Start(cfg, self.model)
         # Where it stands; all of it is in a checkpoint.
-        self.step = 0  # updates made
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
-        self.seconds = 0.0  # of training, of the processes before this one
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
         self.state: Any = None  # that a stream carries from segment to segment
         self.seen: set[int] | None = set()  # of training's samples those that are not held apart
-        self.rollbacks = 0
-        self.went_back_to: int | None = None  # an update, and nothing was saved since
         self.shortest, self.full_length = cfg.train.lengths
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
-        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
+        self.after_update = (
+            self._log_if_due,
+            self._probe_if_due,
+            self._validate_if_due,
+            self.save_if_due,
+        )
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -151,6 +151,7 @@ class Training:
                     f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
                 )
             self.load_state_dict(saved)
+            self.checkpoints.published = self.step
             say(f"resumed  at update {self.step}")
         elif self.init_from is not None:
             for line in self.init_from.apply():
@@ -158,7 +159,7 @@ class Training:
             self.init_from.write(run)
             self.seen = self.init_from.seen  # its samples are in training, too
         self.init_from = None  # its weights need not be kept
-        if self.step < self.cfg.train.steps and self.solved_at is None:
+        if not self.is_last:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
         run.confirm(self.cfg)
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
@@ -220,22 +221,15 @@ class Training:
         self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
-        bar = Progress("training", total=steps, start=self.step, unit="updates")
-        with StopSignals() as signals, bar:
-            while self.step < steps and self.solved_at is None:
-                self.run.check_ours()
-                number = self.step + 1
-                try:
-                    with self.profile.update(number):
-                        record = self._update()
-                    self._log(record, bar)
-                    self._probe_if_due()
-                    self._validate_if_due()
-                    self._save_if_due(signals.asked)
-                except Diverged as e:
-                    self._roll_back(e, number)
-            self._wait_for_save()
+        self.bar = Progress("training", total=steps, start=self.step, unit="updates")
+        with StopSignals() as self.signals, self.bar:
+            self.make_updates()
         self.seconds = self._seconds_so_far()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no update is left: all are made, or the task is solved."""
+        return super().is_last or self.solved_at is not None
 
     def _seconds_so_far(self) -> float:
         """Seconds of training, of this process and of those before it."""
@@ -254,12 +248,8 @@ class Training:
         self.correct: int | torch.Tensor = 0  # of these, answered as they should be
         self.statistics: list = []
 
-    def _update(self) -> dict:
-        """One update → what is logged of it alone.
-
-        Raises:
-            Diverged: the loss or its gradient is NaN or infinite; no weight has moved.
-        """
+    def update(self) -> None:
+        """One update; `made` is what is logged of it alone."""
         # 1. The learning rates and the batch of this update.
         number = self.step + 1
         factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
@@ -291,7 +281,7 @@ class Training:
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        return record
+        self.made, self.stopping = record, self.signals.asked
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool
@@ -327,64 +317,42 @@ class Training:
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
-    def _roll_back(self, error: Diverged, failed_update: int) -> None:
-        """Back to the last checkpoint, or where that did not help to the one before, and on with
-        the batches after the one that spoilt it.
-
-        Raises:
-            Diverged: there is none, or `train.rollbacks` of them were made.
-        """
-        rollbacks_made = self.rollbacks
-        most = self.cfg.train.rollbacks
-        next_batch = self.batch_number
-        seen = self.seen
-        self.checkpoints.finish()
+    def go_back(self) -> bool:
+        """All but the place in the data from the newest checkpoint; see `Loop`."""
+        next_batch, seen = self.batch_number, self.seen
         saved = None
-        if rollbacks_made < most and to_go_back_to(self.run.checkpoints, self.went_back_to, say):
+        if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
             with contextlib.suppress(CheckpointError):  # none can be used
                 saved = newest_state(self.run, self.device, say)
         if saved is None:
-            raise Diverged(
-                f"stopped at update {failed_update}: {error} ({rollbacks_made} of {most} rollbacks"
-                " made: train.rollbacks)"
-            ) from None
+            return False
         self.load_state_dict(saved)
-        self.went_back_to = self.step
-        self.rollbacks = rollbacks_made + 1
-        self.batch_number = next_batch
-        self.seen = seen
+        self.batch_number, self.seen = next_batch, seen
         self.state = None  # what comes next does not continue what the checkpoint had read
         self.batches = self._batches()
-        say(
-            f"note: update {failed_update}: {error}: back to the checkpoint of update {self.step},"
-            f" on with the data that comes next (rollback {self.rollbacks} of {most})"
-        )
-        rollback = {"number": self.rollbacks, "from": failed_update, "why": str(error)}
-        self.writer.keep_until(self.step)
-        self.writer.write({"step": self.step, "rollback": rollback})
         self._begin_window()
+        return True
 
-    def _log(self, record: dict, bar: Progress) -> None:
-        """Every `log.every` updates, and after the last, a record: `record` of this update and what
-        the window sums up."""
+    def _log_if_due(self) -> None:
+        """Every `log.every` updates, and after the last, a record of this update and of what the
+        window sums up."""
         steps = self.cfg.train.steps
         if self.step % self.cfg.log.every and self.step != steps:
-            bar.update(self.step, steps)
+            self.bar.update(self.step, steps)
             return
         now = time.perf_counter()
-        numbers = {k: v.item() if torch.is_tensor(v) else v for k, v in record.items()}
+        numbers = {k: v.item() if torch.is_tensor(v) else v for k, v in self.made.items()}
         record = {
-            "step": self.step,
             **numbers,
             "accuracy": float(self.correct / max(1, self.scored)),
             "tokens_per_s": round(self.tokens / (now - self.window_began), 1),
             "seconds": round(self.seconds + now - self.fit_began, 1),
             **fixed_point_metrics(self.statistics),
         }
-        self.writer.write(record)
-        self._log_saves()
+        self.write(record)
+        self.log_saves()
         self.failure_watch.look(record, f"update {self.step}")
-        bar.update(self.step, steps, describe(record, self.num_iters))
+        self.bar.update(self.step, steps, describe(record, self.num_iters))
         self._begin_window()
 
     @contextlib.contextmanager
@@ -409,7 +377,7 @@ class Training:
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
         record = {"step": self.step, "probe": measured}
         self.num_iters = probed(record)
-        self.writer.write(record)
+        self.write(record)
 
     def _validate_if_due(self) -> None:
         """Measure on held-out sequences as long as training's: where they are solved the curriculum
@@ -424,7 +392,7 @@ class Training:
                 record["over_lengths"] = {
                     length: self._measure_validation(length) for length in self.lengths_during
                 }
-            self.writer.write(record)
+            self.write(record)
             say(f"update {self.step:>6}  length {self.longest}: {_scores(measured)}")
             self._grow_or_stop(measured["metrics"][self.task.headline])
 
@@ -444,29 +412,15 @@ class Training:
         elif self.longest == self.full_length and score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
-    def _wait_for_save(self) -> None:
-        self.checkpoints.finish()
-        self._log_saves()
+    def check_finite(self) -> None:
+        """Raises Diverged where the weights or moments are not finite."""
+        weights = {"the weights": list(self.model.parameters())}
+        if what := not_finite(held(self.state_dict()) | weights):
+            raise Diverged(what)
 
-    def _log_saves(self) -> None:
-        for saved in self.checkpoints.news():
-            self.writer.write({"step": self.step, "checkpoint": saved.record()})
-
-    def _save_if_due(self, stopping: bool) -> None:
-        last = self.step == self.cfg.train.steps or self.solved_at is not None
-        if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
-            state = self.state_dict()
-            weights = {"the weights": list(self.model.parameters())}
-            if what := not_finite(held(state) | weights):
-                raise Diverged(what)
-            self.checkpoints.save(self.step, lambda: {STATE: state})
-            self.went_back_to = None
-        if stopping:
-            self._wait_for_save()
-            raise Stopped(
-                f"stopped by a signal after update {self.step}, checkpoint saved: the same command"
-                " continues"
-            )
+    def state_files(self) -> dict:
+        """What a checkpoint holds."""
+        return {STATE: self.state_dict()}
 
     def conclude(self) -> dict:
         """Evaluate the trained model, and write result.json."""
@@ -499,7 +453,7 @@ class Training:
             self.profile.close()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
-        if hasattr(self, "writer"):
+        if self.writer is not None:
             self.writer.close()
 
 

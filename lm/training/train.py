@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lm.common.console import Progress, say
-from lm.common.errors import ConfigError, Diverged, DivergedAlone, Stopped, UserError
+from lm.common.errors import ConfigError, Diverged, Stopped, UserError
 from lm.common.files import DamagedError, write_json
 from lm.common.ranks import Ranks, of_lost_peer
 from lm.common.signals import StopSignals
@@ -46,6 +46,7 @@ from lm.training import engine as ds
 from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.ema import Average
+from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
 from lm.training.preflight import check, environment
 from lm.training.reshard import gathered
@@ -112,25 +113,23 @@ def _too_large(cfg: Config, run: RunDir) -> ConfigError:
     )
 
 
-class Training:
+class Training(Loop):
     """A run under way: `resume`, `fit`, `conclude`, on every rank alike.
 
     Args:
         on_exit: of what is open while it trains.
     """
 
+    how_to_go_on = "continue with resume=auto"
+
     def __init__(self, cfg: Config, ranks: Ranks, run: RunDir, on_exit: contextlib.ExitStack):
-        self.cfg, self.ranks, self.run, self.on_exit = cfg, ranks, run, on_exit
-        self.step = 0  # updates made
-        self.seconds = 0.0  # of training, of the processes before this one
-        self.rollbacks = 0
-        self.went_back_to: int | None = None  # an update, and nothing was saved since
+        super().__init__(cfg)
+        self.ranks, self.run, self.on_exit = ranks, run, on_exit
         self.began = time.perf_counter()
-        self.writer: Writer | None = None  # on rank 0
+        self.writer = None  # opened on rank 0
         self.signals = on_exit.enter_context(StopSignals())
         self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
-        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
         self.profile = Profile(profiled, run.profile, say, self._paused)
@@ -139,6 +138,12 @@ class Training:
         about = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
+        self.after_update = (
+            self._record_if_due,
+            self._probe_if_due,
+            self._save_if_due,
+            self._validate_if_due,
+        )
         self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_with_finite_weights(named=cfg.resume != "auto")
@@ -190,7 +195,7 @@ class Training:
         while self.found is not None:
             path = self.found[0]
             try:
-                self._check_finite(f"checkpoint {path}: ")
+                self.check_finite(f"checkpoint {path}: ")
                 return
             except Diverged as e:
                 if named:
@@ -206,7 +211,7 @@ class Training:
             self.engine.release()
             self._build_model()
 
-    def _check_finite(self, where: str = "") -> None:
+    def check_finite(self, where: str = "") -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
         held = self.engine.held()
         if self.average:
@@ -318,7 +323,7 @@ class Training:
     def _own_file(self) -> str:
         return RANK_FILE.format(self.ranks.rank)
 
-    def _state_files(self) -> dict:
+    def state_files(self) -> dict:
         """What a checkpoint holds of this rank."""
         state = {
             "loader": self.batches.state_dict(),
@@ -356,7 +361,7 @@ class Training:
             Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
         """
         steps = self.cfg.train.steps
-        if self.step >= steps:
+        if self.is_last:
             say(f"complete already: {self.step} of {steps} updates; --overwrite trains anew")
             return
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
@@ -364,27 +369,10 @@ class Training:
         self.began = time.perf_counter()
         self.profile.begin_at(self.step)
         self._skip_time()
-        bar = Progress("training", steps, self.step, "updates", QUIET_S)
-        with watchdog, bar:
+        self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
+        with watchdog, self.bar:
             self._catch_up()
-            while self.step < steps:
-                self.run.check_ours()
-                number = self.step + 1
-                try:
-                    with self.profile.update(number):
-                        update = self._update()
-                    self._record(update, bar)
-                    self._probe_if_due()
-                    self._save_if_due(update.stopping)
-                except DivergedAlone:
-                    raise
-                except Diverged as e:
-                    self._roll_back(e, number)
-                    continue
-                if self.step % self.cfg.eval.every == 0 and self.step < steps:
-                    self._validate()
-            self.checkpoints.finish()
-            self._log_saves()
+            self.make_updates()
         self.seconds += time.perf_counter() - self.began
 
     def _catch_up(self) -> None:
@@ -427,20 +415,21 @@ class Training:
             self.ranks.raise_any(error)
         return micro
 
-    def _update(self) -> ds.Update:
+    def update(self) -> None:
+        """One update of all ranks, from as many micro-batches as it takes."""
         self.lr = self.engine.lr
         self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
-        update = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
+        made = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
         self.step += 1
-        if update.skipped:
-            self._note_skip(update.skipped)
+        if made.skipped:
+            self._note_skip(made.skipped)
         if self.average:
             self.average.update()
-        self.stats += update.stats
+        self.stats += made.stats
         self.speed.count(self.tokens_per_step)
         self.engine.times.end_update()
-        return update
+        self.made, self.stopping = made, made.stopping
 
     def _skip_time(self) -> None:
         """What has happened since the last update is part of none."""
@@ -456,65 +445,41 @@ class Training:
     def _note_skip(self, why: str) -> None:
         self.outliers.number += 1
         say(f"note: update {self.step} is skipped: {why}")
-        self._write({"step": self.step, "skip": {"number": self.outliers.number, "why": why}})
+        self.write({"skip": {"number": self.outliers.number, "why": why}})
 
-    def _roll_back(self, error: Exception, failed: int) -> None:
-        """Take weights and optimizer from the last checkpoint, or where that did not help from the
-        one before, and go on with the data after the batches that spoilt them.
-
-        Args:
-            failed: the number of the update.
-        Raises:
-            Diverged: there is none, or `train.rollbacks` of them were made.
-        """
-        most, folder = self.cfg.train.rollbacks, self.run.checkpoints
-        self.checkpoints.finish()
-        found = None
-        if self.rollbacks < most:
-            found = self.ranks.first(to_go_back_to, folder, self.went_back_to, say)
+    def go_back(self) -> bool:
+        """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
+        found = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
         if found is None:
-            stands = self.checkpoints.published
-            kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
-            raise Diverged(
-                f"stopped at update {failed}: {error}; {kept}, {self.rollbacks} of {most} rollbacks"
-                " (train.rollbacks) made"
-            ) from None
-        after, seconds, made = self.batches.state_dict(), self.seconds, self.rollbacks
+            return False
+        after, seconds = self.batches.state_dict(), self.seconds
         self.engine.release()  # with the gradients that are spoilt
         self.found = found
         try:
             self._build_with_finite_weights(named=False)
         except CheckpointError as e:
-            raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
+            raise Diverged(str(e)) from None
         self._restore(*self.found)
-        self.went_back_to = self.step
         self.batches.load_state_dict(after)
-        self.seconds, self.rollbacks, self.stats = seconds, made + 1, []
-        say(
-            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
-            f" the data that comes next (rollback {self.rollbacks} of {most})"
-        )
-        if self.writer:
-            rollback = {"number": self.rollbacks, "from": failed, "why": str(error)}
-            self.writer.keep_until(self.step)
-            self.writer.write({"step": self.step, "rollback": rollback})
+        self.seconds, self.stats = seconds, []
         self._skip_time()
+        return True
 
-    def _record(self, update: ds.Update, bar: Progress) -> None:
+    def _record_if_due(self) -> None:
         """Every `log.every` updates a record of what they cost and reached."""
-        cfg, steps = self.cfg, self.cfg.train.steps
-        if self.step % cfg.log.every and self.step != steps:
-            bar.update(self.step, steps)
+        cfg, steps, made = self.cfg, self.cfg.train.steps, self.made
+        if self.step % cfg.log.every and not self.is_last:
+            self.bar.update(self.step, steps)
             return
         solver = fixed_point_metrics(self.stats, self.ranks.gather)
         breakdown = self.engine.times.read()
         record = {
             "step": self.step,
-            "loss": update.loss,
-            "perplexity": math.exp(min(update.loss, 700.0)),
+            "loss": made.loss,
+            "perplexity": math.exp(min(made.loss, 700.0)),
             "lr": self.lr,
-            "grad_norm": update.norm,
-            **({"z_loss": update.z_loss} if cfg.train.z_loss else {}),
+            "grad_norm": made.norm,
+            **({"z_loss": made.z_loss} if cfg.train.z_loss else {}),
             **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
@@ -525,9 +490,9 @@ class Training:
             "peak_memory_bytes": self._peak_memory(),
         }
         self.stats = []
-        self._write(record)
-        self._log_saves()
-        bar.update(self.step, steps, describe(record, self.num_iters))
+        self.write(record)
+        self.log_saves()
+        self.bar.update(self.step, steps, describe(record, self.num_iters))
         self.watch.look(record, f"update {self.step}")
         self._skip_time()  # a record is no update
 
@@ -541,34 +506,27 @@ class Training:
 
     def _probe_if_due(self) -> None:
         """Between validations, which probe as well."""
-        validates = self.step % self.cfg.eval.every == 0 or self.step == self.cfg.train.steps
+        validates = self.step % self.cfg.eval.every == 0 or self.is_last
         if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
             return
         record = {"step": self.step, **self.validation.probed(self.engine)}
         self.num_iters = probed(record)
-        self._write(record)
+        self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
         self._skip_time()
 
-    def _save_if_due(self, stopping: bool) -> None:
-        last = self.step == self.cfg.train.steps
-        if self.step % self.cfg.checkpoint.every == 0 or last or stopping:
-            self._check_finite()
-            self.checkpoints.save(self.step, self._state_files)
-            self.went_back_to = None
+    def _save_if_due(self) -> None:
+        if self.save_if_due():
             self._skip_time()
-        if stopping and not last:
-            self.checkpoints.finish()
-            self._log_saves()
-            raise Stopped(
-                f"stopped by a signal after update {self.step}, checkpoint saved: continue with"
-                " resume=auto"
-            )
+
+    def _validate_if_due(self) -> None:
+        if self.step % self.cfg.eval.every == 0 and not self.is_last:
+            self._validate()
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
         self.num_iters = probed(measured)
-        self._write(measured)
+        self.write(measured)
         self._skip_time()
 
     def conclude(self) -> None:
@@ -578,7 +536,7 @@ class Training:
             final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
-            self._write(final)
+            self.write(final)
             tokens = steps * self.tokens_per_step
             result = {
                 "updates": steps,
@@ -603,11 +561,3 @@ class Training:
         except DamagedError as e:
             say(f"note: {e}: it is written anew")
             return False
-
-    def _write(self, record: dict) -> None:
-        if self.writer:
-            self.writer.write(record)
-
-    def _log_saves(self) -> None:
-        for saved in self.checkpoints.news():
-            self._write({"step": self.step, "checkpoint": saved.record()})

@@ -8,6 +8,7 @@ LEASE = "lm/runs/lease.py"
 ENGINE = "lm/training/engine.py"
 RESHARD = "lm/training/reshard.py"
 TRAIN = "lm/training/train.py"
+LOOP = "lm/training/loop.py"
 SAVING = "tests/lm/runs/test_saving.py::"
 RECOVERY = "tests/lm/training/test_recovery.py::"
 VOUCHING = "tests/lm/runs/test_vouching.py::"
@@ -204,8 +205,8 @@ MUTATIONS = [
     ),
     Mutation(
         "running: NaN is saved",
-        TRAIN,
-        "            self._check_finite()\n            self.checkpoints.save(",
+        LOOP,
+        "            self.check_finite()\n            self.checkpoints.save(",
         "            self.checkpoints.save(",
         (f"{RECOVERY}test_nan_in_a_weight_or_a_moment_is_not_saved",),
     ),
@@ -218,9 +219,9 @@ MUTATIONS = [
     ),
     Mutation(
         "running: a rollback that failed goes back to the same checkpoint",
-        TRAIN,
-        "        self.went_back_to = self.step\n",
-        "",
+        LOOP,
+        "self.rollbacks, self.went_back_to = made + 1, self.step",
+        "self.rollbacks = made + 1",
         (f"{RECOVERY}test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before",),
     ),
     Mutation(
