@@ -247,8 +247,8 @@ def _check_tasks(
     if suite is None:
         if data is not None:
             raise EvaluationError(
-                "--data is the folder of a suite's files: give --suite paper with it (tasks of"
-                " `local_eval` read the folder that FPRNN_EVAL_DATA names)"
+                "--data is the folder of a suite's files: give --suite paper with it"
+                " (`text_local` reads the folder that FPRNN_EVAL_DATA names)"
             )
         if not tasks:
             raise EvaluationError(

@@ -118,7 +118,10 @@ def test_nan_goes_back_and_on_with_the_next_batches(tmp_path, fault, why):
 def test_nan_too_often_is_the_end(tmp_path):
     status, _, error = finished(tmp_path, "train.rollbacks=0", fault="synthetic_nan_at=16")
     assert status == DIVERGED
-    assert "stopped at update 16: the loss is nan" in error and "0 of 0 rollbacks (train.rollbacks) made" in error
+    assert (
+        "stopped at update 16: the loss is nan" in error
+        and "0 of 0 rollbacks (train.rollbacks) made" in error
+    )
 
 
 def test_nan_in_a_moment_is_not_saved(tmp_path):

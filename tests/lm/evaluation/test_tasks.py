@@ -144,15 +144,13 @@ def _manager():
 def test_lm_eval_finds_our_tasks_and_tags():
     manager = _manager()
     assert manager.all_subtasks == [
-        "arc_easy_local",
         "catbabi_mini",
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
-        "lambada_local",
         "text_local",
     ]
     assert manager.all_groups == ["catbabi_qa"]
-    assert manager.all_tags == ["catbabi", "local_eval"]
+    assert manager.all_tags == ["catbabi"]
 
 
 def test_catbabi_mini_as_lm_eval_sees_it():
@@ -178,52 +176,3 @@ def test_catbabi_mini_as_lm_eval_sees_it():
     texts = {choice.doc_to_text(d) for d in choice.eval_docs}
     examples = list(choice.fewshot_docs())
     assert len(examples) == 40 and not texts & {choice.doc_to_text(d) for d in examples}
-
-
-@pytest.fixture
-def eval_data(tmp_path, monkeypatch):
-    """A folder in FPRNN_EVAL_DATA with two small files in the real layout."""
-    lambada = [{"text": f"she opened the door and saw number{i} a cat"} for i in range(6)]
-    arc = [
-        {
-            "id": f"q{i}",
-            "question": f"What is {i} + 1?",
-            "choices": {"text": [str(i + j) for j in range(4)], "label": labels},
-            "answerKey": labels[1],
-        }
-        for i, labels in enumerate([list("ABCD"), list("1234")] * 3)
-    ]
-    for name, rows in {"lambada_openai": lambada, "arc_easy_val": arc}.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text + "\n")
-    monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
-    return tmp_path
-
-
-def test_local_tasks_read_the_folder(eval_data):
-    loaded = _manager().load(["local_eval"])["tasks"]
-    lambada, arc = loaded["lambada_local"], loaded["arc_easy_local"]
-    document = next(iter(lambada.eval_docs))
-    assert lambada.doc_to_text(document) == "she opened the door and saw number0 a"
-    assert lambada.doc_to_target(document) == " cat"
-    documents = list(arc.eval_docs)
-    assert len(documents) == 6
-    for i, document in enumerate(documents):
-        assert arc.doc_to_text(document) == f"Question: What is {i} + 1?\nAnswer:"
-        assert arc.doc_to_choice(document)[arc.doc_to_target(document)] == str(i + 1)
-
-
-def test_local_tasks_say_what_is_missing(eval_data, monkeypatch):
-    manager = _manager()
-    (eval_data / "arc_easy_val.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"arc_easy_val\.jsonl, which is not there"):
-        manager.load(["arc_easy_local"])
-    (eval_data / "lambada_openai.jsonl").write_text('{"text": "a b"}\n{"txt": "a b"}\n')
-    with pytest.raises(ValueError, match="line 2: must be a JSON object with `text`"):
-        manager.load(["lambada_local"])
-    (eval_data / "lambada_openai.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has no rows"):
-        manager.load(["lambada_local"])
-    monkeypatch.delenv("FPRNN_EVAL_DATA")
-    with pytest.raises(FileNotFoundError, match="FPRNN_EVAL_DATA is not set"):
-        manager.load(["lambada_local"])
