@@ -12,12 +12,57 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
+
+
+class Forked:
+    """A command under way, as subprocess.Popen has one; its output goes into files."""
+
+    def __init__(self, pid, args, folder):
+        self.pid, self.args, self.folder = pid, args, folder
+        self.returncode = None
+
+    def poll(self):
+        """Its exit status, None while it runs."""
+        status = Path(self.folder.name) / "status"
+        if self.returncode is None and status.exists():
+            self.returncode = int(status.read_text())
+        return self.returncode
+
+    def wait(self, timeout):
+        """Its exit status, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not within so many seconds.
+        """
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+    def communicate(self, timeout):
+        """What it has printed and its errors, once it has ended."""
+        self.wait(timeout)
+        return self.printed()
+
+    def printed(self):
+        """What it has printed and its errors so far."""
+        files = [Path(self.folder.name) / name for name in ("out", "err")]
+        return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+    def kill(self):
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -27,43 +72,41 @@ class ForkServer:
         self.root, self.environment = root, environment
         self.process = None
 
-    def run(self, module, arguments, timeout, environment=(), cwd=None):
-        """`python -m MODULE ARGUMENTS` → CompletedProcess, its output as text.
+    def start(self, module, arguments, environment=(), cwd=None):
+        """`python -m MODULE ARGUMENTS` → Forked.
 
         Args:
             environment: beside the server's own, or in its place. cwd: None: the server's root.
+        """
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        folder = tempfile.TemporaryDirectory(prefix="fprnn-forked-")
+        arguments = list(map(str, arguments))
+        asked = {
+            "module": module,
+            "arguments": arguments,
+            "environment": {**os.environ, **self.environment, **dict(environment)},
+            "cwd": str(cwd or self.root),
+            "folder": folder.name,
+        }
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        return Forked(pid, [sys.executable, "-m", module, *arguments], folder)
+
+    def run(self, module, arguments, timeout, environment=(), cwd=None):
+        """The same to its end → CompletedProcess, its output as text.
+
         Raises:
             subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
         """
-        with tempfile.TemporaryDirectory(prefix="fprnn-forked-") as folder:
-            said = [Path(folder) / name for name in ("out", "err")]
-            arguments = list(map(str, arguments))
-            asked = {
-                "module": module,
-                "arguments": arguments,
-                "environment": {**os.environ, **self.environment, **dict(environment)},
-                "cwd": str(cwd or self.root),
-                "output": list(map(str, said)),
-            }
-            ended = self._ask(asked, timeout)
-            out, err = (path.read_text(encoding="utf-8", errors="replace") for path in said)
-        args = [sys.executable, "-m", module, *arguments]
-        if ended is None:
-            raise subprocess.TimeoutExpired(args, timeout, out, err)
-        return subprocess.CompletedProcess(args, ended, out, err)
-
-    def _ask(self, asked, timeout):
-        if self.process is None or self.process.poll() is not None:
-            self._start()
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        child = int(self.process.stdout.readline())
-        timer = threading.Timer(timeout, os.kill, (child, 9))
-        timer.start()
-        ended = int(self.process.stdout.readline())
-        in_time = timer.is_alive()
-        timer.cancel()
-        return ended if in_time else None
+        started = self.start(module, arguments, environment, cwd)
+        try:
+            out, err = started.communicate(timeout)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            raise subprocess.TimeoutExpired(started.args, timeout, *started.printed()) from None
+        return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
     def _start(self):
         self.process = subprocess.Popen(
@@ -109,8 +152,8 @@ def _become(asked):
     try:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
-        for number, path in enumerate(asked["output"], 1):
-            to = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for number, name in enumerate(("out", "err"), 1):
+            to = os.open(os.path.join(asked["folder"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(to, number)
             os.close(to)
         os.environ.clear()
@@ -143,18 +186,32 @@ def _status_of(module):
     return 0
 
 
+def _supervise(asked, answers):
+    """Start the command, say its number, and leave its exit status where it is looked for."""
+    for name in ("out", "err"):
+        Path(asked["folder"], name).touch()
+    child = os.fork()
+    if child == 0:
+        answers.close()
+        _become(asked)
+    print(child, file=answers, flush=True)
+    _, ended = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        written = Path(asked["folder"], "status.partial")
+        written.write_text(str(os.waitstatus_to_exitcode(ended)))
+        written.rename(written.with_name("status"))
+    os._exit(0)
+
+
 def _serve():
     _import_what_is_slow()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are waited for by nobody
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed by mistake is no answer
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            answers.close()
-            _become(json.loads(line))
-        print(child, file=answers, flush=True)
-        _, ended = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(ended), file=answers, flush=True)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _supervise(json.loads(line), answers)
 
 
 if __name__ == "__main__":

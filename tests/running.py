@@ -45,17 +45,40 @@ def losses(run_dir):
     return [r for r in map(json.loads, lines) if "loss" in r]
 
 
-def run(out_dir, *overrides, processes=0, name="tiny"):
+def ranks_of(module, arguments, processes, **environment):
+    """So many ranks of `python -m MODULE ARGUMENTS`, forked, without a launcher → [Forked]."""
+    from lm.training.engine import _free_port
+
+    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
+    address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **environment}
+    return [
+        FORKS.start(
+            module if isinstance(module, str) else module[rank],
+            arguments if not callable(arguments) else arguments(rank),
+            {**address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(processes)
+    ]
+
+
+def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
     """Train the tiny config to its end → (training records, CompletedProcess).
 
+    Args: processes: ranks, 0: one, without a group. launcher: started by `deepspeed`.
     Raises:
         AssertionError: it failed; the message holds its output.
     """
-    full = command(out_dir, *overrides, processes=processes)
-    if processes:
+    full = command(out_dir, *overrides, processes=processes if launcher else 0)
+    if launcher:
         path = f"{Path(sys.executable).parent}:{ENV['PATH']}"
         env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": path}
         done = subprocess.run(full, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    elif processes:
+        ranks = ranks_of("lm", full[3:], processes)
+        said = [rank.communicate(300) for rank in ranks]
+        status = max((rank.returncode for rank in ranks), key=abs)
+        out, err = ("".join(texts) for texts in zip(*said))
+        done = subprocess.CompletedProcess(full, status, out, err)
     else:
         done = fprnn(*full[3:])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -64,21 +87,7 @@ def run(out_dir, *overrides, processes=0, name="tiny"):
 
 def printed_by_ranks(module, processes):
     """What a module prints last on rank 0, of so many processes, as JSON."""
-    from lm.training.engine import _free_port
-
-    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
-    address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", module],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-    printed = [process.communicate(timeout=120)[0] for process in started]
+    printed = [rank.communicate(120)[0] for rank in ranks_of(module, [], processes)]
     return json.loads(printed[0].splitlines()[-1])
 
 

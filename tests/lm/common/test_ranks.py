@@ -11,31 +11,18 @@ import pytest
 
 from lm.common.errors import BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
-from lm.training.engine import _free_port
-from tests.running import ENV, ROOT, command, losses, run
+from tests.running import ENV, ROOT, command, losses, printed_by_ranks, ranks_of, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def two_ranks(out, *settings, fault=None):
     """Both ranks of a run, each a process of ours, without a launcher; rank 1 with a fault."""
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    started = []
-    for rank in range(2):
-        module = ["tests.faults", fault] if fault and rank == 1 else ["lm"]
-        env = ENV | address | {"RANK": str(rank), "LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
-        args = [sys.executable, "-m", *module, *TINY, f"out_dir={out}", *settings]
-        started.append(
-            subprocess.Popen(
-                args,
-                cwd=ROOT,
-                env=env,
-                stderr=subprocess.PIPE,
-                text=True,
-                stdout=subprocess.DEVNULL,
-            )
-        )
-    return started
+    arguments = [*TINY, f"out_dir={out}", *settings]
+    if fault is None:
+        return ranks_of("lm", arguments, 2)
+    of_rank = [arguments, [fault, *arguments]]
+    return ranks_of(["lm", "tests.faults"], of_rank.__getitem__, 2)
 
 
 @pytest.fixture
@@ -50,7 +37,7 @@ def stopped_rank(tmp_path):
     yield start
     for process in processes:
         process.kill()
-        process.wait()
+        process.wait(60)
 
 
 def test_a_rank_that_is_suspended_is_a_hang_of_the_other(tmp_path, stopped_rank):
@@ -129,37 +116,9 @@ def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
     assert word == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
 
 
-GROUPS = """
-import json, torch.distributed as dist
-from datetime import timedelta
-from lm.training import engine as ds
-from lm.training.build import build_model
-from lm.config.load import load
-cfg = load("configs/tiny/lm.yaml", ["engine.timeout_s=77", "train.grad_accum_steps=1"])
-ranks = ds.start(cfg)
-engine = ds.Engine(cfg, build_model(cfg, 304), ranks)
-waits = [
-    group._get_backend(ranks.device).options._timeout.total_seconds()
-    for group in dist.distributed_c10d._world.pg_map
-]
-if ranks.is_main:
-    print(json.dumps(sorted(waits)))
-ranks.barrier()
-"""
-
-
 def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
     """But for one that may wait for days, for what rank 0 does alone."""
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", GROUPS], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-            env=ENV | address | {"RANK": str(r), "LOCAL_RANK": str(r), "DS_ACCELERATOR": "cpu"},
-        )
-        for r in range(2)
-    ]  # fmt: skip
-    shown = [process.communicate(timeout=120)[0] for process in started]
-    waits = json.loads(shown[0].splitlines()[-1])
+    waits = printed_by_ranks("tests.groups", 2)
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
 
 
@@ -190,7 +149,7 @@ def test_a_rank_that_is_killed_takes_the_run_down_and_it_goes_on(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not any(alive(pid) for pid in ranks)
-    resumed, _ = run(out, *long, "resume=auto", processes=2)
+    resumed, _ = run(out, *long, "resume=auto", processes=2, launcher=True)
     whole, _ = run(tmp_path / "whole", *long)
     assert [r["step"] for r in resumed] == list(range(1, 61))
     for ours, theirs in zip(resumed, whole):
