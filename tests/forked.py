@@ -22,6 +22,14 @@ import traceback
 from pathlib import Path
 
 
+# A training in the process of the tests has named its own.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _of_no_rank():
+    return {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+
+
 class Forked:
     """A command under way, as subprocess.Popen has one; its output goes into files."""
 
@@ -59,10 +67,15 @@ class Forked:
         files = [Path(self.folder.name) / name for name in ("out", "err")]
         return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
-    def kill(self):
+    def send_signal(self, number):
+        """As of subprocess.Popen: nothing where it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def kill(self):
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -85,7 +98,7 @@ class ForkServer:
         asked = {
             "module": module,
             "arguments": arguments,
-            "environment": {**os.environ, **self.environment, **dict(environment)},
+            "environment": {**_of_no_rank(), **self.environment, **dict(environment)},
             "cwd": str(cwd or self.root),
             "folder": folder.name,
         }

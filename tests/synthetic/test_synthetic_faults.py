@@ -39,8 +39,13 @@ def words(out, *overrides, fault=None):
     return module[0], [*module[1:], *args, *SMALL, *overrides]
 
 
-def start(out, *overrides, fault=None, own_group=False):
-    module, arguments = words(out, *overrides, fault=fault)
+def start(out, *overrides, fault=None):
+    return FORKS.start(*words(out, *overrides, fault=fault))
+
+
+def start_a_group(out, *overrides):
+    """A fresh interpreter that leads a group of its own, as a terminal starts one."""
+    module, arguments = words(out, *overrides)
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -48,7 +53,7 @@ def start(out, *overrides, fault=None, own_group=False):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=own_group,
+        start_new_session=True,
     )
 
 
@@ -94,7 +99,7 @@ def test_a_kill_loses_nothing_that_was_saved(tmp_path, whole):
     process = start(tmp_path)
     wait_for_step(tmp_path / "x", 25, process)
     process.kill()
-    process.communicate()
+    process.wait(60)
     status, output, _ = finished(tmp_path)
     assert status == 0 and "resumed  at update" in output and "taken over" in output
     assert trace(tmp_path / "x") == whole
@@ -187,7 +192,7 @@ def test_a_second_process_is_refused(tmp_path):
     status, _, error = finished(tmp_path, "train.steps=100000")
     assert status == FAILED and f"is in use by process {first.pid}" in error
     first.kill()
-    first.communicate()
+    first.wait(60)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, whole):
@@ -217,7 +222,7 @@ def test_a_full_disk_is_a_sentence(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_signal_to_the_whole_group_saves(tmp_path, number):
     """As Slurm and a closing terminal send it."""
-    process = start(tmp_path, "train.steps=4000", own_group=True)
+    process = start_a_group(tmp_path, "train.steps=4000")
     wait_for_step(tmp_path / "x", 13, process)
     os.killpg(process.pid, number)
     error = process.communicate(timeout=60)[1]

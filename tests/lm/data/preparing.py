@@ -15,10 +15,10 @@ from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
 
 
-def main(cfg: str, kill_at: str, pause: str) -> None:
+def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
     """Prepares in shards of ten documents, at most one in `pause` seconds; kills itself when so
-    many documents are done (0: never). It waits for a line before it begins, and prints which
-    documents it has done, and the checksums."""
+    many documents are done (0: never). It waits for the file `go` before it begins, and prints
+    which documents it has done, and the checksums."""
     tokenising.SHARD_DOCUMENTS = 10
     cache.SAY_EVERY_S = cache.LOOK_EVERY_S = 0.1
     config, seen = build(json.loads(cfg)), []
@@ -32,7 +32,8 @@ def main(cfg: str, kill_at: str, pause: str) -> None:
 
     tokenizer = load_tokenizer(config, config.run_dir, print)
     print("ready", flush=True)
-    sys.stdin.readline()
+    while not Path(go).exists():
+        time.sleep(0.005)
     corpus = prepare(config, tokenizer, Path(config.run_dir), progress)
     print(json.dumps({"seen": seen, "sha256": corpus.meta.sha256}))
 

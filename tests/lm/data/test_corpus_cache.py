@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +21,8 @@ from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ah
 from lm.data.sources import readers
 from lm.data.sources.errors import DataError
 from lm.data.sources.readers import ReaderError
-from tests.running import ENV, ROOT, fprnn
+from tests.forked import Forked
+from tests.running import FORKS, ROOT, fprnn
 
 
 @pytest.fixture
@@ -61,37 +64,34 @@ def small_shards(monkeypatch, documents: int = 10) -> None:
     monkeypatch.setattr(tokenising, "SHARD_DOCUMENTS", documents)
 
 
-def process(cfg, kill_at: int = 0, pause: float = 0.0) -> subprocess.Popen:
-    """One that prepares once it is told to `go`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.lm.data.preparing", json.dumps(cfg.model_dump(mode="json")),
-         str(kill_at), str(pause)],
-        cwd=ROOT, env={**ENV, cache.VARIABLE: os.environ[cache.VARIABLE]}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+def process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
+    """One that prepares, and the file that lets it `go`."""
+    signal_to_go = Path(tempfile.mkdtemp()) / "go"
+    arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, signal_to_go]
+    environment = {cache.VARIABLE: os.environ[cache.VARIABLE]}
+    return FORKS.start("tests.lm.data.preparing", arguments, environment), signal_to_go
 
 
-def go(*started: subprocess.Popen) -> None:
+def go(*started: tuple[Forked, Path]) -> None:
     """Lets them begin together, when all of them are ready."""
-    for one in started:
-        while one.stdout.readline() not in ("ready\n", ""):
-            pass
-    for one in started:
-        one.stdin.write("go\n")
-        one.stdin.flush()
+    for one, _ in started:
+        while "ready\n" not in one.printed()[0] and one.poll() is None:
+            time.sleep(0.005)
+    for _, signal_to_go in started:
+        signal_to_go.touch()
 
 
 def killed(cfg) -> None:
     """Prepares in a process that is killed after 100 of the 200 documents."""
     go(one := process(cfg, kill_at=100))
-    out, _ = one.communicate(timeout=60)
-    assert one.returncode == -signal.SIGKILL and "killed 100" in out
+    out, _ = one[0].communicate(timeout=60)
+    assert one[0].returncode == -signal.SIGKILL and "killed 100" in out
 
 
-def finished(started: subprocess.Popen) -> tuple[str, dict]:
+def finished(started: tuple[Forked, Path]) -> tuple[str, dict]:
     """(what it said, its last line) of a process that succeeds."""
-    out, err = started.communicate(timeout=60)
-    assert started.returncode == 0, out + err
+    out, err = started[0].communicate(timeout=60)
+    assert started[0].returncode == 0, out + err
     *said, last = out.splitlines()
     return " ".join(" ".join(said).split()), json.loads(last)
 
@@ -283,12 +283,12 @@ def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
     maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
     go(maker)
     while not list(folder.glob("corpus-*/shards.jsonl")):
-        assert maker.poll() is None
+        assert maker[0].poll() is None
     go(other)
     said, last = finished(other)
     assert "waiting for process" in said and "first 100 documents are tokenised" in said
     assert last["seen"][0] == 110
-    maker.communicate(timeout=10)
+    maker[0].communicate(timeout=10)
 
 
 def test_a_killed_worker_is_a_sentence_and_what_was_done_stays(cached, bpe, monkeypatch, capsys):

@@ -90,7 +90,11 @@ def test_lr_of_every_update_is_applied(tiny_losses):
 def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     """Same global batch: one process accumulates two micro-batches, two processes take one each."""
     records, _ = run(
-        tmp_path / "runs", "train.grad_accum_steps=1", f"engine.zero_stage={stage}", processes=2, launcher=True
+        tmp_path / "runs",
+        "train.grad_accum_steps=1",
+        f"engine.zero_stage={stage}",
+        processes=2,
+        launcher=True,
     )
     ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
     assert ours == pytest.approx(theirs, abs=1e-4)

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.training.engine import read_zero
 from tests.refusals import refused
-from tests.running import ENV, ROOT, command, fprnn
+from tests.running import ROOT, command, fprnn
 
 STEP = "checkpoints/step-000008"
 
@@ -85,8 +84,7 @@ def test_resuming_runs_nothing_either(planted, name, stage):
     """As the checkpoint is laid out, and laid out anew."""
     run, mark = planted(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
-    start = command(run.parent, *overrides)
-    done = subprocess.run(start, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    done = fprnn(*command(run.parent, *overrides)[3:])
     assert f"{name} is not read" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not mark.exists()
 

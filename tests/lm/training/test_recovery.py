@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,7 +12,7 @@ from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEM
 from lm.model.checksums import sha256
 from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, FORKS, ROOT, fprnn, losses, run
+from tests.running import FORKS, fprnn, losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
@@ -186,10 +184,7 @@ def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     long = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
-    first = subprocess.Popen(
-        [sys.executable, "-m", "lm", *TINY, f"out_dir={tmp_path}", *long],
-        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long])
     try:
         metrics = tmp_path / "tiny/metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
@@ -198,7 +193,7 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
             assert done.returncode == FAILED
             assert f"is in use by process {first.pid} on" in done.stderr
         first.send_signal(signal.SIGINT)  # Ctrl-C saves and stops, too
-        output = first.communicate(timeout=60)[0]
+        output = "".join(first.communicate(timeout=60))
         assert first.returncode == PREEMPTED and "stopped by a signal after update" in output
         assert metrics.exists() and not (tmp_path / "tiny/lease.json").exists()
     finally:

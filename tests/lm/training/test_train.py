@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from lm.cli.main import main
 from lm.common.errors import PREEMPTED
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, REFUSED, ROOT, command, fprnn, losses, run
+from tests.running import FORKS, REFUSED, ROOT, command, fprnn, losses, run
 
 LONG = ("train.steps=60", "checkpoint.every=7", "checkpoint.keep=3")
 
@@ -29,14 +28,11 @@ def uninterrupted(tmp_path_factory):
 
 def start_and_wait_for(step, out, *overrides):
     """A training in the background that has logged `step`."""
-    process = subprocess.Popen(
-        command(out, *LONG, *overrides), cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    process = FORKS.start("lm", command(out, *LONG, *overrides)[3:])
     metrics = out / "tiny/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        assert process.poll() is None and time.monotonic() < deadline, process.printed()
         time.sleep(0.005)
     return process
 
@@ -110,8 +106,8 @@ def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     process = start_and_wait_for(25, tmp_path / "runs")
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.wait(60)
     assert len(losses(tmp_path / "runs/tiny")) < 60
     # A checkpoint that the kill cut short is passed over.
     newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
@@ -133,7 +129,7 @@ def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
     for _ in range(3):  # launchers repeat it
         process.send_signal(number)
         time.sleep(0.01)
-    output = process.communicate(timeout=60)[0]
+    output = "".join(process.communicate(timeout=60))
     assert process.returncode == PREEMPTED and "stopped by a signal after update" in output
     assert "Traceback" not in output
     resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
