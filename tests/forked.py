@@ -21,7 +21,6 @@ import time
 import traceback
 from pathlib import Path
 
-
 # A training in the process of the tests has named its own.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

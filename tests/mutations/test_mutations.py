@@ -90,8 +90,8 @@ def score(*options, timeout):
     return done.stdout
 
 
-def test_a_sample_of_three_is_caught_without_shared():
-    assert "score: 3/3 mutations caught" in score("--sample", "3", timeout=590)
+def test_one_of_them_is_caught_without_shared():
+    assert "score: 1/1 mutations caught" in score("--sample", "1", timeout=590)
 
 
 @pytest.mark.slow
