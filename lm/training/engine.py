@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import io
@@ -222,10 +223,14 @@ class _Files:
 class Engine:
     """A model under DeepSpeed: one `step` is one update, over any number of micro-batches."""
 
-    def __init__(self, cfg: Config, model: torch.nn.Module, ranks: Ranks):
+    def __init__(
+        self, cfg: Config, model: torch.nn.Module, ranks: Ranks, config: dict | None = None
+    ):
+        """config: DeepSpeed's JSON; None: it is made of cfg."""
         deepspeed = _import_deepspeed()
         self.cfg, self.ranks = cfg, ranks
-        self.config = deepspeed_config(cfg, ranks.world_size)
+        # A copy: an engine that is built again after a rollback begins with what was checked.
+        self.config = copy.deepcopy(config) if config else deepspeed_config(cfg, ranks.world_size)
         self.zero_stage = self.config["zero_optimization"]["stage"]
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

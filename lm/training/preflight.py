@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -69,10 +70,16 @@ def commit() -> str | None:
         return None
 
 
-def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
+class Checked(NamedTuple):
+    """What has been made of a configuration that was found good."""
+
+    model: torch.nn.Module  # on the meta device, for a vocabulary of 8
+    deepspeed: dict  # DeepSpeed's JSON
+
+
+def check_config(cfg: Config, world_size: int) -> Checked:
     """Refuse what cannot be trained, whatever is installed here; for a dry run as well.
 
-    Returns: the model on the meta device, for a vocabulary of 8.
     Raises:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
             cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
@@ -94,7 +101,7 @@ def check_config(cfg: Config, world_size: int) -> torch.nn.Module:
         if part.data.path is not None and part.data.source in SUFFIXES:
             with naming(name):
                 source_files(part.data)
-    return model
+    return Checked(model, config)
 
 
 def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
@@ -119,7 +126,7 @@ def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
         )
 
 
-def check(cfg: Config, world_size: int) -> None:
+def check(cfg: Config, world_size: int) -> Checked:
     """Refuse what cannot be, before anything is read or written.
 
     Raises:
@@ -127,8 +134,9 @@ def check(cfg: Config, world_size: int) -> None:
             large model; a WANDB_MODE that wandb does not know.
         MissingPackageError: something that the config asks for is not installed.
     """
-    check_gpu(cfg, check_config(cfg, world_size))
-    check_device(deepspeed_config(cfg, world_size))
+    checked = check_config(cfg, world_size)
+    check_gpu(cfg, checked.model)
+    check_device(checked.deepspeed)
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [
         ("wandb", "log.wandb", cfg.log.wandb),
@@ -141,3 +149,4 @@ def check(cfg: Config, world_size: int) -> None:
     mode = os.environ.get("WANDB_MODE")
     if cfg.log.wandb and mode and mode not in WANDB_MODES:
         raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
+    return checked

@@ -79,10 +79,10 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     with contextlib.ExitStack() as on_exit:  # also on an error: what was logged is written out
         on_exit.callback(ds.stop)
         on_exit.callback(run.release)
-        check(cfg, ranks.world_size)
+        settings = check(cfg, ranks.world_size).deepspeed
         ranks.first(run.claim, cfg, overwrite, say)
         try:
-            training = Training(cfg, ranks, run, on_exit)
+            training = Training(cfg, ranks, run, on_exit, settings)
             training.resume()
             training.introduce()
             training.fit()
@@ -117,14 +117,21 @@ class Training(Loop):
     """A run under way: `resume`, `fit`, `conclude`, on every rank alike.
 
     Args:
-        on_exit: of what is open while it trains.
+        on_exit: of what is open while it trains. settings: DeepSpeed's JSON.
     """
 
     how_to_go_on = "continue with resume=auto"
 
-    def __init__(self, cfg: Config, ranks: Ranks, run: RunDir, on_exit: contextlib.ExitStack):
+    def __init__(
+        self,
+        cfg: Config,
+        ranks: Ranks,
+        run: RunDir,
+        on_exit: contextlib.ExitStack,
+        settings: dict,
+    ):
         super().__init__(cfg)
-        self.ranks, self.run, self.on_exit = ranks, run, on_exit
+        self.ranks, self.run, self.on_exit, self.settings = ranks, run, on_exit, settings
         self.began = time.perf_counter()
         self.writer = None  # opened on rank 0
         self.signals = on_exit.enter_context(StopSignals())
@@ -246,11 +253,11 @@ class Training(Loop):
         cfg, ranks = self.cfg, self.ranks
         if self.found is None:
             init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
-            return ds.Engine(cfg, self.model, ranks)
+            return ds.Engine(cfg, self.model, ranks, self.settings)
         path, manifest = self.found
         check_optimizer(path, manifest, signature(cfg.optim))
         if self._fits(manifest):
-            engine = ds.Engine(cfg, self.model, ranks)
+            engine = ds.Engine(cfg, self.model, ranks, self.settings)
             engine.load(path)
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
@@ -258,7 +265,7 @@ class Training(Loop):
         names = optimizer_order(self.model, cfg.optim)
         whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
-        engine = ds.Engine(cfg, self.model, ranks)
+        engine = ds.Engine(cfg, self.model, ranks, self.settings)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
         return engine
 
