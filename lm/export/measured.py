@@ -14,10 +14,10 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING_MEASURED = "Nothing yet: `fprnn eval` and `fprnn agree` write here what they find."
 
 
-def known(describe: Callable[[dict], list[str]], found: dict) -> list[str]:
+def known(describe: Callable[[dict], list[str]], results: dict) -> list[str]:
     """What is to be said of a file's content; nothing where it is not what we write."""
     try:
-        return describe(found)
+        return describe(results)
     except (LookupError, TypeError, AttributeError, ValueError):
         return []
 
@@ -43,8 +43,8 @@ def add_measured(folder: Path | str) -> None:
     agreement = read_mapping(folder / "eval" / "agree.json") or {}
     lines = known(_evaluations, results) if results else []
     lines += known(_agreement, agreement) if agreement else []
-    found = "\n".join(lines).strip() or NOTHING_MEASURED
-    write_text(path, f"{before}{BEGIN}\n{found}\n{END}{after}")
+    said = "\n".join(lines).strip() or NOTHING_MEASURED
+    write_text(path, f"{before}{BEGIN}\n{said}\n{END}{after}")
 
 
 def _evaluations(results: dict) -> list[str]:
@@ -66,23 +66,23 @@ def _evaluations(results: dict) -> list[str]:
     return lines
 
 
-def _agreement(found: dict) -> list[str]:
+def _agreement(results: dict) -> list[str]:
     lines = [
         "",
-        f"Agreement of schedules (`fprnn agree`) on {found['sequences']} sequences of"
-        f" {found['length']} tokens, with the tight solution, which goes token by token (perplexity"
-        f" {found['tight']['perplexity']:.3f}):",
+        f"Agreement of schedules (`fprnn agree`) on {results['sequences']} sequences of"
+        f" {results['length']} tokens, with the tight solution, which goes token by token"
+        f" (perplexity {results['tight']['perplexity']:.3f}):",
         "",
         "| schedule | tolerance | same most likely token | largest difference of a logit"
         " | perplexity | evaluations a token | tokens not solved |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in found["schedules"].items():
+    for name, row in results["schedules"].items():
         tolerance = "" if row["tol"] is None else f"{row['tol']:g}"
         lines.append(
             f"| {name} | {tolerance} | {row['top1']:.2%} | {row['difference']:.1e} |"
             f" {row['perplexity']:.3f} | {row['evaluations']:.1f} | {row['failed']:.2%} |"
         )
-    counted = {"mean": found["num_iters"], "elsewhere": found.get("elsewhere")}
+    counted = {"mean": results["num_iters"], "elsewhere": results.get("elsewhere")}
     lines += ["", f"ℓ\\* of the layers there: {', '.join(marked(counted))}."]
     return [*lines, f"{ELSEWHERE_NOTE}."] if any(is_elsewhere(counted)) else lines

@@ -81,8 +81,8 @@ def _data(run: RunDir, cfg: Config) -> list[str]:
         label = f"`{name}`: " if name else ""
         lines.append(f"- {label}{_source(source)}; {source.val_fraction:.2%} of the documents held")
         lines[-1] += " out for validation, chosen by a hash of their content."
-        found = read_mapping(folder / "corpus.json") or read_mapping(folder / "meta.json") or {}
-        lines += known(_manifest, found)
+        manifest = read_mapping(folder / "corpus.json") or read_mapping(folder / "meta.json") or {}
+        lines += known(_manifest, manifest)
     if cfg.tokenizer.name == "bpe":
         lines.append(
             "- Tokenizer: a byte-level BPE trained on at most"
@@ -104,17 +104,18 @@ def _source(source: Data) -> str:
     return f"{source.source} files, `{name}`"
 
 
-def _manifest(found: dict) -> list[str]:
+def _manifest(manifest: dict) -> list[str]:
     """Of corpus.json, or of meta.json where the run keeps its corpus itself."""
-    if not found:
+    if not manifest:
         return ["- No manifest of the tokenised text was kept with the run."]
-    if found.get("complete") is False:
+    if manifest.get("complete") is False:
         return [
-            f"- Held out: {found['val_documents']:,} documents, {found['val_tokens']:,} tokens."
+            f"- Held out: {manifest['val_documents']:,} documents,"
+            f" {manifest['val_tokens']:,} tokens."
         ]
-    documents = found.get("documents") or found["train_documents"] + found["val_documents"]
-    tokens = found.get("tokens") or found["train_tokens"] + found["val_tokens"]
-    sums = ", ".join(f"`{name}` {digest}" for name, digest in (found["sha256"] or {}).items())
+    documents = manifest.get("documents") or manifest["train_documents"] + manifest["val_documents"]
+    tokens = manifest.get("tokens") or manifest["train_tokens"] + manifest["val_tokens"]
+    sums = ", ".join(f"`{name}` {digest}" for name, digest in (manifest["sha256"] or {}).items())
     lines = [f"- {documents:,} documents, {tokens:,} tokens of this tokenizer."]
     return lines + ([f"- sha256 of the tokenised text: {sums}."] if sums else [])
 

@@ -250,11 +250,11 @@ def count_iterations_of(
     rule = probe_rule(block)
     try:
         there, counted, *_ = solve_paper(f, torch.zeros_like(y), rule)
-        found = counted.num_iters, counted.converged, counted.token_iters
+        parts = counted.num_iters, counted.converged, counted.token_iters
     except NonFiniteError:  # it need not be stable where the tokens' own equations are
         there, most = torch.nan * y, torch.full(y.shape[:2], rule.max_iters, device=y.device)
-        found = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
-    counts = dict(zip(("num_iters", "converged", "token_iters"), found))
+        parts = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
+    counts = dict(zip(("num_iters", "converged", "token_iters"), parts))
     return stats._replace(**counts, elsewhere=_share_elsewhere(there, y, mask))
 
 
@@ -289,14 +289,14 @@ def solve_windows(
         NonFiniteError: the iterate became NaN or infinite.
     """
     length = s.x.shape[1]
-    state, found, evaluated = s.seqs.state, [], 0
+    state, parts, evaluated = s.seqs.state, [], 0
     for start in range(0, length, width):
         window = s.cut(start, min(start + width, length), state)
         y, g, residual, outcome, h, iterations = _solve_window(step, window, rule)
         evaluated += iterations * y.shape[1]
-        found.append((y, g, residual, outcome))
+        parts.append((y, g, residual, outcome))
         state = BlockState(y[:, -1], None, h, ())
-    y, f_y, residual, outcome = (torch.cat(part, 1) for part in zip(*found))
+    y, f_y, residual, outcome = (torch.cat(part, 1) for part in zip(*parts))
     return Solution(y, stats_of(residual, outcome, evaluated / length), f_y, h)
 
 
@@ -326,12 +326,12 @@ def solve_sequential(
     Returns:
         Solution. Its y is attached to all tokens before: backpropagation through time.
     """
-    state, found = s.seqs.state, []
+    state, parts = s.seqs.state, []
     for t in range(s.x.shape[1]):
         y, h, outcome = token(s.cut(t, t + 1, state))
-        found.append((y, outcome))
+        parts.append((y, outcome))
         state = BlockState(y[:, 0], None, h, ())
-    y, outcome = (torch.cat(part, 1) for part in zip(*found))
+    y, outcome = (torch.cat(part, 1) for part in zip(*parts))
     return Solution(y, stats_of(torch.zeros_like(y[..., 0]), outcome, 1.0), y, h)
 
 

@@ -65,12 +65,12 @@ def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
     from lm.data.sources.errors import DataError
 
     try:
-        found = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
+        counted = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
     except DataError:  # not there, or of another tokenizer
         return unknown
-    if found is None:
+    if counted is None:
         return unknown
-    tokens, folder = found
+    tokens, folder = counted
     return tokens, f"as tokenised in {folder}"
 
 
@@ -85,13 +85,13 @@ def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
         return {}
     from lm.data.sources.mixture import parts, shares
 
-    found = {name: training_data(part, name) for name, part in parts(cfg).items()}
-    known = {name: count for name, (count, _) in found.items() if count is not None}
-    of_each: dict[str, float | None] = dict.fromkeys(found)
-    if cfg.data.temperature is None or len(known) == len(found):
+    counted = {name: training_data(part, name) for name, part in parts(cfg).items()}
+    known = {name: count for name, (count, _) in counted.items() if count is not None}
+    of_each: dict[str, float | None] = dict.fromkeys(counted)
+    if cfg.data.temperature is None or len(known) == len(counted):
         of_each.update(shares(cfg.data, known))
     sources = {}
-    for name, (count, where) in found.items():
+    for name, (count, where) in counted.items():
         share = of_each[name]
         passes = None if share is None or count is None else share * tokens / count
         sources[name] = {"share": share, "tokens": count, "where": where, "passes": passes}

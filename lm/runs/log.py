@@ -86,21 +86,21 @@ def grouped(record: dict) -> dict[str, float]:
     """The numbers of a record under the names that wandb and TensorBoard have them by: train/loss,
     validation/perplexity, solver/layer0/residual, solver/layer0/probe/num_iters/mean,
     time/tokens_per_s. What is no number is left out."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in record.items():
         if key in ("step", "layers"):
             continue
         if key == "probe":
             layers = value.get("layers")
-            _put(found, "solver", {"probe": value}, layers)
+            _put(numbers, "solver", {"probe": value}, layers)
         elif key in WHOLE:
-            _put(found, WHOLE[key], value, None)
+            _put(numbers, WHOLE[key], value, None)
         else:
-            _put(found, GROUP_OF.get(key, "train"), {key: value}, record.get("layers"))
-    return found
+            _put(numbers, GROUP_OF.get(key, "train"), {key: value}, record.get("layers"))
+    return numbers
 
 
-def _put(found: dict, group: str, value, layers: list[int] | None, name: str = "") -> None:
+def _put(numbers: dict, group: str, value, layers: list[int] | None, name: str = "") -> None:
     """A nested value by names of one group.
 
     Args:
@@ -110,12 +110,12 @@ def _put(found: dict, group: str, value, layers: list[int] | None, name: str = "
     if isinstance(value, dict):
         for key, below in value.items():
             if key != "layers":
-                _put(found, group, below, layers, f"{name}/{key}")
+                _put(numbers, group, below, layers, f"{name}/{key}")
     elif isinstance(value, list):
         for layer, number in zip(layers or range(len(value)), value):
-            _put(found, f"{group}/layer{layer}", number, None, name)
+            _put(numbers, f"{group}/layer{layer}", number, None, name)
     elif isinstance(value, int | float):
-        found[group + name] = value
+        numbers[group + name] = value
 
 
 def _has_wandb_key() -> bool:

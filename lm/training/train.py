@@ -151,7 +151,7 @@ class Training(Loop):
             self._save_if_due,
             self._validate_if_due,
         )
-        self.found = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
+        self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_with_finite_weights(named=cfg.resume != "auto")
 
@@ -181,26 +181,26 @@ class Training(Loop):
     def _check_made_of(self) -> None:
         """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
         of; one of another run need only have this one's tokenizer."""
-        if self.found is None:
+        if self.checkpoint is None:
             return
-        path, manifest = self.found
+        path, manifest = self.checkpoint
         if path.resolve().parent == self.run.checkpoints.resolve():
             check_made_of(path, manifest, self.run, self.cfg)
         else:
             check_tokenizer(path, manifest, self.run)
 
     def _build_with_finite_weights(self, named: bool) -> None:
-        """The model as `found` has it, or where that holds NaN as the newest checkpoint before it
+        """The model as `checkpoint` has it, or where that holds NaN as the newest checkpoint before it
         that does not: versions before this one saved what they had.
 
         Args:
-            named: `found` is what was asked for, and no other will do.
+            named: `checkpoint` is what was asked for, and no other will do.
         Raises:
             CheckpointError: there is no such checkpoint.
         """
         self._build_model()
-        while self.found is not None:
-            path = self.found[0]
+        while self.checkpoint is not None:
+            path = self.checkpoint[0]
             try:
                 self.check_finite(f"checkpoint {path}: ")
                 return
@@ -209,8 +209,8 @@ class Training(Loop):
                     raise CheckpointError(f"{e}: resume an older one") from None
                 say(f"passed over: {e}")
             folder = self.run.checkpoints
-            self.found = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
-            if self.found is None:
+            self.checkpoint = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
+            if self.checkpoint is None:
                 raise CheckpointError(
                     f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
                     " --overwrite"
@@ -251,10 +251,10 @@ class Training(Loop):
         """With the weights and the optimizer of the checkpoint that is resumed, where there is
         one."""
         cfg, ranks = self.cfg, self.ranks
-        if self.found is None:
+        if self.checkpoint is None:
             init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks, self.settings)
-        path, manifest = self.found
+        path, manifest = self.checkpoint
         check_optimizer(path, manifest, signature(cfg.optim))
         if self._fits(manifest):
             engine = ds.Engine(cfg, self.model, ranks, self.settings)
@@ -281,8 +281,8 @@ class Training(Loop):
             CheckpointError, DataError: the checkpoint cannot be used.
         """
         folder = self.run.checkpoints
-        if self.found is not None:
-            path, manifest = self.found
+        if self.checkpoint is not None:
+            path, manifest = self.checkpoint
             check_batch(path, manifest, self.checkpoints.about)
             self._restore(path, manifest)
             if self.step > self.cfg.train.steps:
@@ -456,17 +456,17 @@ class Training(Loop):
 
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
-        found = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
-        if found is None:
+        checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
+        if checkpoint is None:
             return False
         after, seconds = self.batches.state_dict(), self.seconds
         self.engine.release()  # with the gradients that are spoilt
-        self.found = found
+        self.checkpoint = checkpoint
         try:
             self._build_with_finite_weights(named=False)
         except CheckpointError as e:
             raise Diverged(str(e)) from None
-        self._restore(*self.found)
+        self._restore(*self.checkpoint)
         self.batches.load_state_dict(after)
         self.seconds, self.stats = seconds, []
         self._skip_time()

@@ -89,30 +89,30 @@ def match(
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     if ours.tie_embeddings:
         del shapes[HEAD]
-    found = Match(pairs=paired(source, ours, layers, partial))
+    matched = Match(pairs=paired(source, ours, layers, partial))
     wanted = {"backbone.norm_f.weight": "backbone.norm_f.weight"}
     if not ours.rms_norm:
         wanted["backbone.norm_f.bias"] = "backbone.norm_f.bias"
-    wanted |= _vocabulary(found, source, ours, vocabulary, other_tokens)
-    _compare_models(found, theirs, ours)
-    for index in range(len(found.pairs)):
+    wanted |= _vocabulary(matched, source, ours, vocabulary, other_tokens)
+    _compare_models(matched, theirs, ours)
+    for index in range(len(matched.pairs)):
         prefix = f"backbone.layers.{index}."
         names = [name.removeprefix(prefix) for name in shapes if name.startswith(prefix)]
-        wanted |= _of_layer(found, theirs, ours, index, names)
-    problems = _take(found, source, shapes, wanted)
-    if (problems or found.differs) and not partial:
+        wanted |= _of_layer(matched, theirs, ours, index, names)
+    problems = _take(matched, source, shapes, wanted)
+    if (problems or matched.differs) and not partial:
         raise ConfigError(
             f"init_from: {source.path} ({source.what}) is not this run's model:"
-            f" {'; '.join([*problems, *found.differs])}; init_from.partial=true takes what fits,"
+            f" {'; '.join([*problems, *matched.differs])}; init_from.partial=true takes what fits,"
             " and says what that is"
         )
-    if not found.taken:
+    if not matched.taken:
         raise ConfigError(f"init_from: nothing in {source.path} ({source.what}) fits the model")
-    found.differs = [*problems, *found.differs]
-    return found
+    matched.differs = [*problems, *matched.differs]
+    return matched
 
 
-def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) -> list[str]:
+def _take(matched: Match, source: Source, shapes: dict, wanted: dict[str, str]) -> list[str]:
     """Fill in what is taken, new and left → what is missing, extra or misshapen, in words."""
     missing, misshapen, numbers = [], [], {"taken": 0, "new": 0}
     at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
@@ -121,35 +121,35 @@ def _take(found: Match, source: Source, shapes: dict, wanted: dict[str, str]) ->
         there = wanted.get(name, "")  # no tensor's name: nothing there means the same
         tensor = source.weights.get(there)
         if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
-            found.taken[name] = there
+            matched.taken[name] = there
             numbers["taken"] += tensor.numel()
             continue
-        found.new.append(name)
+        matched.new.append(name)
         numbers["new"] += shape.numel()
         if tensor is not None:
             misshapen.append(f"{name} {list(tensor.shape)} there, {list(shape)} here")
             accounted_for.add(there)
         elif there:
             missing.append(name)
-    used = set(found.taken.values())
-    found.left = [name for name in source.weights if name not in used]
-    numbers["left"] = sum(source.weights[name].numel() for name in found.left)
-    found.numbers = numbers
-    extra = [name for name in found.left if name not in accounted_for]
+    used = set(matched.taken.values())
+    matched.left = [name for name in source.weights if name not in used]
+    numbers["left"] = sum(source.weights[name].numel() for name in matched.left)
+    matched.numbers = numbers
+    extra = [name for name in matched.left if name not in accounted_for]
     kinds = [("missing", missing), ("extra", extra), ("of another shape", misshapen)]
     return [counted(what, names) for what, names in kinds if names]
 
 
 def _vocabulary(
-    found: Match, source: Source, ours: FPRNNConfig, vocabulary: int | None, other_tokens: str
+    matched: Match, source: Source, ours: FPRNNConfig, vocabulary: int | None, other_tokens: str
 ) -> dict[str, str]:
     """Embedding and head: {name here: name there}; none where their rows are of other tokens."""
     theirs = source.config
     if other_tokens:
-        found.differs.append(other_tokens)
+        matched.differs.append(other_tokens)
         return {}
     if vocabulary not in (None, theirs.vocab_size):
-        found.differs.append(
+        matched.differs.append(
             f"it has a vocabulary of {theirs.vocab_size} tokens, this run's model one of"
             f" {vocabulary} (model.vocab_size, or the tokenizer's)"
         )
@@ -158,24 +158,24 @@ def _vocabulary(
     if not ours.tie_embeddings:
         wanted[HEAD] = HEAD if HEAD in source.weights else EMBEDDING
     elif HEAD in source.weights:
-        found.differs.append("its head is not its embedding, and model.tie_embeddings is true")
+        matched.differs.append("its head is not its embedding, and model.tie_embeddings is true")
     return wanted
 
 
-def _compare_models(found: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
+def _compare_models(matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
     for name in ("rms_norm", "norm_epsilon"):
         there, here = getattr(theirs, name), getattr(ours, name)
         if there != here:
-            found.differs.append(f"it has {name} {there}, model.{name} is {here}")
+            matched.differs.append(f"it has {name} {there}, model.{name} is {here}")
     kinds = ({layer.kind for layer in config.layer_list()} for config in (theirs, ours))
     if set.intersection(*kinds) & set(FIXED_POINT):
         for name in OF_THE_SOLUTION:
             there, here = getattr(theirs, name), getattr(ours, name)
             if there != here:
-                found.notes.append(f"solver.{name} is {here} here, and {there} there")
+                matched.notes.append(f"solver.{name} is {here} here, and {there} there")
     if ours.reset_at_eos != theirs.reset_at_eos:
         carried = "here" if theirs.reset_at_eos else "there"
-        found.notes.append(
+        matched.notes.append(
             f"model.reset_at_eos is {str(ours.reset_at_eos).lower()}, and not there: within one"
             f" document outputs are the same, from the second on the state is carried on {carried}"
         )
@@ -232,31 +232,31 @@ def paired(
 
 
 def _of_layer(
-    found: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, names: list[str]
+    matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, names: list[str]
 ) -> dict[str, str]:
     """{name here: name there} of a layer; notes what becomes of it, and what is not equal.
 
     Args: names: of the layer's parameters, without what comes before.
     """
-    partner = found.pairs[index]
+    partner = matched.pairs[index]
     if ours.layer_list()[index].kind == "lstm" and partner is None:
         raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
     if partner is None:
-        found.silent.append(index)
+        matched.silent.append(index)
         return {}
     layers = ours.layer_list()[index], theirs.layer_list()[partner]
     here, there = (layer.kind for layer in layers)
     configs = ours.of_layer(layers[0]), theirs.of_layer(layers[1])
     for said in _differences(here, there, *configs):
-        found.differs.append(f"layer {index} ({here}, of its layer {partner}): {said}")
+        matched.differs.append(f"layer {index} ({here}, of its layer {partner}): {said}")
     if here != there and (there, here) not in RELATED:  # an equal name would mean something else
-        found.pairs[index] = None
-        found.silent.append(index)
+        matched.pairs[index] = None
+        matched.silent.append(index)
         return {}
     renamed: dict[str, str] = {}
     apart: tuple[str, ...] = ()
     if here != there:
-        found.converted.append(index)
+        matched.converted.append(index)
         apart = NEW_IN_FP
         renamed = OUT_NORM if there == "mamba2" else {}
     return {
@@ -306,18 +306,18 @@ def _value(config, name: str):
 # What is done.
 
 
-def apply(found: Match, source: Source, model: FPRNNForCausalLM) -> None:
+def apply(matched: Match, source: Source, model: FPRNNForCausalLM) -> None:
     """Give a model the weights that `match` has found for it."""
     import torch
 
     state = model.state_dict()  # the parameters themselves, under all their names
     with torch.no_grad():
-        for name, there in found.taken.items():
+        for name, there in matched.taken.items():
             state[name].copy_(source.weights[there])
-        for index in found.silent:
+        for index in matched.silent:
             for p in model.backbone.layers[index].block.out_proj.parameters():
                 p.zero_()
-        for index in found.converted:
+        for index in matched.converted:
             _start_at_identity(model.backbone.layers[index].block)
 
 
@@ -351,31 +351,31 @@ def _shut(gate, value: float) -> None:
 # What is said.
 
 
-def described(found: Match, source: Source, config: FPRNNConfig) -> list[str]:
+def described(matched: Match, source: Source, config: FPRNNConfig) -> list[str]:
     """Lines that say what was taken."""
-    numbers, kinds = found.numbers, [layer.kind for layer in config.layer_list()]
+    numbers, kinds = matched.numbers, [layer.kind for layer in config.layer_list()]
 
     def amount(names, key):
         return f"{len(names)} weights ({numbers[key] / 1e6:.3f} M)"
 
     lines = [
-        f"{source.path} ({source.what}): {amount(found.taken, 'taken')} taken,"
-        f" {amount(found.new, 'new')} new, {amount(found.left, 'left')} left"
+        f"{source.path} ({source.what}): {amount(matched.taken, 'taken')} taken,"
+        f" {amount(matched.new, 'new')} new, {amount(matched.left, 'left')} left"
     ]
-    if found.silent:
-        named = ", ".join(f"{index} ({kinds[index]})" for index in found.silent)
+    if matched.silent:
+        named = ", ".join(f"{index} ({kinds[index]})" for index in matched.silent)
         lines.append(f"new layers, whose out_proj is zero: {named}")
-    if found.converted:
-        named = ", ".join(f"{index} ({kinds[index]})" for index in found.converted)
+    if matched.converted:
+        named = ", ".join(f"{index} ({kinds[index]})" for index in matched.converted)
         lines.append(f"layers whose mixing starts at the identity: {named}")
-    if found.differs:
-        lines.append(f"outputs at the start are not the source's: {'; '.join(found.differs)}")
+    if matched.differs:
+        lines.append(f"outputs at the start are not the source's: {'; '.join(matched.differs)}")
     else:
         lines.append("outputs at the start are the source's")
-    return [*lines, *found.notes]
+    return [*lines, *matched.notes]
 
 
-def record(found: Match, source: Source, config: FPRNNConfig) -> dict:
+def record(matched: Match, source: Source, config: FPRNNConfig) -> dict:
     """What is written down of it."""
     kinds = [layer.kind for layer in config.layer_list()]
     return {
@@ -385,16 +385,16 @@ def record(found: Match, source: Source, config: FPRNNConfig) -> dict:
             {
                 "kind": kind,
                 "from": partner,
-                "adds_nothing": index in found.silent,
-                "starts_at_identity": index in found.converted,
+                "adds_nothing": index in matched.silent,
+                "starts_at_identity": index in matched.converted,
             }
-            for index, (kind, partner) in enumerate(zip(kinds, found.pairs))
+            for index, (kind, partner) in enumerate(zip(kinds, matched.pairs))
         ],
-        "parameters": found.numbers,
-        "taken": found.taken,
-        "new": found.new,
-        "left": found.left,
-        "outputs_equal": not found.differs,
-        "differs": found.differs,
-        "notes": found.notes,
+        "parameters": matched.numbers,
+        "taken": matched.taken,
+        "new": matched.new,
+        "left": matched.left,
+        "outputs_equal": not matched.differs,
+        "differs": matched.differs,
+        "notes": matched.notes,
     }

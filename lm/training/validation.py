@@ -74,7 +74,7 @@ class Validation:
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
         """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`."""
         total = sum(len(batches) for batches in self.held_out.values())
-        done, found = 0, {}
+        done, measured = 0, {}
         with Progress("validating", unit="batches") as bar:
 
             def progress(of_source, _):
@@ -85,9 +85,9 @@ class Validation:
                 scores = engine.validate(batches, progress)
                 text = self.bytes[name]
                 bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
-                found[name] = scores | {"bits_per_byte": bits, "bytes": text}
+                measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
                 done += len(batches)
-        return pooled(found, self.shares)
+        return pooled(measured, self.shares)
 
     def probed(self, engine: Engine) -> dict:
         """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:
@@ -122,7 +122,7 @@ class Validation:
         return {"baselines": means, "baselines_of_sources": of_sources}
 
 
-def pooled(found: dict[str, dict], shares: dict[str, float]) -> dict:
+def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
     """The scores of all sources as one: the mean of their losses, each weighed by its share in
     training (the loss that training lowers, on held-out text), its perplexity, and its bits per
     byte of text that is mixed so. A single source has its own.
@@ -130,23 +130,23 @@ def pooled(found: dict[str, dict], shares: dict[str, float]) -> dict:
     Args:
         found: of each source its loss (nats a token), perplexity, tokens and bytes.
     """
-    if list(found) == [""]:
-        return found[""]
-    loss = math.fsum(shares[name] * scores["loss"] for name, scores in found.items())
+    if list(measured) == [""]:
+        return measured[""]
+    loss = math.fsum(shares[name] * scores["loss"] for name, scores in measured.items())
     bits = text = None
-    if all(scores["bytes"] for scores in found.values()):
-        text = sum(scores["bytes"] for scores in found.values())
+    if all(scores["bytes"] for scores in measured.values()):
+        text = sum(scores["bytes"] for scores in measured.values())
         bits = bits_per_byte(
             loss,
-            sum(shares[name] * of["bytes"] / of["tokens"] for name, of in found.items()),
+            sum(shares[name] * of["bytes"] / of["tokens"] for name, of in measured.items()),
         )
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
-        "tokens": sum(scores["tokens"] for scores in found.values()),
+        "tokens": sum(scores["tokens"] for scores in measured.values()),
         "bits_per_byte": bits,
         "bytes": text,
-        "sources": found,
+        "sources": measured,
     }
 
 
@@ -161,12 +161,12 @@ def text_bytes_of(
     except UncountableError as e:
         say(f"note: no bits per byte: {e}")
         return dict.fromkeys(held_out)
-    found = {}
+    measured = {}
     for name, batches in held_out.items():
         counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
         known = [count for count in counts if count is not None]
         total, unknown = ranks.sum(sum(known), len(counts) - len(known))
-        found[name] = None if unknown else int(total)
-    if None in found.values():
+        measured[name] = None if unknown else int(total)
+    if None in measured.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")
-    return found
+    return measured

@@ -29,42 +29,42 @@ MADE_BY = "<!-- made by fprnn inspect -->"  # by which an earlier page is known
 NAMED_TICKS = 40  # tokens up to which the figures' axis names them
 
 
-def page(found: Measured) -> str:
+def page(measured: Measured) -> str:
     """The whole page."""
-    ways = colourings(found)
-    layers = found.layers
+    ways = colourings(measured)
+    layers = measured.layers
     charts = None
     if layers is not None and importlib.util.find_spec("matplotlib") is not None:
-        charts = _charts(found, layers)
+        charts = _charts(measured, layers)
     return render(
         Path(__file__).with_name("inspection.html"),
-        title=f"Inside {found.name}",
+        title=f"Inside {measured.name}",
         made_by=Markup(MADE_BY),
-        facts=facts(found),
-        tokens=[_shown(found, t, ways[0]) for t in range(len(found.tokens))],
-        data=_data(found, ways),
-        layers=None if layers is None else layer_rows(layers, found.tokens),
+        facts=facts(measured),
+        tokens=[_shown(measured, t, ways[0]) for t in range(len(measured.tokens))],
+        data=_data(measured, ways),
+        layers=None if layers is None else layer_rows(layers, measured.tokens),
         charts=charts,
-        notes=notes(found),
+        notes=notes(measured),
     )
 
 
-def frame(found: Measured, height: int = 720) -> str:
+def frame(measured: Measured, height: int = 720) -> str:
     """The page within another one, apart from its style and names. height: in pixels."""
     return (
-        f"<iframe srcdoc='{html.escape(page(found), quote=True)}'"
+        f"<iframe srcdoc='{html.escape(page(measured), quote=True)}'"
         f" style='width:100%;height:{height}px;border:0'></iframe>"
     )
 
 
-def _shown(found: Measured, t: int, way: Colouring) -> dict:
+def _shown(measured: Measured, t: int, way: Colouring) -> dict:
     """A token as the text shows it, with the state that was decoded there."""
-    token, value = found.tokens[t], way.values[t]
+    token, value = measured.tokens[t], way.values[t]
     kinds, decoded = ["token"], None
-    if t == 0 and found.has_start:
+    if t == 0 and measured.has_start:
         kinds.append("start")
-    if found.answers is not None:
-        answer = found.answers[t]
+    if measured.answers is not None:
+        answer = measured.answers[t]
         kinds.append("answer")
         if answer.is_right is not None:
             kinds.append("right" if answer.is_right else "wrong")
@@ -85,39 +85,39 @@ def _decoded(answer) -> str:
     return answer.predicted if answer.is_right else f"✗ {answer.predicted} ({answer.right})"
 
 
-def _data(found: Measured, ways: list[Colouring]) -> dict:
+def _data(measured: Measured, ways: list[Colouring]) -> dict:
     """The numbers that the script reads."""
     hardest = [-1 if value is None else value for value in ways[0].values]
     return {
         "colourings": [way._asdict() for way in ways],
-        "tokens": [_of_token(found, t) for t in range(len(found.tokens))],
-        "following": [[guess.shown, guess.probability] for guess in found.following],
-        "layers": [] if found.layers is None else _of_layers(found.layers),
-        "answers": found.answers is not None,
+        "tokens": [_of_token(measured, t) for t in range(len(measured.tokens))],
+        "following": [[guess.shown, guess.probability] for guess in measured.following],
+        "layers": [] if measured.layers is None else _of_layers(measured.layers),
+        "answers": measured.answers is not None,
         "first": hardest.index(max(hardest)),
     }
 
 
-def _of_token(found: Measured, t: int) -> dict:
-    token, loss = found.tokens[t], float(found.loss[t])
+def _of_token(measured: Measured, t: int) -> dict:
+    token, loss = measured.tokens[t], float(measured.loss[t])
     rows = [["id", f"{token.id}, the token at {t}"]]
     if token.part_of:
         rows.append(["holds a part of", token.part_of])
-    if found.answers is not None:
-        answer = found.answers[t]
+    if measured.answers is not None:
+        answer = measured.answers[t]
         rows.append(["decoded", answer.predicted])
         rows.append(["right", answer.right or "no answer is due here"])
     if not math.isnan(loss):
         rows.append(["probability", f"{100 * math.exp(-loss):.3g} %"])
         rows.append(["loss", f"{loss:.3f} nats, {loss / LN2:.3f} bits"])
-    if not math.isnan(float(found.entropy[t])):
-        rows.append(["entropy", f"{float(found.entropy[t]):.3f} nats"])
-    if t == 0 and found.has_start:
+    if not math.isnan(float(measured.entropy[t])):
+        rows.append(["entropy", f"{float(measured.entropy[t]):.3f} nats"])
+    if t == 0 and measured.has_start:
         rows.append(["", "put before the text, not scored"])
     return {
         "shown": token.shown,
         "facts": rows,
-        "guesses": [[guess.shown, guess.probability] for guess in found.guesses[t]],
+        "guesses": [[guess.shown, guess.probability] for guess in measured.guesses[t]],
     }
 
 
@@ -138,7 +138,7 @@ def _rounded(values: torch.Tensor) -> list[float | None]:
     return [None if value is None else float(f"{value:.5g}") for value in plain(values)]
 
 
-def _charts(found: Measured, layers: Layers) -> list[tuple[str, Markup]]:
+def _charts(measured: Measured, layers: Layers) -> list[tuple[str, Markup]]:
     """ℓ*, the state's norm, the mixer's gate and the decay over time: a line for each layer, or a
     heat map of many."""
     rows = {
@@ -147,8 +147,8 @@ def _charts(found: Measured, layers: Layers) -> list[tuple[str, Markup]]:
         "gate a_t": layers.gate,
         "decay λ_t": layers.decay,
     }
-    steps = list(range(len(found.tokens)))
-    names = [token.shown for token in found.tokens] if len(steps) <= NAMED_TICKS else []
+    steps = list(range(len(measured.tokens)))
+    names = [token.shown for token in measured.tokens] if len(steps) <= NAMED_TICKS else []
     charts: list[tuple[str, Markup]] = []
     for name, tensor in rows.items():
         if tensor.isnan().all():

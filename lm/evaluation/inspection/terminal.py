@@ -30,33 +30,33 @@ STYLES = (
 MOST = 8  # tokens in the table
 
 
-def parts(found: Measured, console: Console) -> list[RenderableType]:
+def parts(measured: Measured, console: Console) -> list[RenderableType]:
     """What to print, one after another. console: where it goes; colours only where it has them."""
-    way = colourings(found)[0]
+    way = colourings(measured)[0]
     coloured = console.is_terminal and not console.no_color
-    out: list[RenderableType] = [_coloured(found, way)]
+    out: list[RenderableType] = [_coloured(measured, way)]
     if coloured:
         out.append(_legend(way))
-    out.append(_surprises(found, way))
-    if found.layers is None:
+    out.append(_surprises(measured, way))
+    if measured.layers is None:
         out.append(f"note: {NO_SOLVER}")
     else:
-        out.append(_table(layer_rows(found.layers, found.tokens)))
-    out.append("\n".join(f"{name}: {value}" for name, value in facts(found)))
+        out.append(_table(layer_rows(measured.layers, measured.tokens)))
+    out.append("\n".join(f"{name}: {value}" for name, value in facts(measured)))
     return out
 
 
-def _coloured(found: Measured, way: Colouring):
+def _coloured(measured: Measured, way: Colouring):
     from rich.text import Text
 
     text = Text()
-    for t, token in enumerate(found.tokens):
+    for t, token in enumerate(measured.tokens):
         style = _style(way, way.values[t])
-        if t == 0 and found.has_start:
+        if t == 0 and measured.has_start:
             style = f"dim {style}"
         text.append(token.shown, style)
-        if found.answers is not None:
-            answer = found.answers[t]
+        if measured.answers is not None:
+            answer = measured.answers[t]
             mark = {True: "✓", False: "✗", None: ""}[answer.is_right]
             text.append(f"={answer.predicted}{mark}", "red" if mark == "✗" else "dim")
             text.append(" ")
@@ -83,27 +83,27 @@ def _legend(way: Colouring):
     return text
 
 
-def _surprises(found: Measured, way: Colouring):
+def _surprises(measured: Measured, way: Colouring):
     """The tokens of which the highest loss was made, and what was thought likelier."""
     from rich.text import Text
 
-    known = [t for t, loss in enumerate(plain(found.loss)) if loss is not None]
-    known.sort(key=lambda t: -float(found.loss[t]))
-    what = "answer" if found.answers is not None else "token"
+    known = [t for t, loss in enumerate(plain(measured.loss)) if loss is not None]
+    known.sort(key=lambda t: -float(measured.loss[t]))
+    what = "answer" if measured.answers is not None else "token"
     rows = [["at", "token", way.name, "loss, nats", "entropy, nats", f"likeliest {what}"]]
     for t in known[:MOST]:
-        value, guess = way.values[t], found.guesses[t][0]
+        value, guess = way.values[t], measured.guesses[t][0]
         rows.append(
             [
                 str(t),
-                found.tokens[t].shown,
+                measured.tokens[t].shown,
                 "–" if value is None else f"{value:.{way.digits}f}",
-                f"{float(found.loss[t]):.2f}",
-                f"{float(found.entropy[t]):.2f}",
+                f"{float(measured.loss[t]):.2f}",
+                f"{float(measured.entropy[t]):.2f}",
                 f"{guess.shown} {guess.probability:.1%}",
             ]
         )
-    if found.layers is None:  # the text is coloured by the loss, which has a column of its own
+    if measured.layers is None:  # the text is coloured by the loss, which has a column of its own
         rows = [[*row[:2], *row[3:]] for row in rows]
     return _table(rows, Text("tokens with the highest loss"))
 

@@ -52,20 +52,20 @@ class Colouring(NamedTuple):
     digits: int
 
 
-def colourings(found: Measured) -> list[Colouring]:
+def colourings(measured: Measured) -> list[Colouring]:
     """All that tokens can be coloured by, the one shown first in front. Those of ℓ* have one scale,
     so that layers can be compared."""
     out = []
-    if found.layers is not None:
-        most = max(float(found.layers.iterations.max()), 2.0)
-        rows = found.layers.iterations.tolist()
-        mean = found.layers.mean_iterations.tolist()
+    if measured.layers is not None:
+        most = max(float(measured.layers.iterations.max()), 2.0)
+        rows = measured.layers.iterations.tolist()
+        mean = measured.layers.mean_iterations.tolist()
         if len(rows) > 1:
             out.append(Colouring("ℓ*, mean over layers", mean, 1, most, 1))
-        for number, row in zip(found.layers.numbers, rows, strict=True):
+        for number, row in zip(measured.layers.numbers, rows, strict=True):
             out.append(Colouring(f"ℓ*, layer {number}", row, 1, most, 0))
-    of_what = "answer" if found.answers else "token"
-    for name, values in (("loss", found.loss), ("entropy", found.entropy)):
+    of_what = "answer" if measured.answers else "token"
+    for name, values in (("loss", measured.loss), ("entropy", measured.entropy)):
         known = values[~values.isnan()]
         high = max(float(known.max()), 0.1) if len(known) else 1.0
         out.append(Colouring(f"{name} of the {of_what}, nats", plain(values), 0, high, 2))
@@ -77,29 +77,29 @@ def plain(values: torch.Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def facts(found: Measured) -> list[tuple[str, str]]:
+def facts(measured: Measured) -> list[tuple[str, str]]:
     """What an inspection amounts to, name and value."""
-    count = len(found.tokens) - found.has_start
+    count = len(measured.tokens) - measured.has_start
     size = f"{count:,}"
-    if found.text_bytes is not None:
-        size += f", for {found.text_bytes:,} bytes of text"
-    out = [("model", found.model), ("tokens", size)]
-    if found.answers is not None:
-        due = [answer for answer in found.answers if answer.right is not None]
+    if measured.text_bytes is not None:
+        size += f", for {measured.text_bytes:,} bytes of text"
+    out = [("model", measured.model), ("tokens", size)]
+    if measured.answers is not None:
+        due = [answer for answer in measured.answers if answer.right is not None]
         right = [answer for answer in due if answer.is_right]
         share = f"{len(right)} of {len(due)}" if due else "none due"
         out.append(("answers that are right", share))
-    if found.scored:
-        nats = found.mean_loss
-        of_what = "of an answer" if found.answers else "of a token"
+    if measured.scored:
+        nats = measured.mean_loss
+        of_what = "of an answer" if measured.answers else "of a token"
         out.append((f"mean loss {of_what}", f"{nats:.4f} nats, {nats / LN2:.4f} bits"))
-        if found.answers is None:
-            out.append(("perplexity", f"{found.perplexity:.2f}"))
-    if found.bits_per_byte is not None:
-        out.append(("bits per byte", f"{found.bits_per_byte:.4f}"))
-    if isinstance(found.solver, dict):
-        how = f"{found.solver['schedule']}, token: {found.solver['token']}"
-        if found.solver["stopping"] == "paper":
+        if measured.answers is None:
+            out.append(("perplexity", f"{measured.perplexity:.2f}"))
+    if measured.bits_per_byte is not None:
+        out.append(("bits per byte", f"{measured.bits_per_byte:.4f}"))
+    if isinstance(measured.solver, dict):
+        how = f"{measured.solver['schedule']}, token: {measured.solver['token']}"
+        if measured.solver["stopping"] == "paper":
             how += ", the paper's stopping (what a token gets depends on those after it)"
         out.append(("solved", how))
     return out
@@ -131,18 +131,18 @@ def layer_rows(layers: Layers, tokens: Sequence[Token]) -> list[list[str]]:
     return rows
 
 
-def notes(found: Measured) -> list[str]:
+def notes(measured: Measured) -> list[str]:
     """What a reader must know of what is shown."""
     out = []
-    if found.answers is not None:
+    if measured.answers is not None:
         out.append(
             "Under each token stands the state that the model decodes there; a wrong one is marked"
             " ✗, with the right answer behind it. Loss, entropy and predictions of a token are of"
             " the answer at it, given when it has been read."
         )
-    elif found.has_start:
+    elif measured.has_start:
         out.append(
-            f"Before the text stands {found.tokens[0].shown}, as lm-eval puts it there: so the"
+            f"Before the text stands {measured.tokens[0].shown}, as lm-eval puts it there: so the"
             " text's first token has a loss too. It is not scored itself, nor is the end of the"
             " text."
         )
@@ -151,19 +151,19 @@ def notes(found: Measured) -> list[str]:
             "The tokenizer has no token to begin a text with: the first token is not predicted, has"
             " no loss, and there are no bits per byte."
         )
-    if found.answers is None:
+    if measured.answers is None:
         out.append(
             "Loss, entropy and predictions of a token are of the prediction of this very token,"
             " made when those before it had been read. ℓ*, norms and gates are of the layer while"
             " it reads the token."
         )
     out.append("Spaces are shown as ·, line ends as ↵, parts of a character as their bytes.")
-    if found.layers is None:
+    if measured.layers is None:
         return [NO_SOLVER, *out]
     out += [ITERATIONS, STATE, GATE, DECAY, CONDITION]
-    if any(is_elsewhere({"mean": [], "elsewhere": found.layers.elsewhere.tolist()})):
+    if any(is_elsewhere({"mean": [], "elsewhere": measured.layers.elsewhere.tolist()})):
         out.append(f"{ELSEWHERE_NOTE}.")
-    if not found.layers.converged.all():
+    if not measured.layers.converged.all():
         out.append(
             "Where a layer has not converged the procedure never came to its tolerance: ℓ* there is"
             " the number of iterations that were made."

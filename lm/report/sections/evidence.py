@@ -26,15 +26,15 @@ def evaluations(runs: Sequence[Files]) -> Section:
     """What `fprnn eval` found for the export in the run directory: a row for each task and metric,
     a column for each run."""
     place = f"{runs[0].run.export.name}/eval/results.json"
-    found = {files.label: _scores(files) for files in runs}
-    rows = list(dict.fromkeys(row for of in found.values() for row in of))
+    cells = {files.label: _scores(files) for files in runs}
+    rows = list(dict.fromkeys(row for of in cells.values() for row in of))
     blocks: list[Block] = []
     if rows:
-        head = ["task", "metric", *found]
-        body = [[*row, *(of.get(row, NO_VALUE) for of in found.values())] for row in rows]
+        head = ["task", "metric", *cells]
+        body = [[*row, *(of.get(row, NO_VALUE) for of in cells.values())] for row in rows]
         traced = f"{place}: `tasks`; value ± standard error; (n documents) where there was a limit"
         blocks.append(Table([head, *body], traced))
-    missing = [label for label, of in found.items() if not of]
+    missing = [label for label, of in cells.items() if not of]
     if missing:
         names = "" if len(runs) == 1 else f" of {', '.join(missing)}"
         command = f"fprnn eval RUN/{runs[0].run.export.name} --tasks catbabi_mini"
@@ -44,14 +44,14 @@ def evaluations(runs: Sequence[Files]) -> Section:
 
 def _scores(files: Files) -> dict[tuple[str, str], str]:
     """{(task, metric): "0.24 ± 0.06"} of whatever part of the file is as it should be."""
-    found, tasks = {}, files.scores.get("tasks")
+    cells, tasks = {}, files.scores.get("tasks")
     limit = number(files.scores.get("limit"))
     for name, task in tasks.items() if isinstance(tasks, dict) else ():
         metrics = task.get("metrics") if isinstance(task, dict) else None
         for metric, of in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(of, dict) and "value" in of:
-                found[name, metric + _arrow(of)] = _score(of, limit)
-    return found
+                cells[name, metric + _arrow(of)] = _score(of, limit)
+    return cells
 
 
 def _arrow(of: dict) -> str:
@@ -110,7 +110,7 @@ def _known(files: Files) -> dict[tuple[str, str], str]:
         **files.corpora,
         "init_from.json": files.init_from,
     }
-    found = {(NO_VALUE, "directory"): str(files.run)}
+    cells = {(NO_VALUE, "directory"): str(files.run)}
     for name, of in sources.items():
-        found |= {(name, key): as_written(value) for key, value in flat(of).items()}
-    return found
+        cells |= {(name, key): as_written(value) for key, value in flat(of).items()}
+    return cells
