@@ -190,8 +190,8 @@ class Training(Loop):
             check_tokenizer(path, manifest, self.run)
 
     def _build_with_finite_weights(self, named: bool) -> None:
-        """The model as `checkpoint` has it, or where that holds NaN as the newest checkpoint before it
-        that does not: versions before this one saved what they had.
+        """The model as `checkpoint` has it, or where that holds NaN as the newest before it that
+        does not: versions before this one saved what they had.
 
         Args:
             named: `checkpoint` is what was asked for, and no other will do.
