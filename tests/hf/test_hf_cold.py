@@ -26,8 +26,15 @@ def cold(code, limit=120, **env):
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "backend, reentrant",
+    [
+        ("cpu", True),
+        ("triton", False),
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+        pytest.param("triton", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_backward_is_one_through_checkpoints(backend, reentrant):
     said = cold(
         f"""

@@ -67,7 +67,7 @@ def test_inductor_gives_the_same(name):
     "fields",
     [
         {"layers": "mamba fp_mamba1"},
-        {"layers": "mamba2 fp_mamba1"},
+        pytest.param({"layers": "mamba2 fp_mamba1"}, marks=pytest.mark.slow),
         pytest.param({"layers": "attention fp_mamba1"}, marks=pytest.mark.slow),
         pytest.param({"layers": "gated_deltanet fp_mamba1"}, marks=pytest.mark.slow),
         {"state_noise": 0.1, "mixer_proj_rank": 4},
@@ -88,7 +88,12 @@ def test_checkpoints_in_one_graph():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"mixer": "kronecker"}, {"schedule": "window:4"}, {"token": "iterate"}, {"dt_h_dep": True}],
+    [
+        pytest.param({"mixer": "kronecker"}, marks=pytest.mark.slow),
+        {"schedule": "window:4"},
+        {"token": "iterate"},
+        {"dt_h_dep": True},
+    ],
     ids=str,
 )
 def test_what_has_no_operator_is_solved_between_graphs(fields):
@@ -99,7 +104,10 @@ def test_what_has_no_operator_is_solved_between_graphs(fields):
         compiled(model, "eager")(ids())
 
 
-@every_block
+@pytest.mark.parametrize(
+    "name",
+    ["fp_mamba2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fp_mamba1", "fp_rnn"))],
+)
 def test_any_length_and_batch_are_three_graphs(name):
     model = build(name).eval()
     fast = compiled(model, "eager")

@@ -126,7 +126,9 @@ def test_a_hub_in_trouble_for_longer_is_a_sentence(hub, tmp_path, place, what):
     assert float(waited) > 240
 
 
-@pytest.mark.parametrize("status", [404, 401, 403])
+@pytest.mark.parametrize(
+    "status", [404, *(pytest.param(status, marks=pytest.mark.slow) for status in (401, 403))]
+)
 def test_a_hopeless_answer_is_a_sentence_at_once(hub, tmp_path, status):
     Hub.faults += [("/revision/", status)] * 1000
     said, _ = run(READ + PATIENCE, tmp_path, **hub)

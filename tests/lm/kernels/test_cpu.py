@@ -235,6 +235,7 @@ def test_what_does_not_fit_is_refused():
         cpu.selective_scan(**t, keep=torch.ones(2, 3))
 
 
+@pytest.mark.slow
 def test_clang_builds_without_openmp(monkeypatch, tmp_path):
     """A compiler that calls itself clang, and refuses -fopenmp as Apple's does."""
     folder = tmp_path / "bin"

@@ -56,8 +56,7 @@ def test_it_is_the_plain_search(r, tokens):
     torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("r", [1, 2, 3])
-@pytest.mark.parametrize("scale", [3.0, 1e3])
+@pytest.mark.parametrize("r, scale", [(1, 1e3), (2, 3.0), (3, 1e3)])
 def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
     """Also where Picard does not converge and bisection finds the root."""
     if not cpu_roots.usable()[0]:

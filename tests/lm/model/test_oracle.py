@@ -118,6 +118,16 @@ INTERPRETED = ("fp_mamba1-everything", "fp_mamba1-householder2_lowrank", "fp_mam
 # What is applied after the iteration: f(y) has no gradient by it.
 AFTER = ("out_proj.weight", "z_y_proj.weight", "z_y_proj.direction", "z_y_proj.gain")
 every_case = pytest.mark.parametrize("name", ALL)
+# Of what is every block's, each toggle in one block in turn: for what costs more. The rest is slow.
+TURNS = {f"{block}-{name}" for i, name in enumerate(OF_ALL) for block in [list(BLOCKS)[i % 3]]}
+in_turn = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if toggle not in OF_ALL or name in TURNS else pytest.mark.slow)
+        for name in ALL
+        for toggle in [name.partition("-")[2]]
+    ],
+)
 some_cases = pytest.mark.parametrize("name", SOME)
 
 
@@ -307,7 +317,7 @@ def compare_gradients(block, tol, starts=None, mask=None):
         assert_alike(found[name], grad, tol, name)
 
 
-@every_case
+@in_turn
 def test_the_exact_gradient(name, monkeypatch):
     computed_by("plain", monkeypatch)
     compare_gradients(block_of(**ALL[name], schedule="sequential"), 1e-9)
@@ -330,8 +340,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
-@some_cases
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(name, kind, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, name in enumerate(SOME)
+        for j, kind in enumerate(GRADIENTS)
+    ],
+)
 def test_the_other_gradients(name, kind):
     compare_gradients(block_of(**{**SOME[name], **GRADIENTS[kind]}), 1e-9)
 
