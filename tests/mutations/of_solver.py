@@ -79,12 +79,12 @@ MUTATIONS = [
         "the next window reads the iterate of the wrong token",
         SOLVER, "state = BlockState(y[:, -1], None, h, ())",
         "state = BlockState(y[:, 0], None, h, ())",
-        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-window-none]",),
+        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-none-window]",),
     ),
     Mutation(
         "the implicit gradient with the wrong sign",
         GRADIENT, "return v + torch.autograd.grad(f0", "return v - torch.autograd.grad(f0",
-        other_gradient("fp_mamba1-dplr2", "implicit"),
+        other_gradient("fp_mamba1-householder2_lowrank", "implicit"),
     ),
     # The block.
     Mutation(
