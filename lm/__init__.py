@@ -2,9 +2,9 @@
 
 Registration waits for transformers' own registries to be imported, so that `import lm` (and
 `fprnn --help`) costs milliseconds: when `transformers.models.auto.configuration_auto` or
-`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file and
-transformers.modeling_layers, which it needs, import the latter themselves: where one of them is
-what is being imported, the classes are added once it is whole.
+`…modeling_auto` has been executed, the hook below adds our classes to it. Our modeling file,
+stack.py and transformers.modeling_layers, which these need, import the latter themselves: where one
+of them is what is being imported, the classes are added once it is whole.
 """
 
 import importlib.abc
@@ -41,6 +41,7 @@ def _register_models():
 _WHOLE = {
     "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
     "transformers.modeling_layers": "GenericForTokenClassification",
+    "lm.model.stack": "initialise_once",
     "lm.model.modeling_fprnn": "FPRNNForCausalLM",
 }
 _REGISTRIES = {

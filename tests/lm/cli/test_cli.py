@@ -284,7 +284,10 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
     [
         pytest.param("import lm, transformers", marks=pytest.mark.slow),
         pytest.param("import transformers, lm", marks=pytest.mark.slow),
-        "import transformers; transformers.AutoConfig; import lm",
+        "import lm.model.stack, transformers",
+        pytest.param(
+            "import transformers; transformers.AutoConfig; import lm", marks=pytest.mark.slow
+        ),
         "import transformers; transformers.AutoModelForCausalLM; import lm",
         pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
     ],
