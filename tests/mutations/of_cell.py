@@ -260,7 +260,7 @@ MUTATIONS = [
         "token: bisection of a full-rank equation goes the other way",
         FULL, "low, high = torch.where(above, low, middle), torch.where(above, middle, high)",
         "low, high = torch.where(above, middle, low), torch.where(above, high, middle)",
-        of_full("each_of_the_three_ways_finds_a_solution_and_its_gradient"),
+        of_full("bisection_comes_near_without_newton"),
     ),
     Mutation(
         "token: the slope of a full-rank equation keeps what is along v",

@@ -257,7 +257,7 @@ MUTATIONS = [
     Mutation(
         "B and C in the other order",
         BLOCKS, "B, C = bc_x.chunk(2, dim=-1)", "C, B = bc_x.chunk(2, dim=-1)",
-        iteration("fp_mamba1-householder1"),
+        iteration("fp_mamba1-b_alone"),
     ),
     Mutation(
         "per-head D spread over the wrong channels",

@@ -63,6 +63,17 @@ def test_each_of_the_three_ways_finds_a_solution_and_its_gradient(kind, way, mon
                                     check_undefined_grad=False)  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bisection_comes_near_without_newton(kind, monkeypatch):
+    """Newton may mend a bisection that has gone the wrong way."""
+    monkeypatch.setattr(full_rank, "MOST_PICARD", 0)
+    monkeypatch.setattr(full_rank, "MOST_NEWTON", 0)
+    monkeypatch.setattr(full_rank, "BISECTIONS", 80)
+    token, _ = token_of(kind)
+    y, _, outcome = solve(token, matrix_of(low_rank_of(2, size=0.3)))
+    assert (outcome == BISECTED).all() and torch.isfinite(y).all()
+
+
 def test_anderson_solves_a_linear_map_that_expands_in_as_many_steps_as_it_has_directions():
     rates = torch.tensor([3.0, -2.0, 0.5, 1.5], dtype=torch.float64)
     right, y, history = (
