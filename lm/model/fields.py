@@ -93,7 +93,7 @@ class Number(NamedTuple):
         """NaN is in no range, and infinity in none either."""
         above = self.least < value if self.open in ("left", "both") else self.least <= value
         below = value < self.most if self.open in ("right", "both") else value <= self.most
-        return above and below and math.isfinite(value)
+        return above and below and abs(value) != math.inf
 
     def _words(self) -> str:
         kind = "a whole number" if self.whole else "a number"
