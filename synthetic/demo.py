@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WORDS = (8, 24, 48)  # the lengths of the words that the page shows token by token
 SEED = 1  # of these words
+MADE_BY = "<!-- made by fprnn demo -->"  # by which an earlier page is known
 
 
 class Demo(NamedTuple):
@@ -78,18 +79,18 @@ def run(name: str, out: Path, overrides: tuple[str, ...] = (), jobs: int = 2) ->
     Returns:
         the page.
     Raises:
-        OutputError: `out` cannot be written. ConfigError, TrainingError, Stopped: as
-            `synthetic.report.report`.
+        OutputError: `out` cannot be written, or holds somebody's index.html.
+        ConfigError, TrainingError, Stopped: as `synthetic.report.report`.
     """
     from lm.common.console import say
-    from lm.common.files import check_file
+    from lm.evaluation.inspection.show import check_page
     from synthetic.report import collect, config_path, expand, report
 
     # 1. The runs, the figure and the table.
     entry = DEMOS[name]
     overrides = (f"out_dir={out}", *overrides)
     page = out / "index.html"
-    check_file(page)
+    check_page(page, MADE_BY)
     sweep = expand(config_path(entry.report, "small"), overrides)
     if sweep.missing():
         say(entry.what)
@@ -105,6 +106,7 @@ def run(name: str, out: Path, overrides: tuple[str, ...] = (), jobs: int = 2) ->
 
 def _write_page(page: Path, entry: Demo, runs: list[Trained]) -> None:
     import matplotlib.pyplot as plt
+    from markupsafe import Markup
 
     from lm.common.files import write_text
     from lm.common.page import ink, render, svg
@@ -125,6 +127,7 @@ def _write_page(page: Path, entry: Demo, runs: list[Trained]) -> None:
     text = render(
         Path(__file__).with_name("demo.html"),
         title=report.title,
+        made_by=Markup(MADE_BY),
         what=entry.what,
         picture=picture,
         head=head,

@@ -16,16 +16,17 @@ def default_page(place: Path | str) -> Path:
     return folder / PAGE if folder.is_dir() else Path(PAGE)
 
 
-def check_page(path: Path) -> None:
+def check_page(path: Path, made_by: str = MADE_BY) -> None:
     """Find out whether a page can be written, before there is one.
 
+    Args: made_by: the comment by which an earlier page of the command is known.
     Raises:
         OutputError: it cannot, or another file is there.
     """
     check_file(path)
     with writing(path):
         taken = path.is_file() and path.stat().st_size > 0
-        ours = taken and MADE_BY.encode() in path.read_bytes()
+        ours = taken and made_by.encode() in path.read_bytes()
     if taken and not ours:
         raise OutputError(
             f"{path} is there already, and no page of this command: name another by --out, or"
