@@ -248,8 +248,7 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name):
     assert not any(alive(pid) for pid in workers)
 
 
-@pytest.mark.parametrize("name", ["TERM", "INT"])
-@pytest.mark.parametrize("again", [(), ("again.sh", "3")])
+@pytest.mark.parametrize("name, again", [("TERM", ()), ("INT", ("again.sh", "3"))])
 def test_a_signal_to_the_whole_group_saves_and_leaves_nothing(fake, name, again):
     """Ctrl-C of a terminal, or a supervisor's TERM: it ends the script's `sleep` as well."""
     scripts = (*again, *([str(LAUNCH / "deepspeed.sh")] if again else ["deepspeed.sh"]), "c.yaml")

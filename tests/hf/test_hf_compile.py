@@ -210,7 +210,7 @@ print("as before")
 """
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_export_by_itself_and_beside_the_package(installed, small_export, tmp_path):
     """The operators of the two have names of their own."""
     env = {**ENV, "HF_MODULES_CACHE": str(tmp_path / "modules")}

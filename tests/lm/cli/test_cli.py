@@ -160,7 +160,9 @@ def test_the_network_is_really_blocked(tmp_path, offline):
     "name, parameters, flops",
     [
         ("fpmamba_160m_fineweb2b", "169.4 M", "evaluations = 10"),
-        ("mamba_160m_fineweb2b", "83.9 M", "no layer is solved"),
+        pytest.param(
+            "mamba_160m_fineweb2b", "83.9 M", "no layer is solved", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):

@@ -17,7 +17,7 @@ from lm.kernels.triton.build import INTERPRETED, block_for, check, check_keep, d
 FILES = ("roots", "scan", "step")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan", "step"])
 def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
     module = pytest.importorskip(f"lm.kernels.triton.{name}")
     probe = triton_build._what_is_wrong.__wrapped__

@@ -145,7 +145,12 @@ def assert_alike(ours, theirs, tol=1e-8):
 
 
 @pytest.mark.parametrize(
-    "name, schedule", of_models(*((name,) for name in SCHEDULES[:4]), quick=[("window:4",)])
+    "name, schedule",
+    [
+        pytest.param(name, schedule, marks=() if name in BLOCKS else pytest.mark.slow)
+        for name in MODELS
+        for schedule in SCHEDULES[:4]
+    ],
 )
 def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
     """Where no token is at a fold: MOST_GAIN limits every term of the series by itself."""
@@ -335,8 +340,12 @@ def test_decoding_is_the_whole_pass_in_single_precision_on_a_trained_model(name)
 # The compiled cell.
 
 
-@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-8), (torch.float32, 2e-2)], ids=str)
-@every_model
+@pytest.mark.parametrize(
+    "name, dtype, tol",
+    [(name, torch.float64, 1e-8) for name in MODELS]
+    + [(name, torch.float32, 2e-2) for name in BLOCKS],
+    ids=str,
+)
 def test_compiled_and_plain_give_the_same_gradients(name, dtype, tol, monkeypatch):
     tokens, found = ids(3, 12), {}
     tokens[0, 4] = EOS
