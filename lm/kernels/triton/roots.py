@@ -179,6 +179,68 @@ def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R:
 
 
 @triton.jit
+def search(
+    equation,
+    live,
+    eps,
+    MOST_PICARD: tl.constexpr,
+    MOST_NEWTON: tl.constexpr,
+    BISECTIONS: tl.constexpr,
+    R: tl.constexpr,
+):
+    """The root that damped Picard from zero runs into, (T,R) in fp64; whether (T,) it was found,
+    and whether it was by bisection. live: (T,) which tokens there are. eps: (T,) of what the
+    coefficients were computed in."""
+    # 1. Damped Picard from zero; Newton goes the rest of a way that is short.
+    s = tl.zeros_like(equation[0])
+    root = s
+    best_s = s
+    none = tl.zeros_like(equation[3])  # (T,)
+    best = none + float("inf")
+    before = best
+    step = none + 0.99
+    waited = none.to(tl.int32)
+    active = live
+    solved = live & (none > 0)
+    bisected = solved
+    lost = solved
+    iteration = 0
+    while (iteration < MOST_PICARD) & _any(active):
+        psi, _, _, _, residual, scale = _evaluate(s, equation)
+        done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
+        lost = lost | (active & (residual == float("inf")))
+        active = active & (done == 0) & (lost == 0)
+        root = tl.where(done[:, None], s, root)
+        q = residual / before
+        near = (q > 0.0) & (q < 0.99) & (residual / (1.0 - q) <= 0.05 * scale)
+        trying = active & near
+        if _any(trying):
+            ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
+            root = tl.where(found[:, None], ahead, root)
+            done = done | found
+            active = active & (found == 0)
+        solved = solved | done
+        better = residual < best
+        best = tl.where(better, residual, best)
+        best_s = tl.where(better[:, None], s, best_s)
+        waited = tl.where(better, 0, waited + 1)
+        step = tl.where(waited >= 15, step * 0.9, step)
+        waited = tl.where(waited >= 15, 0, waited)
+        s = tl.where(active[:, None], s + step[:, None] * psi, s)
+        before = residual
+        iteration += 1
+
+    # 2. Where that has found nothing: bisection, or the best that was met.
+    if _any(active):
+        last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
+        chosen = tl.where(found[:, None], last, best_s)
+        root = tl.where(active[:, None], chosen, root)
+        bisected = active & found
+    root = tl.where(lost[:, None], float("nan"), root)
+    return root, solved | bisected, bisected
+
+
+@triton.jit
 def _roots_kernel(
     alpha,  # in (n,r)
     beta,  # in (n,r,r)
@@ -216,55 +278,12 @@ def _roots_kernel(
     gamma0 = tl.load(gamma0 + token, mask=live, other=1.0).to(tl.float64)
     floor = tl.zeros([TOKENS], tl.float64) + floor
     eps = tl.zeros([TOKENS], tl.float64) + eps
+
+    # 2. The roots.
     equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
-
-    # 2. Damped Picard from zero; Newton goes the rest of a way that is short.
-    s = tl.zeros([TOKENS, R], tl.float64)
-    root = s
-    best_s = s
-    best = floor * 0.0 + float("inf")
-    before = best
-    step = tl.full([TOKENS], 0.99, tl.float64)
-    waited = tl.zeros([TOKENS], tl.int32)
-    active = live
-    solved = token < 0
-    bisected = token < 0
-    lost = token < 0
-    iteration = 0
-    while (iteration < MOST_PICARD) & _any(active):
-        psi, _, _, _, residual, scale = _evaluate(s, equation)
-        done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
-        lost = lost | (active & (residual == float("inf")))
-        active = active & (done == 0) & (lost == 0)
-        root = tl.where(done[:, None], s, root)
-        q = residual / before
-        near = (q > 0.0) & (q < 0.99) & (residual / (1.0 - q) <= 0.05 * scale)
-        trying = active & near
-        if _any(trying):
-            ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
-            root = tl.where(found[:, None], ahead, root)
-            done = done | found
-            active = active & (found == 0)
-        solved = solved | done
-        better = residual < best
-        best = tl.where(better, residual, best)
-        best_s = tl.where(better[:, None], s, best_s)
-        waited = tl.where(better, 0, waited + 1)
-        step = tl.where(waited >= 15, step * 0.9, step)
-        waited = tl.where(waited >= 15, 0, waited)
-        s = tl.where(active[:, None], s + step[:, None] * psi, s)
-        before = residual
-        iteration += 1
-
-    # 3. Where that has found nothing: bisection, or the best that was met.
-    if _any(active):
-        last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
-        chosen = tl.where(found[:, None], last, best_s)
-        root = tl.where(active[:, None], chosen, root)
-        bisected = active & found
-    root = tl.where(lost[:, None], float("nan"), root)
+    root, found, bisected = search(equation, live, eps, MOST_PICARD, MOST_NEWTON, BISECTIONS, R)
     tl.store(out + at, root.to(tl.float32), mask=some)
-    outcome = tl.where(solved, 0, tl.where(bisected, BISECTED, FAILED))
+    outcome = tl.where(found, tl.where(bisected, BISECTED, 0), FAILED)
     tl.store(outcome_out + token, outcome.to(tl.uint8), mask=live)
 
 

@@ -1,0 +1,202 @@
+"""The exact token, a layer's whole solve: what its compiled versions are given, checked.
+
+Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k those of
+them that read sh(y).
+
+Token t, given y_{t−1} and h_{t−1} (docs/model.md derives it):
+
+    row = raw_t + [W_y y_{t−1}, 0]                  u_i = nrm(act(·)), a, B, C: parts of the row
+    M v = Σ_i u_i (T U v)_i                         T from a: householder or dplr
+    v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     x̃(s) = x + Σ_i u_i (T (s − U x))_i
+    s = U norm(v(s)): r equations; y_t = norm(v(s))  γ = dt (B·C) + D
+    h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃) Bᵀ           of the s that was found
+
+The gradient is backpropagation through that recurrence, with the implicit function theorem in the
+token.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lm.kernels import Unsupported
+
+MOST_REFLECTIONS = 8
+NORMS = ("layer", "rms", "none")
+ACTS = ("silu", "relu", "identity")
+
+
+class Layout(NamedTuple):
+    """The first column of each part within a row of raw."""
+
+    vectors: int  # r·d columns: the vectors before act and nrm, the i-th at vectors + i·d
+    gates: int  # r columns: before the sigmoid
+    B: int = 0  # groups·n columns
+    C: int = 0
+
+
+class Options(NamedTuple):
+    """What a token computes."""
+
+    rank: int
+    scale: float  # of the gates: 2 for eigenvalues in [−1, 1], 1 for [0, 1]
+    act: str  # "silu", "relu" or "identity", of the vectors
+    sequential: bool  # householder; else dplr
+    eps: float  # the least that a vector is divided by
+    contractive: float | None  # κ: T is scaled by κ / max(κ, Σ a)
+    bc_norm: bool
+    groups: int  # of B and C
+    norm: str  # "layer", "rms" or "none"
+    norm_eps: float
+    adjoint_clip: float  # the most that ‖W_yᵀ …‖ may be, in largest ‖∂y‖ of its sequence; inf: none
+    states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
+
+
+class Sizes(NamedTuple):
+    """What the shapes of the arguments say."""
+
+    kind: str  # "mamba1", "mamba2" or "rnn"
+    b: int
+    length: int
+    d: int
+    n: int
+    heads: int
+    columns: int  # K
+    reading: int  # k
+
+
+@functools.lru_cache(1024)
+def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Of every argument that is a tensor, in the order of `cell`'s."""
+    b, d, tokens = sizes.b, sizes.d, (sizes.b, sizes.length, sizes.d)
+    steps = (b, sizes.length, sizes.heads) if sizes.kind == "mamba2" else tokens
+    rates = {"mamba1": (d, sizes.n), "mamba2": (sizes.heads,), "rnn": tokens}
+    states = {"mamba1": (b, d, sizes.n), "mamba2": (b, sizes.heads, d // sizes.heads, sizes.n)}
+    return {
+        "raw": (b, sizes.length, sizes.columns),
+        "weight_y": (sizes.reading, d),
+        "x": tokens,
+        "dt": steps,
+        "A": rates[sizes.kind],
+        "keep": (b, sizes.length),
+        "gate": tokens,
+        "D": (d,),
+        "norm_weight": (d,),
+        "norm_bias": (d,),
+        "y0": (b, d),
+        "h0": states.get(sizes.kind, (b, d)),
+    }
+
+
+def sizes_of(
+    kind: str, layout: Layout, options: Options, raw: Tensor, weight_y: Tensor, x: Tensor, A: Tensor
+) -> Sizes:
+    """Sizes, where layout and options go with them.
+
+    Raises:
+        Unsupported: more reflections than there is code for. ValueError: what cannot be.
+    """
+    (b, length, d), heads, n = x.shape, 1, 1
+    if kind == "mamba2":
+        heads, n = len(A), _states(raw, layout, options)
+    elif kind == "mamba1":
+        n = A.shape[-1]
+    sizes = Sizes(kind, b, length, d, n, heads, raw.shape[-1], len(weight_y))
+    _check(layout, options, *sizes[:1], *sizes[3:])
+    return sizes
+
+
+@functools.cache
+def _check(layout, options, kind, d, n, heads, columns, reading):
+    r, groups = options.rank, options.groups
+    if r > MOST_REFLECTIONS:
+        raise Unsupported(f"{r} reflections: the kernels solve up to {MOST_REFLECTIONS}")
+    if r < 1 or options.act not in ACTS or options.norm not in NORMS:
+        raise ValueError(
+            f"rank {r} of 1 and above, act `{options.act}` of {', '.join(ACTS)}, norm"
+            f" `{options.norm}` of {', '.join(NORMS)}"
+        )
+    if heads < 1 or groups < 1 or d % heads or heads % groups:
+        raise ValueError(f"{d} channels, {heads} heads and {groups} groups do not divide evenly")
+    parts = [(layout.vectors, r * d), (layout.gates, r)]
+    parts += [] if kind == "rnn" else [(layout.B, groups * n), (layout.C, groups * n)]
+    ends = [0, *(first + wide for first, wide in sorted(parts))]
+    starts = [*(first for first, _ in sorted(parts)), columns]
+    if any(end > start for end, start in zip(ends, starts)) or reading > columns:
+        raise ValueError(
+            f"parts {sorted(parts)} overlap or exceed the {columns} columns of raw, {reading} of"
+            " which read y"
+        )
+
+
+def _states(raw, layout, options):
+    """n of FP-Mamba-2, whose A does not tell it: B and C reach to the next part or the end."""
+    if options.states:
+        return options.states
+    starts = (*layout, raw.shape[-1])
+    ends = [min([at for at in starts if at > first], default=first) for first in layout[2:]]
+    return min(end - first for end, first in zip(ends, layout[2:])) // options.groups
+
+
+# What a backend computes to be compared with a loop before it is used.
+
+
+def small_problem(dtype: torch.dtype) -> tuple[Layout, Options, list[Tensor]]:
+    """What a self-check computes, on torch's default device: an FP-Mamba-1 layer with one
+    reflection, and raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias, which want gradients.
+    """
+    b, length, d, n = 2, 3, 19, 3
+    layout = Layout(0, d, d + 1, d + 1 + n)
+    options = Options(1, 1.0, "silu", True, 1e-6, None, True, 1, "layer", 1e-5, math.inf)
+
+    def wave(*shape):
+        return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
+
+    columns = d + 1 + 2 * n
+    given = (
+        wave(b, length, columns),
+        wave(columns, d) / 9,
+        wave(b, length, d),
+        wave(b, length, d).abs() / 4,
+        -1 - wave(n, d).abs().t(),
+        wave(b, length, d) / 2 + 1,
+        wave(d) / 4,
+        wave(d) + 1,
+        wave(d) / 4,
+    )
+    return layout, options, [t.detach().requires_grad_() for t in given]
+
+
+def plain_loop(
+    raw: Tensor,
+    weight_y: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    gate: Tensor,
+    D: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+) -> Tensor:
+    """y (b,l,d) of `small_problem`, its equation iterated."""
+    (b, length, d), n = x.shape, A.shape[1]
+    y, h, ys = x.new_zeros(b, d), x.new_zeros(b, d, n), []
+    normalize, layer_norm = torch.nn.functional.normalize, torch.nn.functional.layer_norm
+    for t in range(length):
+        vector, a, B, C = (raw[:, t] + y @ weight_y.t()).split([d, 1, n, n], -1)
+        u = normalize(torch.nn.functional.silu(vector), dim=-1)
+        B, C = normalize(B, dim=-1), normalize(C, dim=-1)
+        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h
+        past = (h * C.unsqueeze(1)).sum(-1)
+        for _ in range(40):
+            moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
+            mixed = x[:, t] + moved * u
+            gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
+            y = layer_norm(gate[:, t] * (past + gamma * mixed), (d,), weight, bias, 1e-5)
+        moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
+        h = h + (dt[:, t] * (x[:, t] + moved * u)).unsqueeze(-1) * B.unsqueeze(1)
+        ys.append(y)
+    return torch.stack(ys, 1)
