@@ -14,6 +14,22 @@ import torch
 TARGETS = (80, 90)  # A100, H100
 
 
+def quicken_interpreter():
+    """Triton's interpreter makes its own of triton.language for every call of a device function,
+    which is most of its time: let it do so once a kernel, and once for the library's own."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    call, patch, patched = interpreter.InterpretedFunction, interpreter._patch_lang, set()
+
+    def device_call(self, *args, **kwargs):
+        scope = self.fn.__globals__
+        if scope.get("tl") is not interpreter.tl and id(scope) not in patched:
+            patched.add(id(scope))  # it is never undone; that of `tl` is when the kernel ends
+            patch(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    call.__call__ = device_call
+
+
 def skip_where_missing(*modules):
     """Skip the test where a kernel cannot be had: no compiler, no GPU. One that is there and fails,
     or computes something else, is what the test is to find."""

@@ -35,6 +35,7 @@ MODULES = {
     "triton": {
         "selective_scan": "triton.scan",
         "step": "triton.step",
+        "cell": "triton.cell",
         "roots": "triton.roots",
     },
     "mamba_ssm": {

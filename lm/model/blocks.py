@@ -227,7 +227,11 @@ class FPMamba(FixedPointBlock):
         return Token(s.x, history, gain, self._gate(s), self.out_norm())
 
     def compiled(
-        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+        self,
+        s: Prepared,
+        reflections: tuple[Any, ...],
+        weight_y: torch.Tensor,
+        adjoint: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         if s.time.dt is None:
             return None
@@ -245,8 +249,8 @@ class FPMamba(FixedPointBlock):
             clip,
             cfg.d_state,
         )
-        weights = s.projections.weight_y, s.time.A, self._D(), norm.weight, norm.bias
-        weight_y, A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
+        weights = s.time.A, self._D(), norm.weight, norm.bias
+        A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
         tensors = (
             s.projections.raw,
@@ -493,7 +497,11 @@ class FPRNN(FixedPointBlock):
         return Token(s.x, history, own, None, Norm("none"))
 
     def compiled(
-        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+        self,
+        s: Prepared,
+        reflections: tuple[Any, ...],
+        weight_y: torch.Tensor,
+        adjoint: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         rank, *_ = reflections
         x, at = s.x, s.projections.columns["mixer"].start
@@ -503,7 +511,6 @@ class FPRNN(FixedPointBlock):
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
         layout = at, at + rank * x.shape[-1], 0, 0
-        weight_y = s.projections.weight_y.to(x.dtype)
         time = s.time.fresh, s.time.decay, s.time.keep
         tensors = s.projections.raw, weight_y, x, *time, None, None, None, None, y, h
         return whole_solve(layout, options, tensors, adjoint)

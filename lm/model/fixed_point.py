@@ -25,7 +25,9 @@ from .layers import (
 )
 from .mixers import Mixer, MixerWeights, build_mixer
 from .opaque import compiling
+from .scan import backend
 from .solver import (
+    FAILED,
     SHARES,
     Rule,
     Solution,
@@ -132,10 +134,14 @@ class FixedPointBlock(nn.Module):
         raise NotImplementedError
 
     def compiled(
-        self, s: Prepared, reflections: tuple[Any, ...], adjoint: torch.Tensor | None
+        self,
+        s: Prepared,
+        reflections: tuple[Any, ...],
+        weight_y: torch.Tensor,
+        adjoint: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The whole solve by a kernel: y (b,l,d), h and the outcome (b,l); None: there is none.
-        reflections, adjoint: as `cell` in lm/kernels takes them."""
+        reflections, weight_y, adjoint: as `cell` in lm/kernels takes them."""
         raise NotImplementedError
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -315,9 +321,18 @@ class FixedPointBlock(nn.Module):
         computed on."""
         width = parse_schedule(settings.schedule)
         if width is None:
-            by_token = settings.token == "exact" and self.mixer.has_low_rank
-            width = 1 if by_token and like.device.type != "cuda" else AUTO_WINDOW
+            exact = settings.token == "exact" and self.mixer.has_low_rank
+            by_token = exact and (like.device.type != "cuda" or self._has_kernel(like))
+            width = 1 if by_token else AUTO_WINDOW
         return min(width or length, length)
+
+    def _has_kernel(self, like):
+        """Whether a kernel of `like`'s device computes the whole solve."""
+        reflections = self.mixer.reflections()
+        if reflections is None or getattr(self.config, "dt_h_dep", False):
+            return False
+        kernel = backend("cell", like)
+        return kernel is not None and reflections[0] <= kernel.MOST_REFLECTIONS
 
     def solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.
@@ -367,13 +382,20 @@ class FixedPointBlock(nn.Module):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
         if reflections is None or s.mixer.extra:
             return None
-        if mask is not None and not compiling() and (mask[:, 1:] & ~mask[:, :-1]).any():
-            return None  # the kernel passes y on unmasked: no token may follow padding
+        after_padding = None  # the kernel passes y on unmasked: no token may follow padding
+        if mask is not None and not compiling():
+            after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
+            if mask.device.type == "cpu" and after_padding.any():
+                return None
+        weight_y = s.projections.weight_y
+        dtype = s.x.dtype if weight_y.device.type == "cpu" else product_dtype(weight_y)
         with without_autocast(s.x):
-            found = self.compiled(s, reflections, s.seqs.adjoint_norm)
+            found = self.compiled(s, reflections, weight_y.to(dtype), s.seqs.adjoint_norm)
         if found is None:
             return None
         y, h, outcome = found
+        if after_padding is not None:  # elsewhere that is not waited for: the model never has it
+            outcome = torch.where(after_padding, outcome | FAILED, outcome)
         y = s.seqs.masked(y)
         stats = stats_of(torch.zeros_like(y[..., 0]), self._outcome(s, outcome), 1.0)
         return Solution(y, stats, y, h)

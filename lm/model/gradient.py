@@ -1,6 +1,6 @@
 """Gradients at a solution: by an iteration in the backward, or of the exact solve, token by token.
 
-The exact solve of a layer is a function of tensors alone, a kernel's or this: `lm.kernels.cpu.cell`
+The exact solve of a layer is a function of tensors alone, a kernel's or this: `lm.kernels.cell`
 has the equations and what the arguments are. Under torch.compile and torch.export it is one
 operator, which takes the kernel where it runs.
 
@@ -140,7 +140,7 @@ def whole_solve(
     None: there is no kernel.
 
     Args:
-        layout, options: as lm.kernels.cpu.cell has them, `adjoint_clip` None for none.
+        layout, options: as lm.kernels.cell has them, `adjoint_clip` None for none.
         tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
         there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
         adjoint: as there; left as it is under a compiler.
@@ -194,6 +194,7 @@ def _whole_solve(
     tensors = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0
     found = _by_kernel(tuple(layout), options, tensors, None)
     if found is None:
+        tensors = raw, weight_y.to(x.dtype), *tensors[2:]
         found = whole_solve_plain(tuple(layout), options, tensors)
     y, h, outcome = found
     return y, h.contiguous(), outcome

@@ -17,22 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.kernels.cell import (
-    ACTS,
-    NORMS,
-    Layout,
-    Options,
-    plain_loop,
-    shapes_of,
-    sizes_of,
-    small_problem,
-)
+from lm.kernels import cell as arguments
+from lm.kernels.cell import ACTS, NORMS, Layout, Options, shapes_of, sizes_of
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import DTYPES, address, check, functions, token_step
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
 _SIZES, _NUMBERS, _ADDRESSES = 21, 5, 29
 _pack = struct.Struct(f"{_SIZES}q{_NUMBERS}d{_ADDRESSES}q").pack
+MOST_REFLECTIONS = arguments.MOST_REFLECTIONS
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
 _NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))
 
@@ -55,9 +48,9 @@ def _self_check() -> float:
     there is one."""
     errors = []
     for dtype in DTYPES:
-        layout, options, inputs = small_problem(dtype)
+        layout, options, inputs = arguments.small_problem(dtype)
         ours = _Cell.apply(*inputs, (layout, options, "mamba1", None, None, None, None))[0]
-        theirs = plain_loop(*inputs)
+        theirs = arguments.plain_loop(*inputs)
         grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
         pairs = [(ours, theirs), *zip(*grads)]
         errors += [(a - b).detach().abs().max().double() / (1 + b.abs().max()) for a, b in pairs]
@@ -100,8 +93,9 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
         h0 = _stored(h0, kind)
     tensors = raw, *map(_contiguous, (weight_y, x, dt)), A, keep
     tensors = (*tensors, *map(_contiguous, (gate, D, weight, bias, y0)), h0)
-    sizes = (b, length, *model, *equation, *row, raw_step, _every(length), torch.get_num_threads())
-    return _Problem(sizes, numbers, tensors)
+    threads = torch.get_num_threads()
+    fields = (b, length, *model, *equation, *row, raw_step, _every(length), threads)
+    return _Problem(fields, numbers, tensors)
 
 
 def _contiguous(t):

@@ -24,21 +24,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported
-from lm.kernels.cell import (
-    Layout,
-    Options,
-    Sizes,
-    plain_loop,
-    shapes_of,
-    sizes_of,
-    small_problem,
-)
+from lm.kernels import cell as arguments
+from lm.kernels.cell import Layout, Options, shapes_of, sizes_of
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
 from lm.kernels.triton.build import INTERPRETED, check, deviation, needs_grad
 from lm.kernels.triton.launches import Launch, Schedule, schedule
 
-MOST_ENTRIES = 16384  # of a token's vectors, which one program holds
+MOST_REFLECTIONS = arguments.MOST_REFLECTIONS
+MOST_ENTRIES = 65536  # of a token's vectors, which one program holds
 CHUNK = 64  # tokens of a CUDA graph, and between two states that the backward starts from
 MOST_AGAIN = 512 * 2**20  # bytes of a chunk's states, computed again
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -51,9 +45,9 @@ def usable() -> tuple[bool, str]:
 
 def _self_check(device) -> float:
     """The deviation from a loop over time, gradients included, on a small problem."""
-    layout, options, inputs = small_problem(torch.float32)
+    layout, options, inputs = arguments.small_problem(torch.float32)
     ours = _Cell.apply(*inputs, (layout, options, "mamba1", None, None, None, None))[0]
-    theirs = plain_loop(*inputs)
+    theirs = arguments.plain_loop(*inputs)
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
     return deviation((ours, *grads[0]), (theirs, *grads[1]), 1e-3)
 
@@ -88,7 +82,7 @@ class Plan(NamedTuple):
             kappa=o.contractive or 0.0, headdim=d // self.heads, d=d, n=self.n, r=o.rank,
             KIND=self.kind, GROUPS=o.groups, ACT=o.act, SEQUENTIAL=o.sequential,
             BC_NORM=o.bc_norm, ROWS=DTYPES[self.raw], R=triton.next_power_of_2(o.rank),
-            D=triton.next_power_of_2(d), NB=min(8, triton.next_power_of_2(self.n)),
+            D=triton.next_power_of_2(d), NB=min(4, triton.next_power_of_2(self.n)),
         )  # fmt: skip
 
     def of_norm(self) -> dict[str, Any]:

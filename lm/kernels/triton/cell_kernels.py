@@ -1,11 +1,12 @@
 """The kernels of the exact token's loop over time in Triton; cell.py launches them.
 
     forward, of a chunk:   settle, then for each token product, token
-    backward, of a chunk:  again, states, then for each token token_back, product_back, last first
+    backward, of a chunk:  again, states, then for each token, the last first, token_back and
+                           product_back
 
 All addresses and the chunk's place stand in a table in the GPU's memory (SLOTS): what is launched
-is the same for all chunks, layers and passes, so that a CUDA graph can be replayed for them. What is
-past the last token returns at once.
+is the same for all chunks, layers and passes, so that a CUDA graph can be replayed for them. What
+is past the last token returns at once.
 
 Between tokens lie `before` (b,d), y_{t−1} in the weight's dtype; `state` (b,n,d), h_{t−1} without
 what token t−1 itself has added, which is `inflow` (b,d) times B; `units` (b,2,2,g·n), B and C
@@ -145,9 +146,10 @@ def product_back_kernel(
 @triton.jit
 def _vector(table, slot: tl.constexpr, at, live, GIVEN: tl.constexpr, missing: tl.constexpr):
     """A vector that may not be there: then `missing` where there are channels."""
+    vector = tl.where(live, missing, 0.0)
     if GIVEN:
-        return tl.load(address(table, slot) + at, mask=live, other=0.0)
-    return tl.where(live, missing, 0.0)
+        vector = tl.load(address(table, slot) + at, mask=live, other=0.0)
+    return vector
 
 
 @triton.jit
@@ -189,18 +191,21 @@ def _units(
 def _of_groups(units, i, col, n, wide, GROUPS: tl.constexpr):
     """The entries i (NB,) of a unit vector, as every channel's group has them: (NB,1) or (NB,D)."""
     if GROUPS == 1:
-        return tl.load(units + i, mask=i < n, other=0.0)[:, None]
-    at = (col // wide)[None, :] * n + i[:, None]
-    return tl.load(units + at, mask=(i < n)[:, None] & (col < GROUPS * wide)[None, :], other=0.0)
+        entries = tl.load(units + i, mask=i < n, other=0.0)[:, None]
+    else:
+        at = (col // wide)[None, :] * n + i[:, None]
+        some = (i < n)[:, None] & (col < GROUPS * wide)[None, :]
+        entries = tl.load(units + at, mask=some, other=0.0)
+    return entries
 
 
 @triton.jit
 def _step_size(table, at, col, live, d, headdim, KIND: tl.constexpr):
     """dt (D,), of each channel."""
-    dt = address(table, AT_DT)
+    place = at * d + col
     if KIND == "mamba2":
-        return tl.load(dt + at * (d // headdim) + col // headdim, mask=live, other=0.0)
-    return tl.load(dt + at * d + col, mask=live, other=0.0)
+        place = at * (d // headdim) + col // headdim
+    return tl.load(address(table, AT_DT) + place, mask=live, other=0.0)
 
 
 @triton.jit
@@ -208,16 +213,19 @@ def _rates(table, i, col, live, d, n, headdim, KIND: tl.constexpr):
     """A of the states i (NB,): (NB,D), or (1,D) where it is a head's."""
     A = address(table, AT_A)
     if KIND == "mamba2":
-        return tl.load(A + col // headdim, mask=live, other=0.0)[None, :]
-    some = (i < n)[:, None] & live[None, :]
-    return tl.load(A + i[:, None] * d + col[None, :], mask=some, other=0.0)
+        rates = tl.load(A + col // headdim, mask=live, other=0.0)[None, :]
+    else:
+        some = (i < n)[:, None] & live[None, :]
+        rates = tl.load(A + i[:, None] * d + col[None, :], mask=some, other=0.0)
+    return rates
 
 
 @triton.jit
 def _kept(table, at, KEEP: tl.constexpr):
+    kept = 1.0
     if KEEP:
-        return tl.load(address(table, AT_KEEP) + at)
-    return 1.0
+        kept = tl.load(address(table, AT_KEEP) + at)
+    return kept
 
 
 # The token.
@@ -533,8 +541,8 @@ def token_back_kernel(
         x, history, dt * bc + skip, gate, weight, bias, live, d, norm_eps, scale, eps, kappa,
         NORM, ACT, SEQUENTIAL, R,
     )  # fmt: skip
-    some = (j < r)[:, None] & live[None, :]
-    tl.store(d_row + vectors + j[:, None] * d + col[None, :], d_before, mask=some)
+    of_vectors = (j < r)[:, None] & live[None, :]
+    tl.store(d_row + vectors + j[:, None] * d + col[None, :], d_before, mask=of_vectors)
     tl.store(d_row + gates + j, d_a, mask=j < r)
     tl.store(address(table, AT_DX) + at * d + col, dx, mask=live)
     if GATE:

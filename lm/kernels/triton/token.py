@@ -207,11 +207,11 @@ def mixed_of(u, map, seen, s, x):
 @triton.jit
 def normed_of(v, live, d, norm_eps, NORM: tl.constexpr):
     """v (D,) after the norm, before its weight and bias, and what it was multiplied by."""
-    if NORM == "none":
-        return v, tl.sum(v, 0) * 0.0 + 1.0
+    inverse = tl.sum(v, 0) * 0.0 + 1.0
     if NORM == "layer":
         v = tl.where(live, v - tl.sum(v, 0) / d, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(v * v, 0) / d + norm_eps)
+    if NORM != "none":
+        inverse = 1.0 / tl.sqrt(tl.sum(v * v, 0) / d + norm_eps)
     return v * inverse, inverse
 
 
@@ -251,8 +251,7 @@ def _through_map(
     d_own = d_map * shrink
     d_gate = tl.zeros([R], tl.float32)
     d_gram = tl.zeros([R, R], tl.float32)
-    for step in tl.static_range(R):
-        k: tl.constexpr = R - 1 - step
+    for k in tl.static_range(R - 1, -1, -1):
         d_line = row_of(d_own, k, R)
         line = tl.where(i == k, 1.0, 0.0)
         a = entry_of(gate, k, R)
