@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -98,5 +99,69 @@ def _compile(module, cases):
     return wrong
 
 
+def resources_of_cells(sizes, targets=TARGETS):
+    """What the kernels of the exact token take on a GPU, compiled in a process of its own.
+
+    Args: sizes: dicts of d, n, r and kind. targets: compute capabilities.
+    Returns: [{"kernel", "sizes", "target", "registers", "warps", "stack", "shared"}], of the stack what
+    does not fit the registers, in bytes.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    given = json.dumps([sizes, targets])
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels"]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _launches(d, n, r, kind):
+    """One of each kernel of the exact token, in bf16."""
+    from lm.kernels.triton import cell
+
+    norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
+    options = cell.Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, 0.0, n)
+    layout, columns = cell.Layout(0, r * d, r * d + r, r * d + r + n), r * d + r + 2 * n
+    given = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
+    plan = cell.Plan(
+        layout, options, kind, 16, d, n, heads, columns, columns, columns, 1, torch.float32,
+        torch.bfloat16, torch.device("cuda"), given, True, "tf32",
+    )  # fmt: skip
+    return cell.forward_launches(plan) + cell.backward_launches(plan)
+
+
+def _resources(sizes, targets):
+    import re
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found = []
+    tool = triton.knobs.nvidia.cuobjdump.path
+    for case, arch in ((case, arch) for case in sizes for arch in targets):
+        for kernel, _, args in _launches(**case):
+            options = {"num_warps": args["num_warps"]} if "num_warps" in args else {}
+            numbers = {p.name: args.get(p.name) for p in kernel.params}
+            constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr}
+            types = {name: "fp32" if type(v) is float else "i32" for name, v in numbers.items()}
+            types |= {"table": "*i64", **dict.fromkeys(constants, "constexpr")}
+            source = ASTSource(kernel, types, constants)
+            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                command = [tool, "--dump-resource-usage", file.name]
+                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
+            found.append(
+                {"kernel": kernel.__name__, "sizes": case, "target": arch, "stack": stack,
+                 "registers": registers, "warps": made.metadata.num_warps,
+                 "shared": made.metadata.shared}
+            )  # fmt: skip
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps(_compile(sys.argv[1], json.load(sys.stdin))))
+    given = json.load(sys.stdin)
+    made = _compile(sys.argv[1], given) if len(sys.argv) > 1 else _resources(*given)
+    print(json.dumps(made))

@@ -220,7 +220,7 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
 
 
 def _plan(layout, options, kind, sizes, tensors, kept):
-    chunk = min(CHUNK, triton.next_power_of_2(sizes.length))
+    chunk = min(CHUNK, triton.next_power_of_2(max(1, sizes.length)))
     if kept:
         most = max(1, MOST_AGAIN // max(1, 4 * sizes.b * sizes.n * sizes.d))
         chunk = min(chunk, 1 << int(math.log2(most)))

@@ -149,8 +149,8 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert available("cuda") == (
-        "selective_scan triton, ssd_scan mamba_ssm, step triton, cell triton, roots triton (mamba_ssm for"
-        " selective_scan: built without)"
+        "selective_scan triton, ssd_scan mamba_ssm, step triton, cell triton, roots triton"
+        " (mamba_ssm for selective_scan: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
     assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")

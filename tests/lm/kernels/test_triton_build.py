@@ -14,7 +14,7 @@ from lm.kernels import Unsupported
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import INTERPRETED, block_for, check, check_keep, dense, launch
 
-FILES = ("roots", "scan", "step")
+FILES = ("cell", "roots", "scan", "step")
 
 
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan", "step"])

@@ -8,17 +8,27 @@ import torch
 pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
+from lm.kernels.cpu import cell as cpu_cell
 from lm.kernels.triton import cell as triton_cell
 from lm.kernels.triton import launches
 from lm.kernels.triton.build import INTERPRETED
-from lm.model.solver import FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, LIMITED
 from tests import oracle_cell
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
-from tests.lm.kernels.test_cpu_cell import cast, cotangent, problem, results, rnn_problem
+from tests.kernels import (
+    assert_close,
+    poisoned_memory,
+    quicken_interpreter,
+    resources_of_cells,
+    skip_where_missing,
+)
+from tests.lm.kernels.test_cpu_cell import cast, cotangent, cut, problem, results, rnn_problem
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of the interpreter, where a search goes through a pole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+
+
+quicken_interpreter()
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +134,284 @@ def test_mamba2(sizes):
 )
 def test_rnn(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, "length": 4, **others}), rnn=True)
+
+
+def solved(given, dtype=torch.float32, **others):
+    """y, the state and the outcome, no gradient."""
+    layout, options, tensors = on_gpu((given[0], given[1], cast(given[2], dtype)))
+    found = triton_cell.cell(layout, options, **{**tensors, **others}, adjoint=None)
+    return tuple(t.cpu() for t in found)
+
+
+@pytest.mark.parametrize("others", [dict(), dict(d=24, heads=4, groups=2, norm="rms")], ids=str)
+def test_token_by_token_and_in_pieces_it_is_the_whole(others):
+    """Decoding: a chunk of one token, whatever is before it even or odd."""
+    without = ("norm_bias",) if "norm" in others else ()
+    given = layout, options, tensors = problem(b=3, length=9, without=without, **others)
+    y, h, _ = solved(given)
+    before, state, ys = tensors["y0"], tensors["h0"], []
+    for tokens in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9)):
+        part = cut({**tensors, "y0": before, "h0": state}, tokens=tokens)
+        y_part, state, _ = solved((layout, options, part))
+        before = y_part[:, -1]
+        ys.append(y_part)
+    torch.testing.assert_close(torch.cat(ys, 1), y, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, h, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequence_alone_is_that_of_a_batch():
+    given = layout, options, tensors = problem(b=20, length=3, d=19)
+    y, h, _ = solved(given)
+    for rows in (slice(0, 1), slice(17, 20)):
+        y_part, h_part, _ = solved((layout, options, cut(tensors, rows=rows)))
+        torch.testing.assert_close(y_part, y[rows], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(h_part, h[rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_chunks_of_the_backward_change_nothing(chunk, monkeypatch):
+    """The state that enters a chunk, and what its last token sends to the one before."""
+    given = problem(length=7, d=16)
+    monkeypatch.setattr(triton_cell, "CHUNK", chunk)
+    assert_close(ours(given), oracle(given), 3e-4)
+
+
+def test_the_memory_of_a_chunk_is_bounded(monkeypatch):
+    layout, options, tensors = on_gpu(problem(b=2, length=64, d=8, n=2))
+    given = [t.float() if t is not None else None for t in tensors.values()]
+    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
+    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    assert plan.chunk == 64
+    monkeypatch.setattr(triton_cell, "MOST_AGAIN", 4 * 2 * 2 * 8 * 20)
+    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    assert plan.chunk == 16
+
+
+@pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
+def test_nothing_at_all(b, length):
+    layout, options, tensors = on_gpu(problem(b=b, length=length))
+    tensors = cast(tensors, torch.float32)
+    tensors["raw"].requires_grad_()
+    tensors["weight_y"].requires_grad_()
+    y, h, outcome = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    assert y.shape == (b, length, 19) and outcome.shape == (b, length)
+    assert torch.equal(h, tensors["h0"])
+    y.sum().backward()
+    assert not tensors["weight_y"].grad.any() and tensors["raw"].grad.shape == tensors["raw"].shape
+
+
+def test_nan_in_nan_out_and_failed():
+    given = problem(b=3, length=4, reading=0, without=("keep",))
+    given[2]["x"][1, 2, 5] = math.nan
+    y, h, outcome = solved(given)
+    failed = outcome & FAILED != 0
+    assert y[1, 2:].isnan().all() and h[1].isnan().any() and failed[1, 2:].all()
+    assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
+
+
+def test_outcomes_are_those_of_the_cpu():
+    """Where Picard finds nothing bisection does; where the gradient may be limited is counted."""
+    skip_where_missing(cpu_cell)
+    without = ("keep", "y0", "h0", "norm_bias")
+    given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
+    expected = cpu_cell.cell(*given[:2], **cast(given[2], torch.float32), adjoint=None)[2]
+    _, _, outcome = solved(given)
+    assert torch.equal(outcome, expected) and not (outcome & FAILED).any()
+    assert (outcome & BISECTED).any() and (outcome & LIMITED).any()
+
+
+def test_near_a_fold_the_gradient_is_limited():
+    given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
+    skip_where_missing(cpu_cell)
+    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    assert_close(ours(given), expected, 1e-2)
+
+
+def test_the_largest_adjoint_is_reported():
+    given = layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
+    skip_where_missing(cpu_cell)
+    for clip in (math.inf, 0.5):
+        adjoint = torch.full((3,), math.nan, device=DEVICE)
+        given = layout, options._replace(adjoint_clip=clip), tensors
+        ours(given, adjoint=adjoint)
+        expected = torch.full((3,), math.nan)
+        results(cpu_cell.cell, given, torch.float32, adjoint=expected)
+        torch.testing.assert_close(adjoint.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_raw_and_the_weight_may_be_bf16_and_are_multiplied_so():
+    """Rows are rounded to raw's dtype, y to the weight's where it is multiplied; nothing else."""
+    layout, options, tensors = problem(b=3, length=5, d=32)
+    half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
+    expected = oracle_cell.cell(layout, options, **half)[0]
+    given = on_gpu((layout, options, cast(tensors, torch.float32)))[2]
+    for name in ("raw", "weight_y"):
+        given[name] = given[name].bfloat16().requires_grad_()
+    y, h, _ = triton_cell.cell(layout, options, **given, adjoint=None)
+    assert y.dtype is h.dtype is torch.float32
+    off = (y.detach().cpu() - expected).norm() / expected.norm()
+    assert 1e-5 < off < 0.02
+    y.square().sum().backward()
+    assert given["raw"].grad.dtype is given["weight_y"].grad.dtype is torch.bfloat16
+
+
+def test_any_strides_and_a_slice_of_raw():
+    layout, options, tensors = problem(length=4)
+    spaced = {
+        k: None if v is None else torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
+        for k, v in tensors.items()
+    }
+    assert_close(ours((layout, options, spaced)), ours((layout, options, tensors)), 1e-9)
+    wide = torch.full((2, 4, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
+    wide[..., 2:-3] = tensors["raw"]
+    y = solved((layout, options, {**tensors, "raw": wide[..., 2:-3]}))[0]
+    assert torch.equal(y, solved((layout, options, tensors))[0])
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(options=dict(rank=9)), Unsupported, "9 reflections"),
+        (dict(options=dict(act="tanh")), ValueError, "tanh"),
+        (dict(layout=dict(B=0)), ValueError, "overlap"),
+        (dict(tensors=dict(x=torch.zeros(2, 5, 19))), ValueError, "expected"),
+        (dict(tensors=dict(D=torch.zeros(19).double())), Unsupported, "float64"),
+        (dict(tensors=dict(h0=torch.zeros(2, 19, 4))), ValueError, "h0"),
+    ],
+    ids=["rank", "act", "overlap", "length", "dtype", "state"],
+)
+def test_refuses(change, error, words):
+    layout, options, tensors = problem()
+    layout = layout._replace(**change.get("layout", {}))
+    options = options._replace(**change.get("options", {}))
+    tensors = {**cast(tensors, torch.float32), **change.get("tensors", {})}
+    with pytest.raises(error, match=words):
+        triton_cell.cell(*on_gpu((layout, options, tensors))[:2], **tensors, adjoint=None)
+
+
+def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
+    monkeypatch.setattr(triton_cell, "MOST_ENTRIES", 16)
+    with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
+        solved(problem())
+
+
+# The launches, and what a CUDA graph would replay.
+
+
+class Graph:
+    """In the place of a CUDA graph: what was launched while it was recorded, with the same
+    arguments, launched again."""
+
+    recording = None
+
+    def capture_begin(self, **_):
+        Graph.recording = self.launched = []
+
+    def capture_end(self):
+        Graph.recording = None
+
+    def replay(self):
+        for kernel, programs, args, constants in self.launched:
+            launches.launch.__wrapped__(kernel, programs, *args, **constants)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Schedules are recorded by Graph from their second run on: the list of those that were."""
+    real, graphs = launches.launch, []
+
+    def launch(kernel, programs, *args, **constants):
+        if Graph.recording is None:
+            return real(kernel, programs, *args, **constants)
+        Graph.recording.append((kernel, programs, args, constants))
+
+    def record(schedule):
+        graph = Graph()
+        graph.capture_begin()
+        schedule._launch()
+        graph.capture_end()
+        schedule.graph = graph
+        graphs.append(graph)
+
+    launch.__wrapped__ = real
+    monkeypatch.setattr(launches, "launch", launch)
+    monkeypatch.setattr(launches.Schedule, "_record", record)
+    monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
+    init = launches.Schedule.__init__
+
+    def recordable(schedule, *args):
+        init(schedule, *args)
+        schedule.recordable = True
+
+    monkeypatch.setattr(launches.Schedule, "__init__", recordable)
+    return graphs
+
+
+def test_what_is_recorded_serves_other_tensors_lengths_and_places(recorded, monkeypatch):
+    """A graph's arguments are fixed: all that may change stands in the table."""
+    monkeypatch.setattr(triton_cell, "CHUNK", 2)
+    for length, seed in ((5, 0), (5, 1), (8, 2), (3, 3)):
+        given = problem(b=2, length=length, d=12, seed=seed)
+        assert_close(ours(given), oracle(given), 3e-4)
+    assert len(recorded) == 3  # forward, backward, the last state
+    for graph in recorded:
+        for _, _, args, constants in graph.launched:
+            fixed = (*args[1:], *constants.values())
+            assert len(args) == 1 and not any(torch.is_tensor(value) for value in fixed)
+
+
+def test_a_token_is_two_launches_forwards_and_two_back():
+    layout, options, tensors = on_gpu(problem(length=8))
+    given = [t.float() if t is not None else None for t in tensors.values()]
+    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
+    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
+    assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
+    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, False)
+    assert len(triton_cell.forward_launches(plan)) == 2 * 8
+
+
+def test_schedules_are_dropped_above_their_number(monkeypatch):
+    monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
+    monkeypatch.setattr(launches, "MOST_SCHEDULES", 2)
+    made = [launches.schedule(key, object) for key in "abac"]
+    assert made[0] is made[2] and len(launches._schedules) == 2
+    assert launches.schedule("a", object) is made[0]
+    assert launches.schedule("b", object) is not made[1]
+
+
+def test_no_one_waits_for_the_device(monkeypatch):
+    """Nothing reads a tensor's number on the host, forwards or back."""
+
+    def waits(self, *args):
+        raise AssertionError("the device was waited for")
+
+    given = problem(b=2, length=3, d=12)
+    monkeypatch.setattr(torch.Tensor, "item", waits)
+    monkeypatch.setattr(torch.Tensor, "tolist", waits)
+    monkeypatch.setattr(torch.Tensor, "__bool__", waits)
+    layout, options, tensors = on_gpu((*given[:2], cast(given[2], torch.float32)))
+    tensors["x"].requires_grad_()
+    y, _, _ = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    y.backward(torch.ones_like(y))
+
+
+# Compiled, not only interpreted.
+
+DEFAULT = {"d": 1536, "n": 16, "r": 1, "kind": "mamba1"}
+TRAINED = [DEFAULT, {**DEFAULT, "d": 768}, {**DEFAULT, "n": 64, "kind": "mamba2"}]
+TRAINED += [{**DEFAULT, "d": 768, "n": 64}, {"d": 256, "n": 16, "r": 4, "kind": "mamba1"}]
+
+
+@pytest.mark.parametrize(
+    "sizes, targets",
+    [([DEFAULT], [80]), pytest.param(TRAINED, [80, 90], marks=pytest.mark.slow)],
+    ids=["default", "all"],
+)
+def test_nothing_spills_at_the_shapes_that_training_uses(sizes, targets):
+    found = resources_of_cells(sizes, targets)
+    assert len({(f["kernel"], str(f["sizes"]), f["target"]) for f in found}) == (
+        7 * len(sizes) * len(targets)
+    )
+    assert not [f for f in found if f["stack"]]
+    assert all(f["registers"] * 32 * f["warps"] <= 65536 for f in found)  # one program fits
