@@ -103,8 +103,8 @@ def resources_of_cells(sizes, targets=TARGETS):
     """What the kernels of the exact token take on a GPU, compiled in a process of its own.
 
     Args: sizes: dicts of d, n, r and kind. targets: compute capabilities.
-    Returns: [{"kernel", "sizes", "target", "registers", "warps", "stack", "shared"}], of the stack what
-    does not fit the registers, in bytes.
+    Returns: [{"kernel", "sizes", "target", "registers", "warps", "stack", "shared"}], the stack
+    being the bytes of a thread that its registers do not hold.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     given = json.dumps([sizes, targets])

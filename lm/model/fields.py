@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 AUTO_WINDOW = 128
 TOKENS = ("auto", "exact", "iterate")
 SCHEDULES = {
-    "auto": "sequential with householder or dplr on a CPU, else window:128",
+    "auto": "sequential with householder or dplr (on a GPU: r ≤ 8, no dt_h_dep), else window:128",
     "sequential": "one token after the other",
     "window:W": "W tokens at once, then the next W",
     "parallel": "all tokens at once",
@@ -314,7 +314,8 @@ SOLVER = {
         "auto",
         Parsed(parse_schedule, tuple(SCHEDULES)),
         "How time is gone through: one token after the other; W tokens at once, then the next W;"
-        " all at once. `auto`: `sequential` with householder or dplr on a CPU, else `window:128`;"
+        " all at once. `auto`: `sequential` with householder or dplr (on a GPU where its kernel"
+        " runs: r ≤ 8, `dt_h_dep: false`), else `window:128`;"
         " under `stopping: paper` `parallel`, which it needs.",
     ),
     "stopping": Field(

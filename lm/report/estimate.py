@@ -50,6 +50,8 @@ IN_BF16 = 0.75
 WORKING = 0.25  # of what a layer keeps lives a second time in its backward; of windows all of it
 LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
+# Of a token of all sequences of a micro-batch, forward and backward, and more for each sequence.
+TOKEN_S, SEQUENCE_S = 13.3e-6, 0.143e-6
 COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
 
 
@@ -211,6 +213,18 @@ def hours(flops: float, gpus: int, card: Card, precision: str, utilisation: floa
     if card.peak is None:
         return None
     return flops / (gpus * card.peak[precision] * utilisation) / 3600
+
+
+def launch_hours(layers: int, length: int, micro_batches: float, micro_batch: int) -> float:
+    """What layers solved token by token on a GPU wait for one token after the other, forward and
+    backward: whatever its arithmetic, a token is four small kernels of a CUDA graph.
+
+    The seconds a token are predicted (lm/kernels/triton/cell.py), of an A100 and d_inner 1,536; no
+    card has measured them.
+
+    Args: layers: of those. micro_batches: of a GPU, in the whole run. micro_batch: sequences.
+    """
+    return micro_batches * layers * length * (TOKEN_S + SEQUENCE_S * micro_batch) / 3600
 
 
 def communication(of: Sizes, gpus: int, stage: int, grad_accum_steps: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ from lm.common.cards import GIB, GPUS_A_HOST, INFINIBAND, PCIE, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config import load
 from lm.config.schema import Config
+from lm.kernels.cell import MOST_REFLECTIONS
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, flops_of, on_the_meta_device, sizes
@@ -198,12 +199,24 @@ def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
 
 def for_gpu(cfg: Config) -> Config:
     """The config with the schedule that `auto` is on a GPU (lm/model/fixed_point.py, `width`)."""
-    solver = cfg.solver.settled()
-    if not cfg.model.has_fixed_point or solver["token"] != "exact" or solver["schedule"] != "auto":
+    solver, model = cfg.solver.settled(), cfg.model
+    if not model.has_fixed_point or solver["token"] != "exact" or solver["schedule"] != "auto":
         return cfg
+    one = model.mixer in ("householder", "dplr") and model.mixer_rank <= MOST_REFLECTIONS
+    by_token = one and not model.dt_h_dep
     copy = cfg.model_copy(deep=True)
-    copy.solver.schedule = f"window:{AUTO_WINDOW}"
+    copy.solver.schedule = "sequential" if by_token else f"window:{AUTO_WINDOW}"
     return copy
+
+
+def _launch_hours(cfg, at, model):
+    """Of layers that are solved token by token on a GPU."""
+    solver = model.train().solver() if hasattr(model, "solver") else "none"
+    if not at.card.on_gpu or isinstance(solver, str) or solver["tol"] is not None:
+        return 0.0
+    micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
+    layers, length = len(list(model.fixed_point_blocks())), cfg.data.seq_len
+    return estimate.launch_hours(layers, length, micro_batches, cfg.train.micro_batch_size)
 
 
 def plan(cfg: Config, at: Where | int) -> dict:
@@ -262,12 +275,15 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, counted: Sizes
     work = next(iter(flops_in_all.values()))
     if evaluations is not None:
         work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * tokens
+    hours = estimate.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation)
+    of_launches = _launch_hours(cfg, at, model)
     return {
         "flops_per_token": flops_per_token,
         "flops_in_all": flops_in_all,
         "evaluations": evaluations,
         "flops": work,
-        "hours": estimate.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation),
+        "launch_hours": of_launches,
+        "hours": None if hours is None else hours + of_launches,
     }
 
 
@@ -408,6 +424,8 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
         assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
         if p["evaluations"] is not None:
             assumed += f", {p['evaluations']:g} evaluations"
+        if p["launch_hours"]:
+            assumed += f"; {p['launch_hours']:,.2f} of them token after token, predicted"
         rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
     if at.world_size > 1:
         sent, link = sum(p["communication"].values()), p["link"]

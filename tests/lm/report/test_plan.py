@@ -289,8 +289,23 @@ def test_hours_are_flops_over_what_the_cards_reach():
 
 def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
     assert plan(tiny(), where(tiny(), 1, "cpu"))["evaluations"] == 1
-    assert plan(tiny(), where(tiny(), 1, "h200"))["evaluations"] == 10  # in windows
+    assert plan(tiny(), where(tiny(), 1, "h200"))["evaluations"] == 1
+    kronecker = tiny(mixer="kronecker")
+    assert plan(kronecker, where(kronecker, 1, "h200"))["evaluations"] == 10  # in windows
     assert plan(tiny(name="mamba"), where(tiny(name="mamba"), 1, "h200"))["evaluations"] is None
+
+
+def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
+    cfg = paper()
+    cfg.solver = type(cfg.solver)()
+    p = plan(cfg, where(cfg, 4, "a100-80g"))
+    micro_batches = cfg.train.steps * cfg.train.accumulation(4)
+    seconds = 12 * 2048 * micro_batches * (13.3e-6 + 0.143e-6 * cfg.train.micro_batch_size)
+    assert p["launch_hours"] == pytest.approx(seconds / 3600)
+    flops = estimate.hours(p["flops"], 4, p["at"].card, "bf16", p["at"].utilisation)
+    assert p["hours"] == pytest.approx(flops + p["launch_hours"])
+    assert f"{p['launch_hours']:,.2f} of them token after token" in shown(p, cfg)["hours"]
+    assert plan(paper(), where(paper(), 4, "a100-80g"))["launch_hours"] == 0  # the paper's solver
 
 
 def test_what_is_sent_in_an_update():
