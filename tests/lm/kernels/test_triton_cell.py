@@ -22,6 +22,7 @@ from tests.kernels import (
     skip_where_missing,
 )
 from tests.lm.kernels.test_cpu_cell import cast, cotangent, cut, problem, results, rnn_problem
+from tests.tracker import loss_and_gradient, tracker, words
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of the interpreter, where a search goes through a pole.
@@ -293,6 +294,20 @@ def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
     monkeypatch.setattr(triton_cell, "MOST_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
         solved(problem())
+
+
+@pytest.mark.parametrize("length", [12, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_trained_tracker_in_training_mode(length, monkeypatch):
+    """What a token is depends on all before it; loss and gradient to 1e-5."""
+    model, given, found = tracker().to(DEVICE), words(2, length), {}
+    for kernels in ("plain", "triton"):
+        monkeypatch.setenv("FPRNN_KERNELS", kernels)
+        with model.solving(schedule="sequential"):
+            found[kernels] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
+    (loss, gradient), (ours, its_gradient) = found["plain"], found["triton"]
+    assert ours == pytest.approx(loss, rel=1e-5) and loss < 0.05
+    both = [torch.cat([g[name].flatten() for name in gradient]) for g in (gradient, its_gradient)]
+    assert (both[0] - both[1]).norm() < 1e-5 * both[0].norm()
 
 
 # The launches, and what a CUDA graph would replay.

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lm.kernels.cell import MOST_REFLECTIONS
 from lm.kernels.cpu import cell as cpu_cell
+from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fixed_point import FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -134,3 +136,24 @@ def test_few_iterations_are_the_papers_limit_and_not_a_windows():
     assert model(ids).fixed_point.failed.max() == 0
     assert model.eval()(ids).fixed_point.failed.max() == 0
     assert model.solver(130)["max_iters"] is None
+
+
+@pytest.mark.parametrize(
+    "fields, schedule",
+    [
+        ({}, "sequential"),
+        ({"mixer": "dplr", "mixer_rank": 8}, "sequential"),
+        ({"mixer_rank": 9}, "window:128"),
+        ({"mixer": "kronecker"}, "window:128"),
+        ({"dt_h_dep": True}, "window:128"),
+    ],
+    ids=str,
+)
+def test_auto_on_a_gpu_is_what_its_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
+    sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
+    model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
+    assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here
+    monkeypatch.setattr(
+        fixed_point, "backend", lambda *_: SimpleNamespace(MOST_REFLECTIONS=MOST_REFLECTIONS)
+    )
+    assert model.solver(LONGER)["schedule"] == schedule

@@ -1,0 +1,92 @@
+"""Mutations of the exact token in Triton, forwards and back."""
+
+from tests.mutations import Mutation
+
+TOKEN = "lm/kernels/triton/token.py"
+KERNELS = "lm/kernels/triton/cell_kernels.py"
+CELL = "lm/kernels/triton/cell.py"
+TESTS = "tests/lm/kernels/test_triton_cell.py::test_"
+CHUNKS = (f"{TESTS}chunks_of_the_backward_change_nothing[2]",)
+TWO = (f"{TESTS}ranks[2-householder]",)
+OUTCOMES = (f"{TESTS}outcomes_are_those_of_the_cpu",)
+ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
+
+MUTATIONS = [
+    Mutation(
+        "token in Triton: a reflection adds what the one before has taken",
+        TOKEN, "line -= apply_transposed(own, row_of(gram, k, R))",
+        "line += apply_transposed(own, row_of(gram, k, R))", TWO,
+    ),
+    Mutation(
+        "token in Triton: γ1 with the wrong sign",
+        TOKEN, "gamma1 = (tl.sum(m * c, 1) / d)", "gamma1 = (-tl.sum(m * c, 1) / d)", CHUNKS,
+    ),
+    Mutation(
+        "token in Triton: what may be limited is not counted",
+        TOKEN, "outcome + LIMITED, outcome)", "outcome, outcome)", OUTCOMES,
+    ),
+    Mutation(
+        "token in Triton: LayerNorm's bias is not in δ",
+        TOKEN, "delta = tl.sum(u * bias[None, :], 1)", "delta = 0.0 * tl.sum(u, 1)", CHUNKS,
+    ),
+    Mutation(
+        "token's gradient in Triton: what the norm takes off s is added",
+        TOKEN, "received -= along * into_along", "received += along * into_along", CHUNKS,
+    ),
+    Mutation(
+        "token's gradient in Triton: φ′ is not transposed",
+        TOKEN, "rest = (eye - tl.trans(slope))", "rest = (eye - slope)", TWO,
+    ),
+    Mutation(
+        "token's gradient in Triton: nothing through u_i·u_j",
+        TOKEN, "d_u += rows_combined(d_gram, u, R)", "d_u += 0.0 * rows_combined(d_gram, u, R)",
+        TWO,
+    ),
+    Mutation(
+        "token's gradient in Triton: the gate before the norm is forgotten",
+        TOKEN, "    e *= gate\n", "    e *= 1.0\n", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: B of the token before is this one's",
+        KERNELS, "B_before = units + ((t + 1) % 2)", "B_before = units + (t % 2)", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: states computed again go on over a document's border",
+        KERNELS, "h *= tl.exp(dt[None, :] * A) * _kept(table, at, KEEP)",
+        "h *= tl.exp(dt[None, :] * A)", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: what later tokens send is not limited",
+        KERNELS, "carried *= tl.where(size > limit, limit / size, 1.0)", "carried *= 1.0", ADJOINT,
+    ),
+    Mutation(
+        "loop in Triton: A's gradient without Δ",
+        KERNELS, "b * (n * d) + place, d_log * dt[None, :], some)",
+        "b * (n * d) + place, d_log, some)", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: C's gradient without what B·C gives it",
+        KERNELS, "_through_units(row, d_row, sums, units, C_at, 1, g, d_bc,",
+        "_through_units(row, d_row, sums, units, C_at, 1, g, 0.0 * d_bc,", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: every chunk is the first",
+        "lm/kernels/triton/launches.py", "self.table[0].fill_(first)", "self.table[0].fill_(0)",
+        CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: the weight's gradient reads over a document's border",
+        CELL, "before = before * keep.unsqueeze(-1)", "before = before * 1.0", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: chunks from the first to the last in the backward",
+        CELL, "firsts = reversed(range(0, length, plan.chunk))",
+        "firsts = range(0, length, plan.chunk)", CHUNKS,
+    ),
+    Mutation(
+        "auto on a GPU: token by token whatever the mixer",
+        "lm/model/fixed_point.py", "return kernel is not None and reflections[0] <=",
+        "return kernel is not None or reflections[0] <=",
+        ("tests/lm/model/test_tracker.py::test_auto_on_a_gpu_is_what_its_kernels_can",),
+    ),
+]  # fmt: skip
