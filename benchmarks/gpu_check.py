@@ -151,7 +151,10 @@ def all_parts(out: Path, device: str, quick: bool) -> dict[str, Part]:
     # Kernels' outputs and gradients by name at real shapes are among the tests marked gpu. This
     # is for the rest of theirs, odd sizes and options; that they compile needs no GPU.
     of_kernels = [f for f in files if Path(f).name.startswith("test_triton")]
-    which = "nothing_to_do or stride" if quick else "not compile"
+    # Of the exact token a few: each set of options is some ten seconds of compiling.
+    of_cell = "chunks or recorded or bf16 or pieces"
+    which = f"not compile and (not test_triton_cell or {of_cell})"
+    which = "nothing_to_do or stride" if quick else which
     of_kernels += ["-m", "not gpu and not slow", "-k", which]
 
     training = ["-m", "benchmarks.gpu_training", "--device", device]

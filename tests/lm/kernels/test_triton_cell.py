@@ -411,6 +411,21 @@ def test_no_one_waits_for_the_device(monkeypatch):
     y.backward(torch.ones_like(y))
 
 
+@pytest.mark.gpu
+def test_on_a_card_graphs_are_replayed_and_equal_the_cpu(monkeypatch):
+    """At d 1,536: the first chunk one launch after the other, the others from a CUDA graph."""
+    if INTERPRETED:
+        pytest.skip("the kernels are interpreted")
+    skip_where_missing(cpu_cell)
+    monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
+    given = problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
+    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    for _ in range(2):
+        assert_close(ours(given), expected, 1e-2)
+    graphs = [made.graph for made in launches._schedules.values()]
+    assert len(graphs) == 3 and all(graph is not None for graph in graphs)
+
+
 # Compiled, not only interpreted.
 
 DEFAULT = {"d": 1536, "n": 16, "r": 1, "kind": "mamba1"}
