@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -85,7 +86,7 @@ def _report(args: argparse.Namespace) -> int:
     if name and "=" in name:  # no report, only overrides
         name, overrides = None, [name, *overrides]
     if args.out_dir:
-        overrides.append(f"out_dir={args.out_dir}")
+        overrides.append(f"out_dir={json.dumps(args.out_dir, ensure_ascii=False)}")
     if name is None:
         made, problems = overview(args.scale, tuple(overrides))
         say(made)

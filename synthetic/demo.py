@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,7 +89,7 @@ def run(name: str, out: Path, overrides: tuple[str, ...] = (), jobs: int = 2) ->
 
     # 1. The runs, the figure and the table.
     entry = DEMOS[name]
-    overrides = (f"out_dir={out}", *overrides)
+    overrides = (f"out_dir={json.dumps(str(out), ensure_ascii=False)}", *overrides)
     page = out / "index.html"
     check_page(page, MADE_BY)
     sweep = expand(config_path(entry.report, "small"), overrides)

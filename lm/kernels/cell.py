@@ -25,6 +25,7 @@ from torch import Tensor
 from lm.kernels import Unsupported
 
 MOST_REFLECTIONS = 8
+MOST_ENTRIES = 65_536  # of a token's vectors, which one program of a GPU holds
 NORMS = ("layer", "rms", "none")
 ACTS = ("silu", "relu", "identity")
 
@@ -130,6 +131,15 @@ def _check(layout, options, kind, d, n, heads, columns, reading):
             f"parts {sorted(parts)} overlap or exceed the {columns} columns of raw, {reading} of"
             " which read y"
         )
+
+
+def fits_a_gpu(r: int, d: int) -> bool:
+    """Whether a GPU's kernel solves a token of r reflections of d channels."""
+
+    def padded(size):
+        return 1 << (size - 1).bit_length()
+
+    return r <= MOST_REFLECTIONS and padded(r) * padded(d) <= MOST_ENTRIES
 
 
 def _states(raw, layout, options):

@@ -127,6 +127,7 @@ class FPRNNConfig(PretrainedConfig):
         self._settle_solver()
 
     def _settle_values(self):
+        FIELDS["block"].check("block", self.block)
         for name, value in PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"]).items():
             if getattr(self, name) == "auto":
                 setattr(self, name, value)

@@ -5,13 +5,14 @@ Below them: which sizes of a layer go together, and what those left open are.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 AUTO_WINDOW = 128
 TOKENS = ("auto", "exact", "iterate")
 SCHEDULES = {
-    "auto": "sequential with householder or dplr (on a GPU: r ≤ 8, no dt_h_dep), else window:128",
+    "auto": "sequential with householder or dplr (on a GPU: where its kernel can), else window:128",
     "sequential": "one token after the other",
     "window:W": "W tokens at once, then the next W",
     "parallel": "all tokens at once",
@@ -31,10 +32,10 @@ def parse_schedule(text: str) -> int | None:
     Raises:
         ValueError: no such schedule, or an impossible width.
     """
-    plain = {"auto": None, "sequential": 1, "parallel": 0}
+    plain, text = {"auto": None, "sequential": 1, "parallel": 0}, str(text)
     if text in plain:
         return plain[text]
-    kind, _, width = str(text).partition(":")
+    kind, _, width = text.partition(":")
     if kind == "window" and width.isdecimal() and int(width) > 0:
         return int(width)
     known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
@@ -84,16 +85,16 @@ class Number(NamedTuple):
 
     def check(self, value: Any) -> str:
         """What it must be instead; "" where `value` is one."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not self._holds(value) or (self.whole and value % 1):
+        is_number = isinstance(value, int if self.whole else int | float)
+        if isinstance(value, bool) or not is_number or not self._holds(value):
             return self._words()
         return ""
 
     def _holds(self, value: float) -> bool:
-        """NaN is in no range, and infinity in none either."""
+        """NaN is in no range, and infinity and whole numbers beyond it in none either."""
         above = self.least < value if self.open in ("left", "both") else self.least <= value
         below = value < self.most if self.open in ("right", "both") else value <= self.most
-        return above and below and abs(value) != math.inf
+        return above and below and abs(value) <= sys.float_info.max
 
     def _words(self) -> str:
         kind = "a whole number" if self.whole else "a number"
@@ -147,7 +148,7 @@ class Field(NamedTuple):
 
 # Far above what a machine holds, and far below what no tensor can have.
 SIZE = Number(1, 65_536, whole=True)
-COUNT = Number(1, whole=True)
+COUNT = Number(1, 10**9, whole=True)
 POSITIVE = Number(0, open="left")
 FRACTION = Number(0, 1)
 SHARE = Number(0, 1, open="left")
@@ -315,7 +316,7 @@ SOLVER = {
         Parsed(parse_schedule, tuple(SCHEDULES)),
         "How time is gone through: one token after the other; W tokens at once, then the next W;"
         " all at once. `auto`: `sequential` with householder or dplr (on a GPU where its kernel"
-        " runs: r ≤ 8, `dt_h_dep: false`), else `window:128`;"
+        " can: r ≤ 8, padded d·r ≤ 65,536, `dt_h_dep: false`), else `window:128`;"
         " under `stopping: paper` `parallel`, which it needs.",
     ),
     "stopping": Field(

@@ -210,13 +210,20 @@ class FixedPointBlock(nn.Module):
         """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: see
         `side_by_side`. Returns Projections and the mixer's weights."""
         cfg, d = self.config, x.shape[-1]
-        weights = once(seqs.kept, "mixer", lambda: self.mixer.weights(x))
+        weights = once(seqs.kept, "mixer", lambda: self._mixer_weights(x, seqs))
         of_y = None
         if cfg.mixer_h_dep:
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
         projections = side_by_side([mixer, *others], like, seqs.kept)
         return projections.moved(self.in_units_of_y(seqs.noise)), weights
+
+    def _mixer_weights(self, x, seqs):
+        """The MixerWeights, as a compiled cell reads them where one is going to."""
+        weights, c = self.mixer.weights(x), self.settings(seqs)
+        by_token = c.token == "exact" and self.width(c, x.shape[1], x) == 1
+        compiled = by_token and (compiling() or self._has_kernel(x))
+        return self.mixer.merged(weights) if compiled else weights
 
     # One evaluation.
 
@@ -328,11 +335,13 @@ class FixedPointBlock(nn.Module):
 
     def _has_kernel(self, like):
         """Whether a kernel of `like`'s device computes the whole solve."""
-        reflections = self.mixer.reflections()
-        if reflections is None or getattr(self.config, "dt_h_dep", False):
-            return False
-        kernel = backend("cell", like)
-        return kernel is not None and reflections[0] <= kernel.MOST_REFLECTIONS
+        r, kernel = self.kernel_rank(), backend("cell", like)
+        return bool(r) and kernel is not None and kernel.fits(r, self.config.d_inner)
+
+    def kernel_rank(self) -> int:
+        """The reflections of a token that a compiled cell knows how to solve; 0: it does not."""
+        reflections, reads_y = self.mixer.reflections(), getattr(self.config, "dt_h_dep", False)
+        return 0 if reflections is None or reads_y else reflections[0]
 
     def solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.

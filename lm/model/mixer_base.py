@@ -76,6 +76,10 @@ class Mixer(nn.Module):
         """The MixerWeights of the parameters as they are. like: see `layers.affine_map`."""
         raise NotImplementedError
 
+    def merged(self, weights: MixerWeights) -> MixerWeights:
+        """The weights as a compiled cell reads them, which knows no second layer."""
+        return weights
+
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """M(P; v) (…,d). raw: (…,m) = P Wᵀ + bias. v: (…,d)."""
         raise NotImplementedError

@@ -21,7 +21,6 @@ from torch import nn
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
 from .mixer_base import Mixer, MixerWeights, bound_of, mixer, named_mixer
-from .opaque import compiling
 from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
@@ -145,14 +144,14 @@ class Reflections(Mixer):
         if self.u_down is None:
             return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
         first, bias = _with_gates(self.u_down, self.alpha_proj, like)
-        second = affine_map(self.u_proj, like)
-        if backend("cell", like) is None and not compiling():
-            return MixerWeights(first, bias, second)
-        return self._as_one_layer(first, bias, *second)
+        return MixerWeights(first, bias, affine_map(self.u_proj, like))
 
-    def _as_one_layer(self, first, bias, matrix, second_bias):
-        """What a compiled cell reads, which knows no second layer: the product of the two, r·d × p.
-        It takes less time than the second layer of as many tokens as a matrix has rows."""
+    def merged(self, weights: MixerWeights) -> MixerWeights:
+        """The product of the two layers, r·d × p. It takes less time than the second layer of as
+        many tokens as a matrix has rows."""
+        if not weights.extra:
+            return weights
+        first, bias, (matrix, second_bias) = weights
         q = len(first) - self.rank
         vectors, their_bias = matrix @ first[:q], matrix @ bias[:q]
         if second_bias is not None:
@@ -425,6 +424,9 @@ class Contractive(Mixer):
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
         return self.mixer.weights(like)
+
+    def merged(self, weights: MixerWeights) -> MixerWeights:
+        return self.mixer.merged(weights)
 
     def mix(
         self,

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from lm.common.cards import GIB, Card
+from lm.config.model import Model
 from lm.config.schema import Config, Optim
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
-from lm.model.patterns import parse
+from lm.model.patterns import Layer, parse
 from lm.training.build import build_model, stacked
 from lm.training.deepspeed_json import deepspeed_config
 from lm.training.optim import matrices
@@ -112,16 +113,18 @@ def sizes(model: torch.nn.Module, precision: str, optim: Optim | None = None) ->
 
 def kept_by_layers(cfg: Config, on_gpu: bool) -> list[float]:
     """Of each layer the numbers of 4 bytes that it keeps, for each token and channel."""
-    m = stacked(cfg.model)
-    kinds: list[str] = [m.block] * m.n_layer
+    m, solver = stacked(cfg.model), cfg.solver.settled()
+    layers = [Layer(m.block, {})] * m.n_layer
     if m.layers is not None:
-        kinds = [layer.kind for layer in parse(m.layers, m.n_layer)]
-    return [KEPT.get(kind) or _kept_by_solved(cfg, on_gpu) for kind in kinds]
+        layers = parse(m.layers, m.n_layer)
+    return [
+        KEPT.get(layer.kind) or _kept_by_solved(m.model_copy(update=layer.options), solver, on_gpu)
+        for layer in layers
+    ]
 
 
-def _kept_by_solved(cfg: Config, on_gpu: bool) -> float:
-    """Of a fixed-point layer."""
-    m, solver = cfg.model, cfg.solver.settled()
+def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:
+    """Of a fixed-point layer. m: with the layer's own options."""
     if solver["gradient"] == "one_step":
         return KEPT_ONE_STEP
     has_low_rank = m.mixer in ("householder", "dplr")

@@ -9,7 +9,7 @@ from lm.common.cards import GIB, GPUS_A_HOST, INFINIBAND, PCIE, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config import load
 from lm.config.schema import Config
-from lm.kernels.cell import MOST_REFLECTIONS
+from lm.kernels.cell import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, flops_of, on_the_meta_device, sizes
@@ -146,7 +146,7 @@ class Where:
     card: Card
     nodes: int  # hosts they are in
     utilisation: float = UTILISATION
-    evaluations: float | None = None  # a token and layer; None: see `evaluations_of`
+    evaluations: float | None = None  # a token and layer; None: see `Layers.evaluations`
 
 
 def where(
@@ -185,38 +185,51 @@ def where(
     return Where(world_size, card(gpu or here()), hosts, utilisation, evaluations)
 
 
-def evaluations_of(model: PreTrainedModel, at: Where) -> float | None:
-    """A token's evaluations of a layer: as asked for; 1 where a token is solved once; else
-    EVALUATIONS, an assumption (the paper reports fewer than 10 in training). None: the model
-    iterates nothing."""
-    solver = model.train().solver() if hasattr(model, "solver") else "none"
-    if isinstance(solver, str):  # "none"
-        return None
-    if at.evaluations is not None:
-        return at.evaluations
-    return 1.0 if solver["tol"] is None else EVALUATIONS
+@dataclass(frozen=True)
+class Layers:
+    """The fixed-point layers of a model, by how each is solved."""
+
+    kernel: int  # token by token, by a GPU's kernel
+    loop: int  # token by token otherwise
+    iterated: int
+
+    @property
+    def by_token(self) -> int:
+        return self.kernel + self.loop
+
+    def evaluations(self, at: Where) -> float | None:
+        """A token's evaluations of a layer: as asked for; else the mean of 1 where a token is
+        solved once, and of EVALUATIONS, an assumption (the paper reports fewer than 10 in
+        training). None: the model iterates nothing."""
+        if not (count := self.by_token + self.iterated):
+            return None
+        if at.evaluations is not None:
+            return at.evaluations
+        return (self.by_token + self.iterated * EVALUATIONS) / count
 
 
-def for_gpu(cfg: Config) -> Config:
-    """The config with the schedule that `auto` is on a GPU (lm/model/fixed_point.py, `width`)."""
-    solver, model = cfg.solver.settled(), cfg.model
-    if not model.has_fixed_point or solver["token"] != "exact" or solver["schedule"] != "auto":
+def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
+    """The layers of a model, which may lie on the meta device, where it trains: `auto` on a GPU is
+    token by token where its kernel can (lm/model/fixed_point.py, `width`)."""
+    blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
+    fitting = [b for b in blocks if (r := b.kernel_rank()) and fits_a_gpu(r, b.config.d_inner)]
+    by_token = 0
+    if solver["token"] == "exact" and solver["schedule"] == "sequential":
+        by_token = len(blocks)
+    elif solver["token"] == "exact" and solver["schedule"] == "auto":
+        by_token = len(fitting if on_gpu else [b for b in blocks if b.mixer.has_low_rank])
+    kernel = min(by_token, len(fitting)) if on_gpu else 0
+    return Layers(kernel, by_token - kernel, len(blocks) - by_token)
+
+
+def settled_schedule(cfg: Config, layers: Layers) -> Config:
+    """The config with the schedule that `auto` is. Where layers differ, that of most memory."""
+    solver = cfg.solver.settled()
+    if not cfg.model.has_fixed_point or (solver["token"], solver["schedule"]) != ("exact", "auto"):
         return cfg
-    one = model.mixer in ("householder", "dplr") and model.mixer_rank <= MOST_REFLECTIONS
-    by_token = one and not model.dt_h_dep
     copy = cfg.model_copy(deep=True)
-    copy.solver.schedule = "sequential" if by_token else f"window:{AUTO_WINDOW}"
+    copy.solver.schedule = f"window:{AUTO_WINDOW}" if layers.iterated else "sequential"
     return copy
-
-
-def _launch_hours(cfg, at, model):
-    """Of layers that are solved token by token on a GPU."""
-    solver = model.train().solver() if hasattr(model, "solver") else "none"
-    if not at.card.on_gpu or isinstance(solver, str) or solver["tol"] is not None:
-        return 0.0
-    micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
-    layers, length = len(list(model.fixed_point_blocks())), cfg.data.seq_len
-    return estimate.launch_hours(layers, length, micro_batches, cfg.train.micro_batch_size)
 
 
 def plan(cfg: Config, at: Where | int) -> dict:
@@ -232,7 +245,11 @@ def plan(cfg: Config, at: Where | int) -> dict:
         at = where(cfg, at)
     cfg, own_mixers = with_built_in_mixers(cfg)
     vocab_size = vocabulary(cfg)
-    model = on_the_meta_device(for_gpu(cfg) if at.card.on_gpu else cfg, vocab_size)
+    model = on_the_meta_device(cfg, vocab_size)
+    layers = layers_of(cfg, model, at.card.on_gpu)
+    solved = settled_schedule(cfg, layers)
+    if solved is not cfg:
+        model = on_the_meta_device(solved, vocab_size)
     counted = sizes(model, cfg.train.precision, cfg.optim)
     return {
         "at": at,
@@ -245,8 +262,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "parameters_without_embedding": counted.parameters - counted.embedding,
         "parameters_of_fprnn": fprnn_parameters(cfg, vocab_size),
         **_planned_data(cfg, at),
-        **_planned_work(cfg, at, model, counted),
-        **_planned_memory(cfg, at, counted, vocab_size),
+        **_planned_work(solved, at, model, layers),
+        **_planned_memory(solved, at, counted, vocab_size),
     }
 
 
@@ -266,21 +283,27 @@ def _planned_data(cfg: Config, at: Where) -> dict:
     }
 
 
-def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, counted: Sizes) -> dict:
-    """FLOPs and hours. counted: the model's sizes."""
+def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers) -> dict:
+    """FLOPs and hours."""
     tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
     flops_per_token = flops_of(cfg, model)
     flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
-    evaluations = evaluations_of(model, at)
+    evaluations = layers.evaluations(at)
     work = next(iter(flops_in_all.values()))
     if evaluations is not None:
         work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * tokens
     hours = estimate.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation)
-    of_launches = _launch_hours(cfg, at, model)
+    # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
+    micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
+    length, sequences = cfg.data.seq_len, cfg.train.micro_batch_size
+    of_launches = estimate.launch_hours(layers.kernel, length, micro_batches, sequences)
+    if at.card.on_gpu and layers.loop:
+        hours = None
     return {
         "flops_per_token": flops_per_token,
         "flops_in_all": flops_in_all,
         "evaluations": evaluations,
+        "layers": layers,
         "flops": work,
         "launch_hours": of_launches,
         "hours": None if hours is None else hours + of_launches,
@@ -418,7 +441,10 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
         total = f"{p['flops_in_all'][name]:.2e} in all"
         rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total})"))
     at, precision = p["at"], cfg.train.precision
-    if p["hours"] is None:
+    if p["hours"] is None and at.card.on_gpu:
+        count = f"{p['layers'].loop} layer{'s' * (p['layers'].loop > 1)}"
+        rows.append(("hours", f"not known: no kernel solves {count} token by token on a GPU"))
+    elif p["hours"] is None:
         rows.append(("hours", "not known of a CPU: a short run says its tokens/s"))
     else:
         assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"

@@ -128,7 +128,7 @@ def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
     byte of text that is mixed so. A single source has its own.
 
     Args:
-        found: of each source its loss (nats a token), perplexity, tokens and bytes.
+        measured: of each source its loss (nats a token), perplexity, tokens and bytes.
     """
     if list(measured) == [""]:
         return measured[""]

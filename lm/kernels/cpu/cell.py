@@ -25,7 +25,6 @@ from lm.kernels.cpu.build import DTYPES, address, check, functions, token_step
 # `struct Cell` of cell.h: sizes, numbers, addresses.
 _SIZES, _NUMBERS, _ADDRESSES = 21, 5, 29
 _pack = struct.Struct(f"{_SIZES}q{_NUMBERS}d{_ADDRESSES}q").pack
-MOST_REFLECTIONS = arguments.MOST_REFLECTIONS
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
 _NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))
 
@@ -36,6 +35,11 @@ class _Problem(NamedTuple):
     sizes: tuple
     numbers: tuple
     tensors: tuple
+
+
+def fits(r: int, d: int) -> bool:
+    """Whether it solves a token of r reflections of d channels."""
+    return r <= arguments.MOST_REFLECTIONS
 
 
 def usable() -> tuple[bool, str]:

@@ -31,11 +31,12 @@ from lm.kernels.triton import cell_kernels
 from lm.kernels.triton.build import INTERPRETED, check, deviation, needs_grad
 from lm.kernels.triton.launches import Launch, Schedule, schedule
 
-MOST_REFLECTIONS = arguments.MOST_REFLECTIONS
-MOST_ENTRIES = 65536  # of a token's vectors, which one program holds
 CHUNK = 64  # tokens of a CUDA graph, and between two states that the backward starts from
 MOST_AGAIN = 512 * 2**20  # bytes of a chunk's states, computed again
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+fits = arguments.fits_a_gpu
 
 
 def usable() -> tuple[bool, str]:
@@ -205,11 +206,9 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
     shapes = shapes_of(sizes)
     named = {**dict(zip(shapes, given)), "keep": keep_as_read}
     check(**{name: (t, shapes[name]) for name, t in named.items()})
-    entries = triton.next_power_of_2(sizes.d) * triton.next_power_of_2(options.rank)
-    if entries > MOST_ENTRIES:
-        raise Unsupported(
-            f"{options.rank} vectors of {sizes.d} channels: the kernel holds {MOST_ENTRIES} entries"
-        )
+    if not fits(options.rank, sizes.d):
+        most = arguments.MOST_ENTRIES
+        raise Unsupported(f"{options.rank} vectors of {sizes.d} channels: it holds {most} entries")
     if weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
     tensors = {name: _wide(t) for name, t in named.items()}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.kernels.cell import MOST_REFLECTIONS
+from lm.kernels.cell import fits_a_gpu
 from lm.kernels.cpu import cell as cpu_cell
 from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
@@ -153,7 +153,5 @@ def test_auto_on_a_gpu_is_what_its_kernels_can(fields, schedule, as_on_cuda, mon
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
     assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here
-    monkeypatch.setattr(
-        fixed_point, "backend", lambda *_: SimpleNamespace(MOST_REFLECTIONS=MOST_REFLECTIONS)
-    )
+    monkeypatch.setattr(fixed_point, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
     assert model.solver(LONGER)["schedule"] == schedule

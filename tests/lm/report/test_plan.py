@@ -183,6 +183,7 @@ def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
 
 def test_bf16_keeps_less_than_fp32():
     cfg = tiny(d_model=64)
+    cfg.train.micro_batch_size = 16  # of fewer tokens the weights' copies in bf16 are more
     full = needed(cfg).activations
     cfg.train.precision = "bf16"
     assert needed(cfg).activations < full
@@ -292,7 +293,33 @@ def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
     assert plan(tiny(), where(tiny(), 1, "h200"))["evaluations"] == 1
     kronecker = tiny(mixer="kronecker")
     assert plan(kronecker, where(kronecker, 1, "h200"))["evaluations"] == 10  # in windows
+    one_of_two = tiny(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
+    assert plan(one_of_two, where(one_of_two, 1, "h200"))["evaluations"] == 5.5
+    wide = tiny(d_model=16_384, mixer_rank=4)  # more than a kernel holds
+    assert plan(wide, where(wide, 1, "h200"))["evaluations"] == 10
     assert plan(tiny(name="mamba"), where(tiny(name="mamba"), 1, "h200"))["evaluations"] is None
+
+
+@pytest.mark.parametrize(
+    "model, of_kernel, is_known",
+    [
+        ({"layers": "mamba fp_mamba1"}, 1, True),
+        ({"layers": ["fp_mamba1", {"fp_mamba1": {"mixer_rank": 9}}]}, 1, False),
+        ({"mixer": "kronecker"}, 0, False),
+        ({"mixer_rank": 9}, 0, False),
+        ({"dt_h_dep": True}, 0, False),
+        ({"mixer": "kronecker", "layers": [{"fp_mamba1": {"mixer": "dplr"}}]}, 2, True),
+    ],
+    ids=str,
+)
+def test_hours_token_by_token_are_those_of_layers_with_a_kernel(model, of_kernel, is_known):
+    """What another layer takes token by token on a GPU nobody has measured."""
+    cfg = tiny({"schedule": "sequential"}, **model)
+    p = plan(cfg, where(cfg, 1, "h200"))
+    micro_batches = cfg.train.steps * cfg.train.accumulation(1)
+    assert p["launch_hours"] == estimate.launch_hours(of_kernel, 32, micro_batches, 3)
+    assert (p["hours"] is not None) == is_known
+    assert ("no kernel solves" in shown(p, cfg)["hours"]) != is_known
 
 
 def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
