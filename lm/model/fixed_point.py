@@ -456,7 +456,13 @@ class FixedPointBlock(nn.Module):
         kind, terms = parse_gradient(c.gradient)
         if kind in ("exact", "adjoint"):
             y = adjoint_gradient(
-                lambda y: self.explicit(s, y)[0], y_star, terms, c.adjoint_clip, s.seqs.adjoint_norm
+                lambda y: self.explicit(s, y)[0],
+                y_star,
+                terms,
+                c.adjoint_clip,
+                s.seqs.adjoint_norm,
+                self.rule(c).tol,
+                product_dtype(self.out_proj.weight),
             )
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)

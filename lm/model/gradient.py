@@ -29,8 +29,9 @@ CURE = (
 
 MOST_GROWTH = 1e3  # of g over v, beyond which an iteration that has not converged will not do so
 
-# Relative change of the adjoint at which `exact` has converged.
-ADJOINT_TOL = {torch.float32: 1e-6, torch.float64: 1e-13}
+# Machine epsilons of the products below which a change of the adjoint that no longer shrinks is
+# rounding: under bf16 it stays there for ever.
+ROUNDING = 8
 
 
 def implicit_gradient(
@@ -80,34 +81,46 @@ def adjoint_gradient(
     terms: int | None,
     clip: float | None,
     norms: torch.Tensor | None,
+    tol: float,
+    products: torch.dtype,
 ) -> torch.Tensor:
     """F(y*) with the gradient of the explicit recurrence's solution attached.
 
     The cotangent v of y* becomes g = Σ_k (Jᵀ)ᵏ v, J = ∂F/∂y at y*. F at token t reads tokens before
-    t alone, so Jᴸ = 0 and L terms are all there are; fewer do where later ones are rounding.
+    t alone, so Jᴸ = 0 and L terms are all there are. Fewer do: later ones are below the tolerance
+    that y* itself was found to, or rounding.
 
     Args:
-        F: (b,l,d) → (b,l,d). y_star: (b,l,d), detached. terms: K, of the sum's terms after the
-        first; None: until they are rounding.
+        F: (b,l,d) → (b,l,d); in the backward it is computed under the autocast of now. y_star:
+        (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the largest
+        change of a sequence is below tol of the largest entry, or rounding.
         clip: Jᵀ g of a token is at most so many times as long as the longest v of its sequence.
         norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
+        products: the dtype that F multiplies in.
     """
     first = F(y_star)
     if not first.requires_grad:
         return first
+    device = y_star.device.type
+    dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    autocast = torch.autocast(device, dtype, enabled=on)
 
     def sum_up(v):
         most = v.shape[1] if terms is None else terms
         longest, g = _longest(v), v
-        with torch.enable_grad():  # a graph of its own: that of `first` may be a checkpoint's
+        with torch.enable_grad(), autocast:  # a graph of its own: `first`'s may be a checkpoint's
             y0 = y_star.detach().requires_grad_()
             F0 = F(y0)
+        lowest = torch.full_like(v[:, 0, 0], torch.inf)
         for _ in range(most):
             (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
             before, g = g, v + clipped(again, clip, longest)
-            change = (g - before).abs().amax((1, 2)) / g.abs().amax((1, 2)).clamp_min(1e-30)
-            if terms is None and (change < ADJOINT_TOL[v.dtype]).all():
-                break
+            if terms is None:
+                change = (g - before).abs().amax((1, 2)) / g.abs().amax((1, 2)).clamp_min(1e-30)
+                rounding = change <= ROUNDING * torch.finfo(products).eps
+                if ((change < tol) | (rounding & (change >= lowest))).all():
+                    break
+                lowest = torch.minimum(lowest, change)
         if norms is not None:
             norms.copy_((_longest(g) / longest.clamp_min(1e-30)).squeeze(1).detach())
         return g

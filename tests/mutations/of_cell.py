@@ -47,6 +47,7 @@ ROOT = of_cell("every_root_solves_its_equation_and_is_the_one_picard_runs_into")
 OF_SOLUTION = of_cell("the_gradient_is_that_of_the_solution")
 FOLD = of_cell("near_a_fold_the_gradient_is_limited_and_this_is_counted")
 COUNTED = (f"{TESTS}test_token.py::test_what_is_not_solved_is_counted_and_padding_never",)
+ROUNDED = (f"{TESTS}test_token.py::test_the_adjoint_ends_at_its_tolerance_or_at_rounding",)
 REACH = (f"{TESTS}test_token.py::test_k_terms_of_the_adjoint_reach_k_tokens_back",)
 CLIPPED = (f"{TESTS}test_token.py::test_what_comes_back_is_clipped_relative_to_the_cotangent",)
 NOISE = (f"{TESTS}test_token.py::test_noise_is_added_to_what_is_read_of_y_and_nothing_else",)
@@ -439,6 +440,16 @@ MUTATIONS = [
         GRADIENT, "before, g = g, v + clipped(again, clip, longest)",
         "before, g = g, clipped(again, clip, longest)",
         of_models("every_schedule_has_one_gradient[fp_mamba1-parallel]"),
+    ),
+    Mutation(
+        "adjoint: in fp32 whatever the forward was in",
+        GRADIENT, "with torch.enable_grad(), autocast:", "with torch.enable_grad():",
+        ROUNDED,
+    ),
+    Mutation(
+        "adjoint: what is rounding goes on",
+        GRADIENT, "(change < tol) | (rounding & (change >= lowest))", "change < tol",
+        ROUNDED,
     ),
     Mutation(
         "adjoint: K + 1 terms for K",

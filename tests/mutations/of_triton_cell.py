@@ -85,8 +85,8 @@ MUTATIONS = [
     ),
     Mutation(
         "auto on a GPU: token by token whatever the mixer",
-        "lm/model/fixed_point.py", "return kernel is not None and reflections[0] <=",
-        "return kernel is not None or reflections[0] <=",
+        "lm/model/fixed_point.py", "return bool(r) and kernel is not None and",
+        "return bool(r) or kernel is not None and",
         ("tests/lm/model/test_tracker.py::test_auto_on_a_gpu_is_what_its_kernels_can",),
     ),
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def of_the_sum(rate, terms, clip, v):
     c, norms = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
     y = adjoint_gradient(
         lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0)), torch.zeros_like(v), terms, clip,
-        norms,
+        norms, 1e-13, v.dtype,
     )  # fmt: skip
     (grad,) = torch.autograd.grad(y, c, v)
     return grad[0, :, 0].tolist(), norms.item()
@@ -83,6 +83,50 @@ def test_what_comes_back_is_clipped_relative_to_the_cotangent():
         grad, told = of_the_sum(0.5, None, 0.3, cotangent(5, size))
         assert grad == pytest.approx([size * s for s in (0.0375, 0.075, 0.15, 0.3, 1.0)])
         assert told == 1.0
+
+
+class _Counted(torch.autograd.Function):
+    """The identity, whose backwards are counted."""
+
+    @staticmethod
+    def forward(ctx, y, counted):
+        ctx.counted = counted
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.counted.append(grad.dtype)
+        return grad, None
+
+
+@pytest.mark.parametrize("tol, most", [(1e-2, 10), (1e-7, 24)])
+def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
+    """Under bf16 a change of the sum never falls below its rounding: L = 256 terms would be taken.
+    The backward, outside of the forward's autocast, multiplies as that did."""
+    torch.manual_seed(0)
+    weight, v = torch.randn(8, 8) / 6, torch.randn(2, 256, 8)
+    multiplied, terms = [], []
+
+    def F_of(y, c):
+        moved = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0)) @ weight
+        multiplied.append(moved.dtype)
+        return _Counted.apply(c + moved.float(), terms)
+
+    def grad(autocast, tol):
+        c = torch.zeros_like(v, requires_grad=True)
+        products = torch.bfloat16 if autocast else torch.float32
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = adjoint_gradient(
+                lambda y: F_of(y, c), torch.zeros_like(v), None, None, None, tol, products
+            )
+        return torch.autograd.grad(y, c, v)[0]
+
+    exact = grad(False, 0.0)
+    multiplied.clear(), terms.clear()
+    error = (grad(True, tol) - exact).norm() / exact.norm()
+    assert error < 1e-2
+    assert multiplied == [torch.bfloat16] * 2
+    assert 1 < len(terms) <= most
 
 
 def test_noise_is_added_to_what_is_read_of_y_and_nothing_else():
