@@ -276,7 +276,7 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
         "launch/synthetic_array.sbatch",
         commands[0].split()[4],
         "train.steps=7",
-        "out_dir=my runs",
+        'out_dir="my runs"',
     ]
 
 

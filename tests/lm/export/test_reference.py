@@ -231,7 +231,7 @@ REFUSED = [
     ("FPMamba", dict(use_short_conv="yes"), "`use_short_conv` is 'yes'; it must be true or false"),
     ("FPMamba", dict(expand=1.5), "`expand` is 1.5; it must be a whole number"),
     ("FPMamba", dict(norm_eps="small"), "`norm_eps` is 'small'; it must be a number"),
-    ("FPMamba", dict(n_backwards=0), "n_backwards is 0: it must be a whole number from 1 on"),
+    ("FPMamba", dict(n_backwards=0), "n_backwards is 0: it must be a whole number from 1 to"),
     ("FPMamba", dict(d_inner=65), "`d_inner` is 65, but expand · d_model is 64"),
     ("FPMamba", dict(mixer_proj_rank=4), "a low-rank map is supported for householderproduct and"),
     ("FPMamba", dict(mixer_type="dplr", mixer_proj_rank=0), "`mixer_proj_rank` is 0"),

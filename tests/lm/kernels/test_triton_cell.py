@@ -291,7 +291,7 @@ def test_refuses(change, error, words):
 
 
 def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
-    monkeypatch.setattr(triton_cell, "MOST_ENTRIES", 16)
+    monkeypatch.setattr("lm.kernels.cell.MOST_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
         solved(problem())
 
