@@ -34,7 +34,6 @@ def main() -> None:
         "train.micro_batch_size=1",
         "train.precision=fp32",
         f"data.seq_len={args.tokens}",
-        "solver={}",
         "model.gradient_checkpointing=false",
     )
     cfg = load(args.config, overrides)

@@ -331,11 +331,19 @@ def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys)
     assert main(["train", "--config", path, "--dry-run", *options]) == status
 
 
-@pytest.mark.parametrize("name", ["fpmamba_160m", "mamba_160m", "mamba_169m"])
-def test_the_160m_configurations_fit_the_card_they_are_launched_on(name):
+@pytest.mark.parametrize(
+    "name, gpu",
+    [
+        ("fpmamba_160m_fineweb2b", "a100-80g"),
+        ("fpmamba_160m_fineweb2b_paper", "a100-40g"),
+        ("mamba_160m_fineweb2b", "a100-40g"),
+        ("mamba_169m_fineweb2b", "a100-40g"),
+    ],
+)
+def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
     from lm.config import load as configs
     from lm.report.plan import plan, where
 
-    cfg = configs.load(LM / f"{name}_fineweb2b.yaml")
-    planned = plan(cfg, where(cfg, 4, "a100-40g"))
+    cfg = configs.load(LM / f"{name}.yaml")
+    planned = plan(cfg, where(cfg, 4, gpu))
     assert planned["fits"] and planned["sequences_per_step"] == 256

@@ -556,9 +556,12 @@ def test_there_are_shipped_yamls():
     assert {p.name for p in YAMLS} >= {"demo.yaml", "fpmamba_160m_fineweb2b.yaml"}
 
 
+PAPERS = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
+
+
 def test_the_papers_language_model_has_the_papers_constants():
     """The table 'Constants of the paper's experiments', row 'language model', written out."""
-    cfg = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    cfg = config.load(PAPERS)
     m, d, o, t = cfg.model, cfg.data, cfg.optim, cfg.train
     assert (d.source, d.dataset, d.val_tokens) == ("fineweb", "HuggingFaceFW/fineweb", 200_000)
     assert (cfg.tokenizer.name, d.leading_eos) == ("gpt2", True)  # EOS text EOS
@@ -583,13 +586,24 @@ def test_the_papers_language_model_has_the_papers_constants():
 
 
 def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_solver():
-    ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    papers = config.load(PAPERS)
     baseline = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
-    changes = {"name": ours.name, "model": ours.model, "solver": ours.solver}
+    changes = {"name": papers.name, "model": papers.model, "solver": papers.solver}
     assert baseline.model.name == "mamba"
-    assert baseline.model_copy(update=changes) == ours
+    assert baseline.model_copy(update=changes) == papers
     for field in ("vocab_size", "d_model", "n_layer", "d_state"):
-        assert getattr(baseline.model, field) == getattr(ours.model, field)
+        assert getattr(baseline.model, field) == getattr(papers.model, field)
+
+
+def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_no_update():
+    papers = config.load(PAPERS)
+    ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    assert ours.solver == Config().solver
+    assert ours.train.micro_batch_size == ours.eval.micro_batch_size == 32
+    ours.name, ours.solver = papers.name, papers.solver
+    ours.train.micro_batch_size = papers.train.micro_batch_size
+    ours.eval.micro_batch_size = papers.eval.micro_batch_size
+    assert ours == papers
 
 
 def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_layers():

@@ -247,7 +247,7 @@ def test_a_micro_batch_is_measured_beside_the_formula():
 
 
 def paper(*overrides: str) -> Config:
-    return config.load(LM / "fpmamba_160m_fineweb2b.yaml", overrides)
+    return config.load(LM / "fpmamba_160m_fineweb2b_paper.yaml", overrides)
 
 
 def test_the_smallest_change_that_fits_is_named_as_it_is_typed():
@@ -392,7 +392,7 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
         return model
 
     monkeypatch.setattr(estimate, "build_model", record)
-    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    cfg = paper()
     p = plan(cfg, 4)
     assert built == [({"meta"}, 12)]
     assert p["sequences_per_step"] == 256
@@ -430,7 +430,7 @@ def shown(p: dict, cfg: Config) -> dict[str, str]:
 
 
 def test_the_plan_says_whether_data_repeats():
-    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    cfg = paper()
     p = plan(cfg, 4)
     assert (p["tokens"], p["dataset_tokens"]) == (2_516_582_400, 9.5e9)
     assert shown(p, cfg)["passes over the data"] == "0.26: nothing is read twice"
@@ -447,7 +447,7 @@ def test_the_plan_says_whether_data_repeats():
 
 
 def test_the_plan_says_whose_tokens_a_hub_dataset_is_counted_in():
-    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    cfg = paper()
     cfg.tokenizer = Tokenizer(vocab_size=300)
     rows = shown(plan(cfg, 4), cfg)
     assert "; GPT-2's tokens, those of `bpe` will be more or fewer" in rows["tokens in the data"]
