@@ -1,0 +1,346 @@
+"""What a layer costs on a GPU, predicted on a CPU: its operations, launches and bytes, counted.
+
+python -m benchmarks.gpu_model [--batches 16,64 --length 2048 --d-model 768 --json FILE]
+
+The layer's own code runs forward and backward in training mode, in bf16, on tensors without numbers
+and with kernels that are not launched. An operation takes the longest of its bytes, its FLOPs and
+its launch; a token of the exact recurrence takes what lm/report/estimate.py says of its four nodes
+of a CUDA graph. No card has measured the constants. It takes seconds, and no GPU.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # so that Triton's code paths are taken on a CPU
+os.environ["FPRNN_KERNELS"] = "triton"
+
+import argparse
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
+from benchmarks.harness import numbers, ratio, show
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton import cell, roots, scan, step
+from lm.model import blocks, solver
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.report.estimate import SEQUENCE_S, TOKEN_S
+
+OPERATION_S, LAUNCH_S = 6e-6, 30e-6  # of PyTorch's small operations; of Triton's from Python
+EVALUATIONS = 10  # of the paper's procedure; the paper reports fewer in training
+EASY, TERMS = 6, 4  # of the exact layer on text: evaluations to 1e-2, and terms of its adjoint
+WINDOW = 128
+SHARES = {"forward_launches": 1 / 3, "backward_launches": 2 / 3}  # of a token's time
+
+
+class Rates(NamedTuple):
+    """What a card reaches: assumed."""
+
+    name: str
+    bytes_s: float
+    flops_s: dict[torch.dtype, float]
+
+
+CARDS = (
+    Rates("A100", 1.4e12, {torch.bfloat16: 200e12, torch.float32: 17e12}),
+    Rates("H100", 2.6e12, {torch.bfloat16: 500e12, torch.float32: 45e12}),
+)
+
+
+class Operation(NamedTuple):
+    """One that the device does, as far as its time depends on it."""
+
+    name: str
+    bytes: float
+    flops: float
+    dtype: torch.dtype
+    launch_s: float
+
+    def seconds(self, on: Rates) -> float:
+        rate = on.flops_s.get(self.dtype, on.flops_s[torch.float32])
+        return max(self.bytes / on.bytes_s, self.flops / rate, self.launch_s)
+
+
+class Cost(NamedTuple):
+    """Of a part of a layer."""
+
+    operations: float  # all but the nodes of a graph
+    launches: float  # those of them that are Triton's
+    nodes: float  # of a CUDA graph
+    syncs: float  # the host waits for the device
+    bytes: float
+    seconds: dict[str, float]  # by card
+
+    def combined(self, other: "Cost", times: float) -> "Cost":
+        """This and so many of the other."""
+        first = (a + times * b for a, b in zip(self[:-1], other[:-1]))
+        seconds = {card: s + times * other.seconds[card] for card, s in self.seconds.items()}
+        return Cost(*first, seconds)  # type: ignore[arg-type]
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return self.combined(other, -1.0)
+
+    def __mul__(self, times: float) -> "Cost":
+        return self.combined(self, times - 1.0)
+
+
+def _bytes(t: torch.Tensor) -> int:
+    """That are read of a tensor or written: what is expanded counts once."""
+    wide = (size for size, stride in zip(t.shape, t.stride()) if stride)
+    return math.prod(wide) * t.element_size() if t.numel() else 0
+
+
+class Counter(TorchDispatchMode):
+    """Counts what is done inside. `mode`: that of the tensors without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[Operation] = []
+        self.nodes, self.node_seconds, self.syncs = 0, 0.0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in _tensors((args, kwargs or {}))]
+        made = _tensors(out)
+        storages = {t.untyped_storage()._cdata for t in given}
+        writes = func._schema.is_mutable
+        is_view = not writes and all(t.untyped_storage()._cdata in storages for t in made)
+        name = func.overloadpacket.__name__
+        if is_view or name.startswith(("empty", "new_empty")):
+            return out
+        flops = 0
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=out)
+        moved = sum(map(_bytes, given)) + sum(map(_bytes, made))
+        self.done.append(Operation(name, moved, flops, made[0].dtype, OPERATION_S))
+        return out
+
+    def launch(self, kernel: Any, programs: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Instead of `triton.build.launch`."""
+        moved = sum(map(_bytes, _tensors((args, kwargs))))
+        self.done.append(Operation(kernel.__name__, moved, 0, torch.float32, LAUNCH_S))
+
+    def run(self, direction: Callable, plan: Any, sizes: Any, tensors: Any, firsts: range) -> None:
+        """Instead of `triton.cell._run`."""
+        self.nodes += len(direction(plan)) * len(list(firsts))
+        if share := SHARES.get(direction.__name__):
+            self.node_seconds += share * (TOKEN_S + SEQUENCE_S * sizes.b) * sizes.length
+
+    def cost(self) -> Cost:
+        seconds = {
+            on.name: sum(one.seconds(on) for one in self.done) + self.node_seconds for on in CARDS
+        }
+        launches = sum(one.launch_s == LAUNCH_S for one in self.done)
+        moved = sum(one.bytes for one in self.done)
+        return Cost(len(self.done), launches, self.nodes, self.syncs, moved, seconds)
+
+
+def _tensors(found: object) -> list[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        return [found]
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, (list, tuple)):
+        return [t for part in found for t in _tensors(part)]
+    return []
+
+
+@contextlib.contextmanager
+def counted(evaluations: int = 1, terms: int = 1) -> Iterator[Counter]:
+    """A Counter in place of the device. A solve ends after so many evaluations, the sum of an
+    adjoint after so many terms."""
+    counter, asked = Counter(), iter(range(terms, 0, -1))
+
+    def read(residual, iteration, *flags):
+        counter.syncs += 1
+        done = iteration >= evaluations
+        return [not done, True] if len(flags) == 2 else [done]
+
+    def ended(tensor):
+        counter.syncs += 1
+        return next(asked) == 1
+
+    with contextlib.ExitStack() as stack:
+        for module in (scan, step, roots):
+            stack.enter_context(mock.patch.object(module, "launch", counter.launch))
+        for owner, name, stand_in in (
+            (triton_build, "_what_is_wrong", lambda *_: ""),
+            (cell, "_run", counter.run),
+            (cell, "_aligned", lambda t: None if t is None else t.contiguous()),
+            (blocks, "_of_one_dtype", lambda o, *tensors: list(tensors)),  # as on a GPU
+            (solver, "_read", read),
+            (torch.Tensor, "__bool__", ended),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield stack.enter_context(counter)
+
+
+class Layer:
+    """One layer of a model and its input, without numbers."""
+
+    def __init__(self, d_model: int, rank: int, batch: int, length: int, **fields: Any) -> None:
+        options = dict(vocab_size=64, d_model=d_model, n_layer=1, mixer_rank=rank, **fields)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            model = FPRNNForCausalLM(FPRNNConfig(**options)).train()
+            self.u = torch.empty(batch, length, d_model, dtype=torch.bfloat16)
+            self.u.requires_grad_()
+        self.block = model.backbone.layers[0].block
+        self.d_vec = 4 * 2 * d_model * batch * length  # bytes
+
+    def prepare(self) -> Cost:
+        with self.mode, counted() as counter, torch.no_grad(), _bf16():
+            self.block.prepare(self.u)
+        return counter.cost()
+
+    def cost(self, evaluations: int = 1, terms: int = 1, backward: bool = True) -> Cost:
+        """Forward, and backward."""
+        given = counted(evaluations, terms)
+        with self.mode, given as counter, torch.set_grad_enabled(backward):
+            with _bf16():
+                out = self.block(self.u)[0]
+            if backward:
+                out.backward(torch.empty_like(out))
+        return counter.cost()
+
+
+def _bf16() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Procedure(NamedTuple):
+    """A layer's costs: of an evaluation, of a term, and of all the rest."""
+
+    evaluation: Cost
+    term: Cost | None
+    rest: Cost
+
+    def layer(self, evaluations: float, terms: float = 0.0) -> Cost:
+        whole = self.rest.combined(self.evaluation, evaluations)
+        return whole if self.term is None else whole.combined(self.term, terms)
+
+
+def procedure(layer: Layer, adjoint: bool, backward: bool = True) -> Procedure:
+    """From runs that differ in one evaluation, or in one term."""
+    once = layer.cost(backward=backward)
+    evaluation = layer.cost(evaluations=2, backward=backward) - once
+    term = layer.cost(terms=2) - once if adjoint and backward else None
+    rest = once - evaluation
+    return Procedure(evaluation, term, rest if term is None else rest - term)
+
+
+class Predicted(NamedTuple):
+    """Of one batch."""
+
+    parts: dict[str, Cost]
+    layers: dict[str, Cost]
+    d_vec: float
+
+
+def predict(d_model: int, rank: int, batch: int, length: int) -> Predicted:
+    """The parts of a layer and whole layers, forward and backward in training."""
+    sizes = d_model, rank, batch, length
+    papers = Layer(*sizes, **PAPER_FIELDS)
+    parallel = Layer(*sizes, **{**EXACT_FIELDS, "schedule": "parallel"})
+    windows = Layer(*sizes, **{**EXACT_FIELDS, "schedule": f"window:{WINDOW}"})
+    by_token = Layer(*sizes, **{**EXACT_FIELDS, "schedule": "sequential"})
+    mamba = Layer(*sizes, layers="mamba")
+    paper, exact = procedure(papers, False), procedure(parallel, True)
+    width = max(1, length // WINDOW)
+    in_windows = procedure(windows, True)
+    both = by_token.cost()
+    parts = {
+        "prepare": papers.prepare(),
+        "paper's: an evaluation": paper.evaluation,
+        "paper's: the last evaluation, backward": paper.rest - papers.prepare(),
+        "F: an evaluation, all tokens at once": exact.evaluation,
+        f"F: an evaluation of window:{WINDOW}": in_windows.evaluation * (1 / width),
+        "F: a term of the adjoint": exact.term,
+        "F: all else, backward": exact.rest - papers.prepare(),
+    }
+    layers = {
+        f"paper's, {EVALUATIONS} evaluations": paper.layer(EVALUATIONS),
+        f"exact, parallel, {EASY} evaluations, {TERMS} terms": exact.layer(EASY, TERMS),
+        f"exact, window:{WINDOW}, {EASY} evaluations, {TERMS} terms": in_windows.layer(EASY, TERMS),
+        "exact, token by token: what auto is": both,
+        "… forward alone": by_token.cost(backward=False),
+        "Mamba, our scan": mamba.cost(),
+    }
+    return Predicted(parts, layers, papers.d_vec)
+
+
+def row(name: str, cost: Cost, d_vec: float) -> dict[str, str]:
+    """Of the table."""
+    return {
+        "": name,
+        "operations (Triton)": f"{cost.operations:,.0f} ({cost.launches:,.0f})",
+        "nodes": f"{cost.nodes:,.0f}" if cost.nodes else "–",
+        "host waits": f"{cost.syncs:,.0f}" if cost.syncs else "–",
+        "d-vec a token": f"{cost.bytes / d_vec:,.0f}",
+        **{f"{card}, ms": f"{s * 1e3:,.2f}" for card, s in cost.seconds.items()},
+    }
+
+
+def crossing(d_model: int, rank: int, length: int, batches: list[int]) -> list[dict[str, str]]:
+    """Forward alone, token by token against all at once, easy text and a layer that tracks state,
+    which needs an evaluation for every token."""
+    rows = []
+    for batch in batches:
+        sizes = d_model, rank, batch, length
+        by_token = Layer(*sizes, **{**EXACT_FIELDS, "schedule": "sequential"})
+        parallel = Layer(*sizes, **{**EXACT_FIELDS, "schedule": "parallel"})
+        exact = procedure(parallel, True, backward=False)
+        found = [
+            cost.seconds[CARDS[0].name]
+            for cost in (by_token.cost(backward=False), exact.layer(EASY), exact.layer(length))
+        ]
+        names = "token by token", f"parallel, {EASY} evaluations", f"parallel, {length:,}"
+        rows.append({"sequences": str(batch), **{n: f"{s * 1e3:,.1f}" for n, s in zip(names, found)}})
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--batches", type=numbers, default=[16, 64], help="default: 16,64")
+    p.add_argument("--length", type=int, default=2048)
+    p.add_argument("--d-model", type=int, default=768)
+    p.add_argument("--rank", type=int, default=1, help="reflections (default: 1)")
+    p.add_argument("--json", type=Path, help="also write the numbers here")
+    a = p.parse_args()
+    record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(a).items()}, "batches": {}}
+    for batch in a.batches:
+        found = predict(a.d_model, a.rank, batch, a.length)
+        of_all = f"{batch} × {a.length:,} tokens, d_model {a.d_model}, {a.rank} reflections, bf16"
+        rows = [row(name, cost, found.d_vec) for name, cost in found.parts.items()]
+        show(f"\nOf a layer, {of_all}: forward and backward, predicted", rows)
+        rows = [row(name, cost, found.d_vec) for name, cost in found.layers.items()]
+        show("Whole layers", rows)
+        papers, *_, by_token, _, mamba = (c.seconds[CARDS[0].name] for c in found.layers.values())
+        print(
+            f"token by token, {CARDS[0].name}: {ratio(papers, by_token)} as fast as the paper's,"
+            f" {ratio(mamba, by_token)} as Mamba"
+        )
+        record["batches"][batch] = {
+            name: cost._asdict() for name, cost in {**found.parts, **found.layers}.items()
+        }
+    rows = crossing(a.d_model, a.rank, a.length, [1, 2, 4, 8, 16])
+    show(f"\nA layer forward alone, {a.length:,} tokens, {CARDS[0].name}, ms, predicted", rows)
+    if a.json:
+        a.json.parent.mkdir(parents=True, exist_ok=True)
+        a.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
