@@ -17,6 +17,7 @@ class Card(NamedTuple):
     memory: float  # bytes
     peak: dict[str, float] | None  # precision → dense FLOP/s (fp32: without TF32); None: not known
     nvlink: float  # bytes/s that it sends to those of its host; 0: PCIe alone
+    bandwidth: float | None = None  # bytes/s of its memory; None: not known
     on_gpu: bool = True
 
 
@@ -24,11 +25,11 @@ class Card(NamedTuple):
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9),
-        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9),
-        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}, 0.0),
-        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9),
-        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9),
+        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9, 1.555e12),
+        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9, 2.039e12),
+        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}, 0.0, 0.864e12),
+        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9, 3.35e12),
+        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9, 4.8e12),
     )
 }
 DEFAULT = "a100-80g"

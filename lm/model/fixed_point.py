@@ -18,6 +18,7 @@ from .layers import (
     Projection,
     Projections,
     affine_map,
+    linear_by_eights,
     parameters_of,
     product_dtype,
     side_by_side,
@@ -207,23 +208,35 @@ class FixedPointBlock(nn.Module):
         return BlockState(last_y, f_y, h.detach().clone(), self._tails(s, y))
 
     def _project(self, x, like, seqs, *others):
-        """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: see
-        `side_by_side`. Returns Projections and the mixer's weights."""
+        """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: (b,l,d) what
+        it mixes. Returns Projections and the mixer's weights."""
         cfg, d = self.config, x.shape[-1]
         weights = once(seqs.kept, "mixer", lambda: self._mixer_weights(x, seqs))
         of_y = None
         if cfg.mixer_h_dep:
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        mixer = Projection("mixer", F.linear(x, weights.first[:, :d], weights.bias), of_y)
-        projections = side_by_side([mixer, *others], like, seqs.kept)
+        from_x = linear_by_eights(x, weights.first[:, :d], weights.bias)
+        dtype = from_x.dtype if self._reads_narrow(like, seqs) else like.dtype
+        mixer = Projection("mixer", from_x, of_y)
+        projections = side_by_side([mixer, *others], d, dtype, seqs.kept)
         return projections.moved(self.in_units_of_y(seqs.noise)), weights
 
     def _mixer_weights(self, x, seqs):
         """The MixerWeights, as a compiled cell reads them where one is going to."""
-        weights, c = self.mixer.weights(x), self.settings(seqs)
+        weights = self.mixer.weights(x)
+        return self.mixer.merged(weights) if self._is_compiled(x, seqs) else weights
+
+    def _is_compiled(self, x, seqs):
+        """Whether one operator or kernel is to compute the whole solve."""
+        c = self.settings(seqs)
         by_token = c.token == "exact" and self.width(c, x.shape[1], x) == 1
-        compiled = by_token and (compiling() or self._has_kernel(x))
-        return self.mixer.merged(weights) if compiled else weights
+        return by_token and (compiling() or self._has_kernel(x))
+
+    def _reads_narrow(self, x, seqs):
+        """Whether it reads rows and maps of y in the dtype of products."""
+        if compiling():
+            return x.device.type != "cpu" and self._is_compiled(x, seqs)
+        return self._is_compiled(x, seqs) and backend("cell", x).NARROW
 
     # One evaluation.
 
@@ -290,15 +303,16 @@ class FixedPointBlock(nn.Module):
 
     def finish(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """The output gate and projection. y: (b,l,d) → (b,l,d_model)."""
+        y = y.to(s.z.dtype)
         if not self.config.glu_in_loop:
             y = F.silu(self._gate_outside(s, y)) * y
-        return self.out_proj(y.to(s.z.dtype))
+        return self.out_proj(y)
 
     def _gate_outside(self, s: Prepared, y: torch.Tensor) -> torch.Tensor:
         """z, and what it reads of sh(y)."""
         if not self.config.gate_h_dep:
             return s.z
-        before = shift(y, s.seqs, "f_y").to(s.z.dtype)
+        before = shift(y.to(s.z.dtype), s.seqs, "f_y")
         return s.z + self._of_y("z_y_proj", before, s.seqs.kept)
 
     # How it is solved.
@@ -396,10 +410,9 @@ class FixedPointBlock(nn.Module):
             after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and after_padding.any():
                 return None
-        weight_y = s.projections.weight_y
-        dtype = s.x.dtype if weight_y.device.type == "cpu" else product_dtype(weight_y)
+        weight_y = s.projections.weight_y.to(s.projections.raw.dtype)
         with without_autocast(s.x):
-            found = self.compiled(s, reflections, weight_y.to(dtype), s.seqs.adjoint_norm)
+            found = self.compiled(s, reflections, weight_y, s.seqs.adjoint_norm)
         if found is None:
             return None
         y, h, outcome = found

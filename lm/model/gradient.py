@@ -207,7 +207,7 @@ def _whole_solve(
     tensors = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0
     found = _by_kernel(tuple(layout), options, tensors, None)
     if found is None:
-        tensors = raw, weight_y.to(x.dtype), *tensors[2:]
+        tensors = raw.to(x.dtype), weight_y.to(x.dtype), *tensors[2:]
         found = whole_solve_plain(tuple(layout), options, tensors)
     y, h, outcome = found
     return y, h.contiguous(), outcome

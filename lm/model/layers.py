@@ -104,6 +104,23 @@ def product_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
+def on_cpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+def linear_by_eights(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """F.linear; on a GPU with as many rows of zeros as make their number a multiple of 8, which
+    tensor cores need to be fast."""
+    rows = len(matrix)
+    missing = -rows % 8
+    if on_cpu(x) or not missing:
+        return F.linear(x, matrix, bias)
+    padded = F.pad(matrix, (0, 0, 0, missing))
+    return F.linear(x, padded, None if bias is None else F.pad(bias, (0, missing)))[..., :rows]
+
+
 def _hooked(layer):
     """Whether something else runs when the layer is called."""
     return "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
@@ -232,14 +249,14 @@ class Projections(NamedTuple):
     weight_y: torch.Tensor  # (k,d) what the first k columns of raw get from sh(y)
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each projection by name, (b,l,·). y_before: (b,l,d) sh(y)."""
-        k = self.weight_y.shape[0]
+        """Each projection by name, (b,l,·), in the dtype of y_before: (b,l,d) sh(y)."""
+        k, dtype = self.weight_y.shape[0], y_before.dtype
         read: Any = None
         if k:
-            read = F.linear(y_before.to(self.weight_y.dtype), self.weight_y)
-            read = self.raw[..., :k] + read.to(self.raw.dtype)
+            read = linear_by_eights(y_before.to(self.weight_y.dtype), self.weight_y)
+            read = self.raw[..., :k].to(dtype) + read.to(dtype)
         return {
-            name: self.raw[..., at] if at.start >= k else read[..., at]
+            name: self.raw[..., at].to(dtype) if at.start >= k else read[..., at]
             for name, at in self.columns.items()
         }
 
@@ -257,16 +274,16 @@ class Projections(NamedTuple):
 
 
 def side_by_side(
-    projections: Iterable[Projection], like: torch.Tensor, kept: Any = None
+    projections: Iterable[Projection], width: int, dtype: torch.dtype, kept: Any = None
 ) -> Projections:
     """Projections, made of a list of Projection.
 
     Args:
-        like: (b,l,d) what the mixer mixes: its dtype is that of raw.
+        width: d. dtype: of raw.
         kept: a state.WeightCache for the joined maps, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
-    raw = torch.cat([projection.from_x.to(like.dtype) for projection in ordered], -1)
+    raw = torch.cat([projection.from_x.to(dtype) for projection in ordered], -1)
     columns, start = {}, 0
     for projection in ordered:
         end = start + projection.from_x.shape[-1]
@@ -274,5 +291,5 @@ def side_by_side(
         start = end
     maps = [projection.of_y for projection in ordered if projection.of_y is not None]
     if not maps:
-        return Projections(raw, columns, raw.new_zeros(0, like.shape[-1]))
+        return Projections(raw, columns, raw.new_zeros(0, width))
     return Projections(raw, columns, once(kept, "weight_y", lambda: torch.cat(maps)))

@@ -243,10 +243,9 @@ class Sequences(NamedTuple):
 def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
     """sh(y)[t] = y[t−1]; at t = 0 the state's field `name`, zero without a state; zero at the first
     token of every packed document."""
-    if seqs.state is None:
-        y = F.pad(y[:, :-1], (0, 0, 1, 0))
-    else:
-        y = torch.cat([seqs.before(name).to(y.dtype).unsqueeze(1), y[:, :-1]], 1)
+    before = seqs.before(name)
+    first = torch.zeros_like(y[:, :1]) if before is None else before.to(y.dtype).unsqueeze(1)
+    y = torch.cat([first, y[:, :-1]], 1)
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
 

@@ -7,13 +7,14 @@ runs of it (0.19); what a layer keeps is one stated number for each kind of laye
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lm.common.cards import GIB, Card
 from lm.config.model import Model
 from lm.config.schema import Config, Optim
+from lm.model.fields import parse_gradient
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.model.patterns import Layer, parse
 from lm.training.build import build_model, stacked
@@ -53,6 +54,12 @@ LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
 # Of a token of all sequences of a micro-batch, forward and backward, and more for each sequence.
 TOKEN_S, SEQUENCE_S = 13.3e-6, 0.143e-6
+# Numbers of 4 bytes that an evaluation moves for each token and channel of d_inner, by `token`, and
+# a term of the adjoint: counted by `python -m benchmarks.gpu_model`, of householder.
+MOVED = {"iterate": 25.0, "exact": 98.0}
+MOVED_BY_TERM = 225.0
+TERMS = 4  # of the adjoint, where its tolerance ends it: assumed
+REACHED = 0.7  # of a card's bandwidth: assumed
 COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
 
 
@@ -228,6 +235,24 @@ def launch_hours(layers: int, length: int, micro_batches: float, micro_batch: in
     Args: layers: of those. micro_batches: of a GPU, in the whole run. micro_batch: sequences.
     """
     return micro_batches * layers * length * (TOKEN_S + SEQUENCE_S * micro_batch) / 3600
+
+
+def moving_hours(
+    tokens: float, channels: int, solver: dict[str, Any], evaluations: float, gpus: int, card: Card
+) -> float:
+    """What iterating takes beyond one evaluation: it moves memory, and hardly computes.
+
+    Args:
+        tokens: of all layers that iterate. channels: d_inner. solver: its fields, settled.
+        evaluations: a token.
+    """
+    if not card.bandwidth:
+        return 0.0
+    numbers = MOVED[solver["token"]] * max(0.0, evaluations - 1)
+    kind, terms = parse_gradient(solver["gradient"])
+    if kind in ("exact", "adjoint"):
+        numbers += MOVED_BY_TERM * (TERMS if terms is None else terms)
+    return tokens * channels * 4 * numbers / (gpus * REACHED * card.bandwidth) / 3600
 
 
 def communication(of: Sizes, gpus: int, stage: int, grad_accum_steps: int) -> dict[str, float]:

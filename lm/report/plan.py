@@ -289,10 +289,17 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
     flops_per_token = flops_of(cfg, model)
     flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
     evaluations = layers.evaluations(at)
-    work = next(iter(flops_in_all.values()))
+    work = once = next(iter(flops_in_all.values()))
     if evaluations is not None:
         work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * tokens
-    hours = estimate.hours(work, at.world_size, at.card, cfg.train.precision, at.utilisation)
+    # Computing is that of one evaluation; the others move memory.
+    hours = estimate.hours(once, at.world_size, at.card, cfg.train.precision, at.utilisation)
+    of_moving = 0.0
+    if layers.iterated:
+        channels, solver = model.config.d_inner, cfg.solver.settled()
+        each = EVALUATIONS if at.evaluations is None else at.evaluations
+        in_all = tokens * layers.iterated
+        of_moving = estimate.moving_hours(in_all, channels, solver, each, at.world_size, at.card)
     # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
     micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
     length, sequences = cfg.data.seq_len, cfg.train.micro_batch_size
@@ -306,7 +313,8 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
         "layers": layers,
         "flops": work,
         "launch_hours": of_launches,
-        "hours": None if hours is None else hours + of_launches,
+        "moving_hours": of_moving,
+        "hours": None if hours is None else hours + of_launches + of_moving,
     }
 
 
@@ -452,6 +460,8 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
             assumed += f", {p['evaluations']:g} evaluations"
         if p["launch_hours"]:
             assumed += f"; {p['launch_hours']:,.2f} of them token after token, predicted"
+        if p["moving_hours"]:
+            assumed += f"; {p['moving_hours']:,.2f} of them to move what is iterated, predicted"
         rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
     if at.world_size > 1:
         sent, link = sum(p["communication"].values()), p["link"]

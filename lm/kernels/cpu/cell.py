@@ -24,6 +24,7 @@ from lm.kernels.cpu.build import DTYPES, address, check, functions, token_step
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
 _SIZES, _NUMBERS, _ADDRESSES = 21, 5, 29
+NARROW = False  # all tensors have one dtype
 _pack = struct.Struct(f"{_SIZES}q{_NUMBERS}d{_ADDRESSES}q").pack
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
 _NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))

@@ -37,6 +37,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 fits = arguments.fits_a_gpu
+NARROW = True  # raw and weight_y may be narrower than the rest
 
 
 def usable() -> tuple[bool, str]:
@@ -211,8 +212,8 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
         raise Unsupported(f"{options.rank} vectors of {sizes.d} channels: it holds {most} entries")
     if weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
-    tensors = {name: _wide(t) for name, t in named.items()}
-    tensors["raw"], tensors["weight_y"] = _aligned(raw), _aligned(weight_y)
+    as_they_are = "raw", "weight_y"
+    tensors = {name: _aligned(t) if name in as_they_are else _wide(t) for name, t in named.items()}
     if kind == "mamba1":
         tensors["A"] = _wide(A.t())
     return sizes, tensors
@@ -356,12 +357,13 @@ def _of_time(ddt, dA, sizes):
 def _of_weight(d_raw, tensors, y, sizes):
     """Σ_t d_rowᵀ y_{t−1}: one product."""
     y0, keep, weight_y = (tensors[name] for name in ("y0", "keep", "weight_y"))
-    first = torch.zeros_like(y[:, :1]) if y0 is None else y0.unsqueeze(1)
-    before = torch.cat([first, y[:, :-1]], 1)[:, : sizes.length]
+    before = torch.empty_like(y, dtype=weight_y.dtype)
+    before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
+    before[:, 1:] = y[:, :-1]
     if keep is not None:
-        before = before * keep.unsqueeze(-1)
+        before *= keep.unsqueeze(-1)
     of_rows = d_raw[..., : sizes.reading].flatten(0, 1).to(weight_y.dtype)
-    return of_rows.t() @ before.flatten(0, 1).to(weight_y.dtype)
+    return of_rows.t() @ before.flatten(0, 1)
 
 
 class _Cell(torch.autograd.Function):

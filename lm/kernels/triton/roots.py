@@ -314,7 +314,8 @@ def find_roots(
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     width = triton.next_power_of_2(r)
-    tokens = max(2, min(32, 128 // width**2))  # of a program, which is one warp
+    # One entry of a token's matrix a thread: in fp64 the registers do not hold more.
+    tokens = max(1, 32 // width**2)  # of a program
     s = alpha.new_empty((n, r), dtype=torch.float32)
     outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
     launch(
@@ -334,6 +335,6 @@ def find_roots(
         BISECTED=BISECTED,
         R=width,
         TOKENS=tokens,
-        num_warps=1,
+        num_warps=max(1, width**2 // 32),
     )
     return Roots(s, outcome)

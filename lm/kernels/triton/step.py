@@ -213,7 +213,7 @@ class _Mix(torch.autograd.Function):
         dy = y.new_empty(y.shape) if ctx.needs_input_grad[3] else None
         (*rows, grad), strides = zip(*map(as_rows, (gates, vectors, kept, y, grad)))
         tokens, d = grad.shape
-        block = block_for(d)
+        block = block_for(d, per_warp=256)  # more of each spills on sm_80
         launch(
             _mix_grad_kernel,
             (triton.cdiv(tokens, block["TOKENS"]),),

@@ -310,6 +310,30 @@ def test_a_trained_tracker_in_training_mode(length, monkeypatch):
     assert (both[0] - both[1]).norm() < 1e-5 * both[0].norm()
 
 
+def test_under_autocast_rows_and_maps_of_y_are_read_as_they_are_multiplied(monkeypatch):
+    """In bf16, and nothing is widened before the kernel; loss and gradient are those of fp32 as far
+    as bf16 goes."""
+    model, given, found, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    real = triton_cell.cell
+
+    def watched(layout, options, raw, weight_y, x, *others):
+        dtypes.append((raw.dtype, weight_y.dtype, x.dtype))
+        return real(layout, options, raw, weight_y, x, *others)
+
+    monkeypatch.setattr(triton_cell, "cell", watched)
+    for narrow in (False, True):
+        autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=narrow)
+        with model.solving(schedule="sequential"), autocast:
+            found[narrow] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
+    wide, bf16 = torch.float32, torch.bfloat16
+    assert dtypes == [(wide, wide, wide), (bf16, bf16, wide)]
+    (loss, gradient), (ours, its_gradient) = found[False], found[True]
+    assert ours == pytest.approx(loss, rel=0.05)
+    both = [torch.cat([g[name].flatten() for name in gradient]) for g in (gradient, its_gradient)]
+    assert 0 < (both[0] - both[1]).norm() < 0.1 * both[0].norm()
+
+
 # The launches, and what a CUDA graph would replay.
 
 

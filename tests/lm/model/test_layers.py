@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm.model.layers import ShortConv, StepSize, WNLinear, affine_map
+from lm.model.layers import ShortConv, StepSize, WNLinear, affine_map, linear_by_eights
 from lm.model.scan import causal_conv
 
 
@@ -135,3 +135,18 @@ def test_short_conv_is_silu_of_the_causal_convolution():
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]]).expand(2, 9)
     expected = nn.functional.silu(causal_conv(x, conv.weight, conv.bias, segments))
     torch.testing.assert_close(conv(x, segments), expected)
+
+
+@pytest.mark.parametrize("rows, multiplied", [(8, 8), (13, 16), (1, 8)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_a_gpu_a_matrix_has_a_multiple_of_eight_rows(rows, multiplied, with_bias, monkeypatch):
+    """Rows of zeros, cut off again. A stand-in says that the tensors are on a GPU."""
+    torch.manual_seed(0)
+    x, matrix, bias = torch.randn(2, 3, 5), torch.randn(rows, 5), torch.randn(rows)
+    bias = bias if with_bias else None
+    expected, seen = nn.functional.linear(x, matrix, bias), []
+    real = nn.functional.linear
+    monkeypatch.setattr("lm.model.layers.on_cpu", lambda t: False)
+    monkeypatch.setattr(nn.functional, "linear", lambda *a: seen.append(len(a[1])) or real(*a))
+    torch.testing.assert_close(linear_by_eights(x, matrix, bias), expected)
+    assert seen == [multiplied]

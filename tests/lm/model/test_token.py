@@ -137,7 +137,8 @@ def test_noise_is_added_to_what_is_read_of_y_and_nothing_else():
             Projection("first", 2 * x, normal(3, 4, seed=4)),
             Projection("second", 3 * x, normal(3, 4, seed=5)),
         ],
-        y,
+        y.shape[-1],
+        y.dtype,
     )
     moved, expected = made.moved(noise).rows(y), made.rows(y + noise)
     for name in ("alone", "first", "second"):

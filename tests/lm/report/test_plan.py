@@ -278,14 +278,27 @@ def test_where_nothing_fits_the_plan_says_so():
 # Time.
 
 
-def test_hours_are_flops_over_what_the_cards_reach():
+def test_hours_are_flops_over_what_the_cards_reach_and_what_iterating_moves():
     cfg = paper()
     p = plan(cfg, where(cfg, 4, "a100-80g", utilisation=0.5, evaluations=20.0))
-    flops = p["flops_per_token"]["evaluations = 20"] * p["tokens"]
-    assert p["hours"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
+    flops = p["flops_per_token"]["evaluations = 1"] * p["tokens"]
+    moved = 12 * p["tokens"] * 1536 * 4 * 19 * 25
+    assert p["moving_hours"] == pytest.approx(moved / (4 * 0.7 * 2.039e12) / 3600)
+    expected = flops / (4 * 312e12 * 0.5) / 3600 + p["moving_hours"]
+    assert p["hours"] == pytest.approx(expected)
     said = shown(p, cfg)["hours"]
     assert "50% of 312 TFLOP/s" in said and "20 evaluations" in said
+    assert f"{p['moving_hours']:,.2f} of them to move what is iterated" in said
     assert plan(tiny(), where(tiny(), 1, "cpu"))["hours"] is None
+    assert plan(tiny(), where(tiny(), 1, "h200"))["moving_hours"] == 0  # token by token
+
+
+@pytest.mark.parametrize("gradient, terms", [("one_step", 0), ("exact", 4), ("adjoint:7", 7)])
+def test_a_term_of_the_adjoint_moves_memory_too(gradient, terms):
+    cfg = tiny({"schedule": "parallel", "gradient": gradient})
+    p = plan(cfg, where(cfg, 2, "h200"))
+    moved = 2 * p["tokens"] * 2 * cfg.model.d_model * 4 * (9 * 98 + terms * 225)
+    assert p["moving_hours"] == pytest.approx(moved / (2 * 0.7 * 4.8e12) / 3600)
 
 
 def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
@@ -323,8 +336,7 @@ def test_hours_token_by_token_are_those_of_layers_with_a_kernel(model, of_kernel
 
 
 def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
-    cfg = paper()
-    cfg.solver = type(cfg.solver)()
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
     p = plan(cfg, where(cfg, 4, "a100-80g"))
     micro_batches = cfg.train.steps * cfg.train.accumulation(4)
     seconds = 12 * 2048 * micro_batches * (13.3e-6 + 0.143e-6 * cfg.train.micro_batch_size)
