@@ -4,7 +4,7 @@ python -m benchmarks.gpu_model [--batches 1,16,64 --length 2048 --d-model 768 --
 
 The layer's own code runs forward and backward in training mode, in bf16, on tensors without numbers
 and with kernels that are not launched. An operation takes the longest of its bytes, its FLOPs and
-its launch; a token of the exact recurrence takes what lm/report/estimate.py says of its four nodes
+its launch; a token of the exact recurrence takes what lm/common/cards.py says of its four nodes
 of a CUDA graph. No card has measured the constants. It takes seconds, and no GPU.
 """
 
@@ -29,14 +29,13 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
 from benchmarks.harness import numbers, ratio, show
 from lm import kernels
+from lm.common.cards import SEQUENCE_S, TOKEN_S
 from lm.kernels.triton import cell, roots, scan, step
 from lm.model import blocks, solver
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.report.estimate import SEQUENCE_S, TOKEN_S
 
 KERNELS = {"selective_scan": scan, "step": step, "roots": roots, "cell": cell}
-OPERATION_S, LAUNCH_S = 6e-6, 30e-6  # of PyTorch's small operations; of Triton's from Python
 EVALUATIONS = 10  # of the paper's procedure; the paper reports fewer in training
 EASY, TERMS = 6, 4  # of the exact layer on text: evaluations to 1e-2, and terms of its adjoint
 WINDOW = 128
@@ -44,17 +43,23 @@ SHARES = {"forward_launches": 1 / 3, "backward_launches": 2 / 3}  # of a token's
 
 
 class Rates(NamedTuple):
-    """What a card reaches: assumed."""
+    """What a card reaches; by default what is assumed."""
 
     name: str
     bytes_s: float
-    flops_s: dict[torch.dtype, float]
+    bf16: float  # FLOP/s of products
+    fp32: float
+    operation_s: float = 6e-6  # of PyTorch's small operations
+    launch_s: float = 30e-6  # of a Triton kernel from Python
+    token_s: float = TOKEN_S
+    sequence_s: float = SEQUENCE_S
+
+    def of_token(self, sequences: int) -> float:
+        """Seconds of a token of the exact recurrence, forward and backward."""
+        return self.token_s + self.sequence_s * sequences
 
 
-CARDS = (
-    Rates("A100", 1.4e12, {torch.bfloat16: 200e12, torch.float32: 17e12}),
-    Rates("H100", 2.6e12, {torch.bfloat16: 500e12, torch.float32: 45e12}),
-)
+CARDS = [Rates("A100", 1.4e12, 200e12, 17e12), Rates("H100", 2.6e12, 500e12, 45e12)]
 
 
 class Operation(NamedTuple):
@@ -64,11 +69,12 @@ class Operation(NamedTuple):
     bytes: float
     flops: float
     dtype: torch.dtype
-    launch_s: float
+    is_triton: bool = False
 
     def seconds(self, on: Rates) -> float:
-        rate = on.flops_s.get(self.dtype, on.flops_s[torch.float32])
-        return max(self.bytes / on.bytes_s, self.flops / rate, self.launch_s)
+        rate = on.bf16 if self.dtype == torch.bfloat16 else on.fp32
+        launch_s = on.launch_s if self.is_triton else on.operation_s
+        return max(self.bytes / on.bytes_s, self.flops / rate, launch_s)
 
 
 class Cost(NamedTuple):
@@ -106,7 +112,8 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.done: list[Operation] = []
-        self.nodes, self.node_seconds, self.syncs = 0, 0.0, 0
+        self.nodes = self.syncs = 0
+        self.tokens: list[tuple[float, int]] = []  # of the recurrence, and their sequences
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -126,25 +133,26 @@ class Counter(TorchDispatchMode):
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             flops = formula(*args, **(kwargs or {}), out_val=out)
         moved = sum(map(_bytes, given)) + sum(map(_bytes, made))
-        self.done.append(Operation(name, moved, flops, made[0].dtype, OPERATION_S))
+        self.done.append(Operation(name, moved, flops, made[0].dtype))
         return out
 
     def launch(self, kernel: Any, programs: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Instead of `triton.build.launch`."""
         moved = sum(map(_bytes, _tensors((args, kwargs))))
-        self.done.append(Operation(kernel.__name__, moved, 0, torch.float32, LAUNCH_S))
+        self.done.append(Operation(kernel.__name__, moved, 0, torch.float32, True))
 
     def run(self, direction: Callable, plan: Any, sizes: Any, tensors: Any, firsts: range) -> None:
         """Instead of `triton.cell._run`."""
         self.nodes += len(direction(plan)) * len(list(firsts))
-        if share := SHARES.get(direction.__name__):
-            self.node_seconds += share * (TOKEN_S + SEQUENCE_S * sizes.b) * sizes.length
+        self.tokens.append((SHARES.get(direction.__name__, 0.0) * sizes.length, sizes.b))
 
     def cost(self) -> Cost:
         seconds = {
-            on.name: sum(one.seconds(on) for one in self.done) + self.node_seconds for on in CARDS
+            on.name: sum(one.seconds(on) for one in self.done)
+            + sum(count * on.of_token(sequences) for count, sequences in self.tokens)
+            for on in CARDS
         }
-        launches = sum(one.launch_s == LAUNCH_S for one in self.done)
+        launches = sum(one.is_triton for one in self.done)
         moved = sum(one.bytes for one in self.done)
         return Cost(len(self.done), launches, self.nodes, self.syncs, moved, seconds)
 
@@ -308,8 +316,11 @@ def main() -> None:
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--d-model", type=int, default=768)
     p.add_argument("--rank", type=int, default=1, help="reflections (default: 1)")
+    p.add_argument("--rates", type=json.loads, help="a JSON object: of one more card, the first")
     p.add_argument("--json", type=Path, help="also write the numbers here")
     a = p.parse_args()
+    if a.rates:
+        CARDS.insert(0, Rates(**a.rates))
     record: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(a).items()}, "batches": {}}
     for batch in a.batches:
         found = predict(a.d_model, a.rank, batch, a.length)

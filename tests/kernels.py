@@ -1,10 +1,14 @@
-"""What the tests of kernels share: comparison by name, poisoned memory, and compiling for GPUs that
-are not there (`compile_for_gpus`)."""
+"""What the tests of kernels share: comparison by name, poisoned memory, and compiling what is
+launched for GPUs that are not there (`resources`)."""
 
+import ast
 import contextlib
 import importlib
+import inspect
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +17,14 @@ import pytest
 import torch
 
 TARGETS = (80, 90)  # A100, H100
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+NUMBERS = {int: "i32", float: "fp32"}
 
 
 def quicken_interpreter():
@@ -61,107 +73,121 @@ def assert_close(ours, theirs, tol):
         assert error < tol, f"{name}: relative error {error:.1e}"
 
 
-def compile_for_gpus(module, cases):
-    """Compile Triton kernels for sm_80 and sm_90, which needs no GPU, in a process that does not
-    interpret them.
+def launch_case(kernel, *args, **named):
+    """A launch as `resources` takes it: which kernel, with what arguments and options. Of a tensor
+    that is its type, and whether its address is one of 16 bytes."""
+    given = dict(zip(inspect.getfullargspec(kernel.fn).args, args)) | named
+    options = {"num_warps": given.pop("num_warps")} if "num_warps" in given else {}
+    for name, value in given.items():
+        if torch.is_tensor(value):
+            given[name] = {"tensor": TYPES[value.dtype], "aligned": value.data_ptr() % 16 == 0}
+        elif type(value).__name__ == "dtype":  # Triton's, a constant
+            given[name] = {"dtype": str(value)}
+    name, module = kernel.fn.__name__, kernel.fn.__module__
+    return {"module": module, "kernel": name, "arguments": given, "options": options}
 
-    Args:
-        module: where they are. cases: dicts with `kernel`, its name; `signature`, argument → Triton
-        type ("*fp32", "i32", "constexpr", …); `constexprs`, argument → value; and `options`.
-    Returns:
-        {"kernel, case, target": what was wrong}, empty when all compile.
+
+def sliced(t):
+    """t as columns of a wider tensor, as parts of a projection are: in odd places."""
+    return torch.nn.functional.pad(t, (3, 6))[..., 3:-6]
+
+
+@contextlib.contextmanager
+def recorded_launches(module):
+    """What `module` launches is a case of this list, once each, and not run."""
+    cases = []
+
+    def record(kernel, programs, *args, **named):
+        case = launch_case(kernel, *args, **named)
+        if case not in cases:
+            cases.append(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "launch", record)
+        yield cases
+
+
+def kernels_of(*modules):
+    """The names of the jitted functions of modules that no other calls: those are launched."""
+    nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
+    functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("triton.jit")]
+    calls = [n for f in jitted for n in ast.walk(f) if isinstance(n, ast.Call)]
+    return {f.name for f in jitted} - {ast.unparse(call.func) for call in calls}
+
+
+def resources(cases, targets=TARGETS):
+    """What kernels take on a GPU, compiled as a launch compiles them, which needs no GPU, in a
+    process that does not interpret them.
+
+    Args: cases: of `launch_case`. targets: compute capabilities.
+    Returns: for every case and target {"case", "target", "registers", "warps", "stack", "shared"},
+    the stack being the bytes of a thread that its registers do not hold.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels", module]
-    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def _compile(module, cases):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    wrong = {}
-    for i, case in enumerate(cases):
-        kernel = getattr(importlib.import_module(module), case["kernel"])
-        while not isinstance(kernel, triton.runtime.jit.JITFunction):  # autotuned, with heuristics
-            kernel = kernel.fn
-        for arch in TARGETS:
-            source = ASTSource(kernel, case["signature"], case["constexprs"])
-            try:
-                target = GPUTarget("cuda", arch, 32)
-                made = triton.compile(source, target=target, options=case.get("options", {}))
-                assert made.asm["cubin"]
-            except Exception as error:  # whatever the compiler raises is the finding
-                wrong[f"{case['kernel']}, case {i}, sm_{arch}"] = repr(error)[-2000:]
-    return wrong
-
-
-def resources_of_cells(sizes, targets=TARGETS):
-    """What the kernels of the exact token take on a GPU, compiled in a process of its own.
-
-    Args: sizes: dicts of d, n, r and kind. targets: compute capabilities.
-    Returns: [{"kernel", "sizes", "target", "registers", "warps", "stack", "shared"}], the stack
-    being the bytes of a thread that its registers do not hold.
-    """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    given = json.dumps([sizes, targets])
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels"]
+    given = json.dumps([cases, targets])
     done = subprocess.run(command, input=given, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def _launches(d, n, r, kind):
-    """One of each kernel of the exact token, in bf16."""
-    from lm.kernels.triton import cell
-
-    norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
-    options = cell.Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, 0.0, n)
-    layout, columns = cell.Layout(0, r * d, r * d + r, r * d + r + n), r * d + r + 2 * n
-    given = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
-    plan = cell.Plan(
-        layout, options, kind, 16, d, n, heads, columns, columns, columns, 1, torch.float32,
-        torch.bfloat16, torch.device("cuda"), given, True, "tf32",
-    )  # fmt: skip
-    return cell.forward_launches(plan) + cell.backward_launches(plan)
+def assert_nothing_spills(cases, targets=TARGETS):
+    """All compile, keep what they hold in registers, and fit a multiprocessor."""
+    found = resources(cases, targets)
+    assert len(found) == len(cases) * len(targets) > 0
+    assert not [one for one in found if one["stack"]]
+    assert all(one["registers"] * 32 * one["warps"] <= 65536 for one in found)
+    most = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
+    assert all(one["shared"] <= most[one["target"]] for one in found)
 
 
-def _resources(sizes, targets):
-    import re
+def _source(case):
+    """What Triton compiles for a launch: arguments that are None or 1 are constants, and it relies
+    on addresses and numbers being multiples of 16 where they are."""
+    import triton.language as tl
+    from triton.compiler import ASTSource
 
+    kernel = getattr(importlib.import_module(case["module"]), case["kernel"])
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name, value = parameter.name, case["arguments"][parameter.name]
+        is_tensor = isinstance(value, dict) and "tensor" in value
+        is_number = type(value) is int and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (is_number and value == 1):
+            signature[name] = "constexpr"
+            constants[name] = tl.dtype(value["dtype"]) if isinstance(value, dict) else value
+            continue
+        signature[name] = value["tensor"] if is_tensor else NUMBERS[type(value)]
+        if value["aligned"] if is_tensor else is_number and value % 16 == 0:
+            attributes[i,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def _resources(cases, targets):
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     found = []
     tool = triton.knobs.nvidia.cuobjdump.path
-    for case, arch in ((case, arch) for case in sizes for arch in targets):
-        for kernel, _, args in _launches(**case):
-            options = {"num_warps": args["num_warps"]} if "num_warps" in args else {}
-            numbers = {p.name: args.get(p.name) for p in kernel.params}
-            constants = {p.name: numbers[p.name] for p in kernel.params if p.is_constexpr}
-            types = {name: "fp32" if type(v) is float else "i32" for name, v in numbers.items()}
-            types |= {"table": "*i64", **dict.fromkeys(constants, "constexpr")}
-            source = ASTSource(kernel, types, constants)
-            made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(made.asm["cubin"])
-                file.flush()
-                command = [tool, "--dump-resource-usage", file.name]
-                said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
-            found.append(
-                {"kernel": kernel.__name__, "sizes": case, "target": arch, "stack": stack,
-                 "registers": registers, "warps": made.metadata.num_warps,
-                 "shared": made.metadata.shared}
-            )  # fmt: skip
+    for case, target in itertools.product(cases, targets):
+        gpu = GPUTarget("cuda", target, 32)
+        try:
+            made = triton.compile(_source(case), target=gpu, options=case["options"])
+        except Exception as wrong:  # whatever the compiler raises
+            raise RuntimeError(f"sm_{target} does not compile {case}") from wrong
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            command = [tool, "--dump-resource-usage", file.name]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
+        found.append(
+            {"case": case, "target": target, "registers": registers, "stack": stack,
+             "warps": made.metadata.num_warps, "shared": made.metadata.shared}
+        )  # fmt: skip
     return found
 
 
 if __name__ == "__main__":
-    given = json.load(sys.stdin)
-    made = _compile(sys.argv[1], given) if len(sys.argv) > 1 else _resources(*given)
-    print(json.dumps(made))
+    print(json.dumps(_resources(*json.load(sys.stdin))))

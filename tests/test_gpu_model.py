@@ -12,10 +12,12 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import gpu_model
+from lm.common import cards
 from lm.kernels.triton.cell import CHUNK
 from lm.report import estimate
 
 SIZES = 768, 1, 16, 2048
+RATES = {"name": "mine", "bytes_s": 1e12, "bf16": 1e14, "fp32": 1e13}
 
 
 def layer(fields, **others):
@@ -46,11 +48,12 @@ def test_an_operation_counts_what_it_reads_and_writes(counter):
 
 
 def test_an_operation_takes_the_longest_of_bytes_flops_and_launch():
-    on = gpu_model.Rates("", 100.0, {torch.float32: 10.0, torch.bfloat16: 40.0})
-    of = gpu_model.Operation("", 300.0, 40.0, torch.float32, 1.0)
+    on = gpu_model.Rates("", 100.0, bf16=40.0, fp32=10.0, operation_s=1.0, launch_s=2.0)
+    of = gpu_model.Operation("", 300.0, 40.0, torch.float32)
     assert of.seconds(on) == 4.0
     assert of._replace(dtype=torch.bfloat16).seconds(on) == 3.0
-    assert of._replace(bytes=0.0, flops=0.0).seconds(on) == 1.0
+    nothing = of._replace(bytes=0.0, flops=0.0)
+    assert (nothing.seconds(on), nothing._replace(is_triton=True).seconds(on)) == (1.0, 2.0)
 
 
 def test_token_by_token_is_two_launches_a_token_each_way_and_nothing_waits():
@@ -61,9 +64,11 @@ def test_token_by_token_is_two_launches_a_token_each_way_and_nothing_waits():
     assert both.nodes == 4 * length + 1 + 3 * chunks  # what enters a chunk, and it computed again
     assert forward.syncs == both.syncs == 0
     assert both.bytes < 70 * by_token.d_vec
-    node_seconds = (estimate.TOKEN_S + estimate.SEQUENCE_S * 16) * length
+    node_seconds = (cards.TOKEN_S + cards.SEQUENCE_S * 16) * length
     for made, share in ((forward, 1 / 3), (both, 1.0)):
         assert all(s > share * node_seconds for s in made.seconds.values())
+    apart = both.seconds["A100"] - both.seconds["H100"]  # nodes take as long on both
+    assert 0 < apart < both.seconds["A100"] - node_seconds
 
 
 def test_the_plan_counts_what_is_counted_here():
@@ -86,7 +91,7 @@ def test_the_table(tmp_path):
     out = tmp_path / "a" / "model.json"
     command = [sys.executable, "-m", "benchmarks.gpu_model", "--batches", "2", "--length", "256"]
     done = subprocess.run(
-        [*command, "--d-model", "32", "--json", str(out)],
+        [*command, "--d-model", "32", "--json", str(out), "--rates", json.dumps(RATES)],
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
@@ -94,6 +99,7 @@ def test_the_table(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "2 × 256 tokens, d_model 32, 1 reflections" in done.stdout
+    assert "mine, ms" in done.stdout and "token by token, mine: " in done.stdout
     parts, layers = (json.loads(out.read_text())["batches"]["2"][k] for k in ("parts", "layers"))
     assert layers["exact, token by token: what auto is"]["syncs"] == 0
     assert parts["F: an evaluation, all tokens at once"]["bytes"] > 0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lm.common.cards import GIB, Card
+from lm.common.cards import GIB, REACHED, SEQUENCE_S, TOKEN_S, Card
 from lm.config.model import Model
 from lm.config.schema import Config, Optim
 from lm.model.fields import parse_gradient
@@ -52,14 +52,11 @@ IN_BF16 = 0.75
 WORKING = 0.25  # of what a layer keeps lives a second time in its backward; of windows all of it
 LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
-# Of a token of all sequences of a micro-batch, forward and backward, and more for each sequence.
-TOKEN_S, SEQUENCE_S = 13.3e-6, 0.143e-6
 # Numbers of 4 bytes that an evaluation moves for each token and channel of d_inner, by `token`, and
 # a term of the adjoint: counted by `python -m benchmarks.gpu_model`, of householder.
 MOVED = {"iterate": 25.0, "exact": 98.0}
 MOVED_BY_TERM = 225.0
 TERMS = 4  # of the adjoint, where its tolerance ends it: assumed
-REACHED = 0.7  # of a card's bandwidth: assumed
 COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
 
 
@@ -229,8 +226,7 @@ def launch_hours(layers: int, length: int, micro_batches: float, micro_batch: in
     """What layers solved token by token on a GPU wait for one token after the other, forward and
     backward: whatever its arithmetic, a token is four small kernels of a CUDA graph.
 
-    The seconds a token are predicted (lm/kernels/triton/cell.py), of an A100 and d_inner 1,536; no
-    card has measured them.
+    The seconds a token are predicted, of an A100 and d_inner 1,536.
 
     Args: layers: of those. micro_batches: of a GPU, in the whole run. micro_batch: sequences.
     """

@@ -95,7 +95,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gate outside reads this token's y, not the one before",
-        BLOCK, 'shift(y, s.seqs, "f_y")', "y",
+        BLOCK, 'shift(y.to(s.z.dtype), s.seqs, "f_y")', "y.to(s.z.dtype)",
         output("fp_mamba1-householder1"),
     ),
     Mutation(

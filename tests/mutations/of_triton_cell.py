@@ -76,7 +76,7 @@ MUTATIONS = [
     ),
     Mutation(
         "loop in Triton: the weight's gradient reads over a document's border",
-        CELL, "before = before * keep.unsqueeze(-1)", "before = before * 1.0", CHUNKS,
+        CELL, "before *= keep.unsqueeze(-1)", "before *= 1.0", CHUNKS,
     ),
     Mutation(
         "loop in Triton: chunks from the first to the last in the backward",

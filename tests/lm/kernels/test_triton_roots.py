@@ -9,7 +9,12 @@ from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
 from lm.model.solver import FAILED
-from tests.kernels import compile_for_gpus, poisoned_memory, skip_where_missing
+from tests.kernels import (
+    assert_nothing_spills,
+    poisoned_memory,
+    recorded_launches,
+    skip_where_missing,
+)
 from tests.lm.model.test_cell import (
     coefficients_of,
     normal,
@@ -141,22 +146,7 @@ def test_what_it_cannot_compute_is_refused():
 
 
 @pytest.mark.parametrize("rank", [1, 4, *(pytest.param(r, marks=pytest.mark.slow) for r in (2, 8))])
-def test_it_compiles(rank, monkeypatch):
-    """As it is launched, for sm_80 and sm_90."""
-    launched = []
-    monkeypatch.setattr(
-        triton_roots, "launch", lambda *args, **named: launched.append((args, named))
-    )
-    triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
-    ((kernel, _, *args), constants) = launched[0]
-    warps = constants.pop("num_warps")
-    types = {torch.float32: "*fp32", torch.uint8: "*u8", int: "i32", float: "fp32"}
-    kinds = [types[a.dtype if torch.is_tensor(a) else type(a)] for a in args]
-    names = kernel.fn.__code__.co_varnames[: len(kinds)]
-    case = {
-        "kernel": kernel.fn.__name__,
-        "signature": dict(zip(names, kinds)) | dict.fromkeys(constants, "constexpr"),
-        "constexprs": constants,
-        "options": {"num_warps": warps},
-    }
-    assert compile_for_gpus("lm.kernels.triton.roots", [case]) == {}
+def test_nothing_spills(rank):
+    with recorded_launches(triton_roots) as cases:
+        triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
+    assert_nothing_spills(cases)

@@ -3,20 +3,24 @@
 Without a GPU Triton interprets the kernels, step by step: hence the small sizes.
 """
 
-import inspect
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from triton.runtime.jit import KernelInterface
-
 from lm.kernels import Unsupported
 from lm.kernels.triton import scan as triton_scan
 from lm.kernels.triton.build import INTERPRETED, dense
 from lm.model.scan import selective_scan_plain
-from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
+from tests.kernels import (
+    assert_close,
+    assert_nothing_spills,
+    kernels_of,
+    poisoned_memory,
+    recorded_launches,
+    skip_where_missing,
+    sliced,
+)
 from tests.oracles import scan_inputs
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
@@ -246,58 +250,45 @@ def test_what_does_not_fit_is_refused():
         triton_scan.selective_scan(**inputs(65536, 1, 1, 1))
 
 
-# Arguments of each kernel that are None in one of its uses.
-WITHOUT = {
-    "_scan_kernel": {
-        "forward": ("chunk_states", "chunk_decays", "tiles", "keep"),
-        "forward from zero, resets": ("entering", "chunk_states", "chunk_decays", "tiles"),
-        "chunks": ("C", "entering", "y", "tiles", "leaving"),
-        "REVERSE tiles": ("C", "chunk_states", "chunk_decays", "y", "keep"),
-    },
-    "_carry_kernel": {"forward": (), "REVERSE": (), "from zero": ("first",)},
-    "_grad_kernel": {"resets": (), "plain": ("keep",)},
-}
-OF_INPUT_DTYPE = ("value", "vector", "x", "dt", "dx", "ddt")  # and B, C; but not those of a tile
-BLOCKS = {  # constexprs and num_warps for d = 1536, n = 16
-    "_scan_kernel": (dict(TILE=16, BLOCK_D=64, BLOCK_N=16), 2),
-    "_carry_kernel": (dict(BLOCK=256), 2),
-    "_grad_kernel": (dict(TILE=16, BLOCK_D=32), 1),
-}
-INTEGERS = ("length", "chunk", "chunks", "size", "d", "n", "rows", "zero")
+def launched(d, n, dtype, whole, length=128):
+    """What a forward and a backward launch: in two chunks from a state, with resets, or, where not
+    whole, on slices of projections, in one chunk from zero and without."""
+    tensors = inputs(1, length, d, n)
+    tensors |= {name: tensors[name].to(dtype) for name in ("x", "dt", "B", "C")}
+    keep = resets(1, length) if whole else None
+    if not whole:
+        del tensors["h0"]
+        tensors |= {name: sliced(tensors[name]) for name in ("x", "dt", "B", "C")}
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    with recorded_launches(triton_scan) as cases:
+        y, h = triton_scan.selective_scan(**tensors, keep=keep)
+        (y.sum() + h.sum()).backward()
+    return cases
 
 
-def compile_case(name, use, dtype, ones):
-    """One case for `compile_for_gpus`; ones: d = n = 1, which Triton compiles into the code."""
-    constexprs, num_warps = BLOCKS[name]
-    constexprs, signature = dict(constexprs), {}
-    for argument in inspect.signature(getattr(triton_scan, name).fn).parameters:
-        if argument in WITHOUT[name][use]:
-            constexprs[argument] = None
-        elif argument == "REVERSE":
-            constexprs[argument] = use.startswith("REVERSE")
-        elif ones and (argument in ("d", "n", "size") or argument.endswith("_time")):
-            constexprs[argument] = 1
-        elif argument in INTEGERS or argument.endswith(("_row", "_time")):
-            signature[argument] = "i32"
-        elif argument == "keep":
-            signature[argument] = "*u8"
-        elif argument in OF_INPUT_DTYPE or (argument == "C" and name == "_scan_kernel"):
-            signature[argument] = f"*{dtype}"
-        else:
-            signature[argument] = "*fp32"
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    options = dict(num_warps=num_warps)
-    return dict(kernel=name, signature=signature, constexprs=constexprs, options=options)
+TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 
 
-def test_every_kernel_compiles_for_the_gpus():
-    kernels = inspect.getmembers(triton_scan, lambda v: isinstance(v, KernelInterface))
-    assert {name for name, _ in kernels} == set(WITHOUT)
-    cases = [compile_case("_scan_kernel", "forward", "fp32", ones=True)]
-    for name, uses in WITHOUT.items():  # each in one dtype, each kernel in both: it takes seconds
-        for use, dtype in zip(uses, ("bf16", "fp32") * 3):
-            cases.append(compile_case(name, use, dtype, ones=False))
-    assert compile_for_gpus("lm.kernels.triton.scan", cases) == {}
+@pytest.mark.parametrize(
+    "sizes", [[(1536, 16)], pytest.param(TRAINED, marks=pytest.mark.slow)], ids=["default", "all"]
+)
+def test_nothing_spills_at_the_shapes_that_training_uses(sizes):
+    every = len(sizes) > 1  # else each in one dtype: it takes seconds
+    wide, narrow = torch.float32, torch.bfloat16
+    cases = []
+    for d, n in sizes:
+        for dtype, whole in [(narrow, True), (wide, False), (wide, True), (narrow, False)]:
+            if every or whole == (dtype == narrow):
+                # One chunk where time is short: no kernel for those before the last, none between.
+                cases += launched(d, n, dtype, whole, 128 if whole else 64)
+    assert {case["kernel"] for case in cases} == kernels_of(triton_scan)
+    assert_nothing_spills(cases)
+
+
+def test_a_single_channel_and_state_compile():
+    """d = n = 1, which Triton compiles into the code."""
+    assert_nothing_spills(launched(1, 1, torch.float32, False, 20))
 
 
 @pytest.mark.gpu

@@ -1,8 +1,6 @@
 """The Triton kernels of an iteration and of the short convolution, against lm.model in fp64: values
 and each gradient by name. Interpreted where there is no GPU."""
 
-import ast
-import inspect
 import math
 from itertools import islice
 
@@ -20,7 +18,14 @@ from lm.kernels.triton.step import finish, finish_residual, mix, normalise
 from lm.model.blocks import RMSNorm
 from lm.model.mixers import MixerWeights, Reflections, nrm
 from lm.model.solver import token_residual
-from tests.kernels import assert_close, compile_for_gpus, poisoned_memory, skip_where_missing
+from tests.kernels import (
+    assert_close,
+    assert_nothing_spills,
+    kernels_of,
+    poisoned_memory,
+    recorded_launches,
+    skip_where_missing,
+)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOL = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -375,69 +380,44 @@ def everything(b, length, d, rank, n, dtype):
         )  # fmt: skip
 
 
-def launches(monkeypatch):
-    """What `launch` is called with from now on, instead of running it: cases of
-    `compile_for_gpus`, by module."""
-    types = {torch.float32: "*fp32", BF16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
-    cases = {}
+def with_gradients(f, inputs, **options):
+    leaves = {k: None if t is None else t.detach().requires_grad_() for k, t in inputs.items()}
+    f(**leaves, **options).sum().backward()
 
-    def record(kernel, programs, *args, num_warps, **constants):
-        names = inspect.getfullargspec(kernel.fn).args
-        signature, constexprs = dict.fromkeys(constants, "constexpr"), dict(constants)
-        for name, value in zip(names, args):
-            if value is None:
-                signature[name], constexprs[name] = "constexpr", None
-            elif torch.is_tensor(value):
-                signature[name] = types[value.dtype]
-            else:
-                signature[name] = {int: "i32", float: "fp32"}[type(value)]
-        signature = {name: signature[name] for name in names}
-        case = dict(kernel=kernel.fn.__name__, signature=signature, constexprs=constexprs)
-        case["options"] = {"num_warps": num_warps}
-        of_module = cases.setdefault(kernel.fn.__module__, [])
-        if case not in of_module:
-            of_module.append(case)
 
-    monkeypatch.setattr(triton_step, "launch", record)
+def launched(d, n, rank, dtype, stop=None):
+    """What each of `everything` launches, up to `stop` and on slices or on whole tensors, and what
+    the residual does."""
+    with recorded_launches(triton_step) as cases:
+        for ours, _, inputs, _ in islice(everything(1, 32, d, rank, n, dtype), stop):
+            with_gradients(ours, inputs)
+            with_gradients(ours, {k: None if t is None else +t for k, t in inputs.items()})
+        inputs = finish_inputs(1, 32, d, dtype=dtype)
+        finish_residual(**inputs, eps=1e-5, kind="layer", y=inputs["o"])
     return cases
 
 
-def kernels(*modules):
-    """The jitted functions of modules that no other calls (those come with their callers)."""
-    nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
-    functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
-    jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("triton.jit")]
-    calls = [n for f in jitted for n in ast.walk(f) if isinstance(n, ast.Call)]
-    return {f.name for f in jitted} - {ast.unparse(call.func) for call in calls}
+def test_nothing_spills_at_the_default_shape():
+    cases = launched(1536, 16, 1, BF16)
+    with recorded_launches(triton_step) as others:  # what may be left out
+        inputs = mix_inputs(1, 3, 48, 1)
+        options = {"rank": 1, "scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": False}
+        with_gradients(lambda x: mix(**inputs | {"x": x}, **options), {"x": inputs["x"]})
+        with_gradients(normalise, {"v": Random()(1, 3, 15)}, groups=3, eps=1e-5)
+        with_gradients(finish, finish_inputs(1, 3, 48, gate=False), eps=1e-5, kind="layer")
+    assert {case["kernel"] for case in cases} == kernels_of(triton_step)
+    assert_nothing_spills(cases + others)
 
 
-def test_every_kernel_compiles_as_it_is_launched(monkeypatch):
-    cases = launches(monkeypatch)
-
-    def with_gradients(f, inputs):
-        f(
-            **{k: None if t is None else t.requires_grad_() for k, t in inputs.items()}
-        ).sum().backward()
-
-    # Each in both dtypes: it takes seconds.
-    for ours, _, inputs, _ in islice(everything(1, 65, 1536, 2, 16, BF16), 0, None, 2):
-        with_gradients(ours, inputs)
-    # In fp32 what may be left out is, or is the widest.
-    options = {"rank": 1, "scale": 1.0, "eps": 1e-5, "act": "relu", "sequential": False}
-    inputs = mix_inputs(1, 3, 48, 1)
-    with_gradients(lambda x, **t: mix(x=x, **inputs, **options), {"x": inputs.pop("x")})
-    with_gradients(lambda v: normalise(v, 3, 1e-5), {"v": Random()(1, 3, 15)})
-    o = {"eps": 1e-5, "kind": "layer"}
-    inputs = finish_inputs(1, 3, 4096, gate=False)
-    with_gradients(lambda **t: finish(**t, **o), inputs)
-    inputs = {k: None if t is None else t.detach() for k, t in inputs.items()}
-    y = inputs["o"].clone()
-    finish_residual(**inputs, **o, y=y)
-
-    launched = {case["kernel"] for of_module in cases.values() for case in of_module}
-    assert launched == kernels(triton_step)
-    for module, of_module in cases.items():
-        assert compile_for_gpus(module, of_module) == {}
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [768, 1536])
+def test_nothing_spills_at_the_shapes_that_training_uses(d):
+    cases = []
+    for dtype in (torch.float32, BF16):
+        for rank, n, stop in [(1, 16, None), (2, 64, 3), (3, 64, 2), (4, 64, 2)]:
+            new = launched(d, n, rank, dtype, stop)  # after the mixers rank is without effect
+            cases += [case for case in new if case not in cases]
+    assert_nothing_spills(cases)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,219 @@
+"""What benchmarks.gpu_model and `fprnn plan` assume of a GPU, measured on this one; whole layers
+beside what is predicted of them, with the assumptions and with what was measured.
+
+python -m benchmarks.gpu_constants [--batches 16,64 --length 512 --json FILE]
+
+On a CPU (`--device cpu`, tiny sizes: kernels are interpreted) it only shows that it runs.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
+from benchmarks.harness import numbers, ratio, show
+from lm.kernels.triton import launches, step
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
+ROOT = Path(__file__).parents[1]
+EVALUATIONS = 10  # of the paper's procedure, as gpu_model has it
+NODES = (2, 512, 4096)  # of a CUDA graph
+LAYERS = {
+    f"paper's, {EVALUATIONS} evaluations": {
+        **PAPER_FIELDS,
+        "tol": 1e-12,
+        "max_iters": EVALUATIONS,
+    },
+    "exact, token by token: what auto is": {**EXACT_FIELDS, "schedule": "sequential"},
+    "Mamba, our scan": {"layers": "mamba"},
+}
+
+
+class Clock:
+    """Times functions on a device."""
+
+    def __init__(self, device: str, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, function: Callable[[], object], inner: int = 1) -> float:
+        """Of one call: the median over repeats of `inner` calls in a row, after two to warm up."""
+        found = []
+        for _ in range(self.repeats + 2):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(inner):
+                function()
+            self.wait()
+            found.append((time.perf_counter() - start) / inner)
+        return statistics.median(found[2:])
+
+
+def ceilings(clock: Clock, tokens: int, d: int) -> dict[str, float]:
+    """What gpu_model.Rates holds but for a token's time."""
+    x = torch.randn(tokens, d, device=clock.device)
+    small = torch.randn(16, device=clock.device)
+    row = torch.randn(1, 1, 16, device=clock.device)
+    found = {"bytes_s": 2 * x.numel() * 4 / clock.seconds(x.clone, 5)}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        rows, matrix = x.to(dtype), torch.randn(d, d, device=clock.device).to(dtype)
+        took = clock.seconds(lambda rows=rows, matrix=matrix: rows @ matrix, 5)
+        found[name] = 2 * tokens * d * d / took
+    found["operation_s"] = clock.seconds(lambda: small + small, 200)
+    found["launch_s"] = clock.seconds(lambda: step.normalise(row, 1, 1e-6), 50)
+    return found
+
+
+def widths(clock: Clock, tokens: int, d: int) -> dict[str, float]:
+    """Seconds of a product in bf16 with as many columns as a layer's rows have, and with the next
+    multiple of 8."""
+    x = torch.randn(tokens, d, device=clock.device, dtype=torch.bfloat16)
+    wide = d + 33  # one reflection, its gate, B and C of 16
+    found = {}
+    for columns in (wide, wide + -wide % 8):
+        matrix = torch.randn(columns, d, device=clock.device, dtype=torch.bfloat16)
+        found[str(columns)] = clock.seconds(lambda matrix=matrix: F.linear(x, matrix), 5)
+    return found
+
+
+def nodes(clock: Clock) -> dict[str, float]:
+    """Seconds of a node of CUDA graphs of so many, each next to nothing; none without a GPU."""
+    if clock.device != "cuda":
+        return {}
+    x, found = torch.zeros(16, device="cuda"), {}
+    x.add_(1.0)
+    for count in NODES:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                x.add_(1.0)
+        found[str(count)] = clock.seconds(graph.replay, 10) / count
+    return found
+
+
+def layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable[[], None]:
+    """A training step of one layer, without an optimizer: forward and backward in bf16."""
+    options = dict(vocab_size=64, d_model=a.d_model, n_layer=1, **fields)
+    torch.manual_seed(0)
+    block = FPRNNForCausalLM(FPRNNConfig(**options)).to(a.device).train().backbone.layers[0].block
+    u = torch.randn(batch, a.length, a.d_model, device=a.device).bfloat16().requires_grad_()
+
+    def both():
+        with torch.autocast(a.device, torch.bfloat16):
+            out = block(u)[0]
+        out.float().square().mean().backward()
+        block.zero_grad()
+        u.grad = None
+
+    return both
+
+
+def of_tokens(took: dict[int, float], rest: dict[int, float], length: int) -> dict[str, float]:
+    """token_s and sequence_s of layers that took so long by batch, all but `rest` for their
+    tokens: a line through the smallest batch and the largest."""
+    first, last = min(took), max(took)
+    a_token = {b: (took[b] - rest[b]) / length for b in (first, last)}
+    slope = 0.0 if first == last else (a_token[last] - a_token[first]) / (last - first)
+    return {"token_s": a_token[first] - slope * first, "sequence_s": slope}
+
+
+def predictions(a: argparse.Namespace, rates: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds of whole layers by gpu_model, {batch: {layer: seconds}}, with these rates."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.json"
+        options = ["--batches", ",".join(map(str, a.batches)), "--length", str(a.length)]
+        options += ["--d-model", str(a.d_model), "--rates", json.dumps(rates)]
+        command = [sys.executable, "-m", "benchmarks.gpu_model", *options, "--json", str(path)]
+        env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+        batches = json.loads(path.read_text(encoding="utf-8"))["batches"]
+    return {
+        batch: {name: cost["seconds"][rates["name"]] for name, cost in found["layers"].items()}
+        for batch, found in batches.items()
+    }
+
+
+ASSUMED = {"name": "assumed", "bytes_s": 1.4e12, "bf16": 200e12, "fp32": 17e12}  # an A100
+
+
+def measure(a: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    clock = Clock(a.device, a.repeats)
+    tokens, d = max(a.batches) * a.length, 2 * a.d_model
+    rates = {"name": "measured", **ceilings(clock, tokens, d)}
+    exact = "exact, token by token: what auto is"
+    took: dict[str, dict[str, float]] = {}
+    for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
+        took.setdefault(str(batch), {})[name] = clock.seconds(layer(fields, a, batch))
+        print(f"{batch} sequences, {name}: {took[str(batch)][name] * 1e3:.2f} ms", flush=True)
+    # What is not a token's: the prediction with tokens that take no time.
+    rest = predictions(a, {**rates, "token_s": 0.0, "sequence_s": 0.0})
+    by_batch = {b: took[str(b)][exact] for b in a.batches}
+    rates |= of_tokens(by_batch, {b: rest[str(b)][exact] for b in a.batches}, a.length)
+    graphs = [made.graph is not None for made in launches._schedules.values()]
+    return {
+        "rates": rates,
+        "columns": widths(clock, tokens, d),
+        "nodes": nodes(clock),
+        "graphs": f"{sum(graphs)} of {len(graphs)} recorded",
+        "layers": took,
+        "assumed": predictions(a, ASSUMED),
+        "predicted": predictions(a, rates),
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    p.add_argument("--batches", type=numbers, default=[16, 64], help="default: 16,64")
+    p.add_argument("--length", type=int, default=512)
+    p.add_argument("--d-model", type=int, default=768)
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--json", type=Path, help="also write the numbers here")
+    a = p.parse_args()
+    found = measure(a)
+    rates = found["rates"]
+    rows = [
+        {
+            "": f"{batch} × {a.length}: {name}",
+            "measured, ms": f"{seconds * 1e3:,.2f}",
+            "predicted of an A100": f"{found['assumed'][batch][name] * 1e3:,.2f}",
+            "with the rates below": f"{found['predicted'][batch][name] * 1e3:,.2f}",
+            "as fast as the paper's": ratio(next(iter(of_batch.values())), seconds),
+        }
+        for batch, of_batch in found["layers"].items()
+        for name, seconds in of_batch.items()
+    ]
+    show(f"\nA layer, forward and backward, d_model {a.d_model}, bf16, {a.device}", rows)
+    for name, value in rates.items():
+        print(f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}")
+    print(f"columns of a product, seconds: {found['columns']}")
+    print(f"nodes of a graph, seconds: {found['nodes']}; graphs: {found['graphs']}")
+    token_s, sequence_s = rates["token_s"], rates["sequence_s"]
+    print(f"lm/common/cards.py: TOKEN_S, SEQUENCE_S = {token_s:.3g}, {sequence_s:.3g}")
+    if a.json:
+        a.json.parent.mkdir(parents=True, exist_ok=True)
+        a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if not all(math.isfinite(s) for of_batch in found["layers"].values() for s in of_batch.values()):
+        sys.exit("a layer's time is not finite")
+
+
+if __name__ == "__main__":
+    main()
