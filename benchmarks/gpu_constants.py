@@ -211,7 +211,8 @@ def main() -> None:
     if a.json:
         a.json.parent.mkdir(parents=True, exist_ok=True)
         a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if not all(math.isfinite(s) for of_batch in found["layers"].values() for s in of_batch.values()):
+    times = [seconds for of_batch in found["layers"].values() for seconds in of_batch.values()]
+    if not all(map(math.isfinite, times)):
         sys.exit("a layer's time is not finite")
 
 

@@ -33,9 +33,9 @@ CARDS = {
     )
 }
 DEFAULT = "a100-80g"
-# Predicted of an A100 (d_inner 1,536), measured by no card yet: `python -m benchmarks.gpu_constants`
-# measures them. A token of the exact recurrence of a layer, all sequences at once, forward and
-# backward, and more for each sequence; the share of its bandwidth that a card reaches.
+# Predicted of an A100 (d_inner 1,536), measured by no card yet: `benchmarks.gpu_constants` measures
+# them. A token of the exact recurrence of a layer, all sequences at once, forward and backward, and
+# more for each sequence; the share of its bandwidth that a card reaches.
 TOKEN_S, SEQUENCE_S = 13.3e-6, 0.143e-6
 REACHED = 0.7
 PCIE = 25e9  # bytes/s between the GPUs of a host without NVLink, version 4 with 16 lanes

@@ -372,7 +372,8 @@ MUTATIONS = [
     # What crosses from token to token.
     Mutation(
         "sh(y) reads two tokens back",
-        STATE, "y = torch.cat([first, y[:, :-1]], 1)", "y = torch.cat([first, first, y[:, :-2]], 1)",
+        STATE, "y = torch.cat([first, y[:, :-1]], 1)",
+        "y = torch.cat([first, first, y[:, :-2]], 1)",
         iteration("fp_mamba1-householder1"),
     ),
     Mutation(
@@ -383,7 +384,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the gate of the next segment reads y* where it read f(y*)",
-        STATE, "before = seqs.before(name)\n    first = ", 'before = seqs.before("y")\n    first = ',
+        STATE, "before = seqs.before(name)\n    first = ",
+        'before = seqs.before("y")\n    first = ',
         ("tests/lm/model/test_token.py::test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance",),
     ),
     Mutation(
