@@ -37,6 +37,7 @@ MODULES = {
         "step": "triton.step",
         "cell": "triton.cell",
         "roots": "triton.roots",
+        "tokens": "triton.tokens",
     },
     "mamba_ssm": {
         "selective_scan": "mamba_ssm.scan",
@@ -45,7 +46,7 @@ MODULES = {
     },
 }
 Result = TypeVar("Result")
-OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots")
+OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots", "tokens")
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 

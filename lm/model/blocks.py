@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cell import Norm, Token
+from .cell import Norm, Own
 from .fixed_point import FixedPointBlock, Prepared
 from .gradient import whole_solve
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
@@ -222,9 +222,13 @@ class FPMamba(FixedPointBlock):
         """silu(z), where the gate is in the loop."""
         return F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None
 
-    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
-        gain = own + self._D().to(own.dtype)
-        return Token(s.x, history, gain, self._gate(s), self.out_norm())
+    def own(self, s: Prepared, parts: MambaParts) -> Own:
+        B, C = parts.B, parts.C
+        if self.groups > 1:
+            B, C = (m.unflatten(-1, (self.groups, -1)) for m in (B, C))
+        bc = (B * C).sum(-1, keepdim=self.groups == 1)
+        z = s.z if self.gate_in_loop else None
+        return Own(parts.dt, bc, self._D(), z, self.out_norm())
 
     def compiled(
         self,
@@ -313,10 +317,6 @@ class FPMamba1(FPMamba):
         dt, B, C = parts
         return selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
 
-    def own_gain(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
-        """Δ_t (B_tᵀ C_t)."""
-        return parts.dt * (parts.B * parts.C).sum(-1, keepdim=True)
-
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over channels and their n numbers."""
         kept = torch.exp(parts.dt.unsqueeze(-1) * s.time.A).mean((-2, -1))
@@ -385,13 +385,6 @@ class FPMamba2(FPMamba):
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
         o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep, decays)
         return o.flatten(-2), h
-
-    def own_gain(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
-        """Δ_t (B_tᵀ C_t) of every head, and so of each of its channels."""
-        cfg = self.config
-        B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
-        of_heads = (B * C).sum(-1).repeat_interleave(self.heads // self.groups, -1)
-        return (parts.dt * of_heads).repeat_interleave(cfg.headdim, -1)
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over heads."""
@@ -478,10 +471,6 @@ class FPRNN(FixedPointBlock):
         h = linear_scan(parts.decay, parts.fresh * x, s.seqs.before("h"))
         return h, h[:, -1]
 
-    def own_gain(self, s: Prepared, parts: VectorTime) -> torch.Tensor:
-        """1 − λ_t."""
-        return parts.fresh
-
     def decay(self, s: Prepared, parts: VectorTime) -> torch.Tensor:
         """λ_t, over channels."""
         return parts.decay.mean(-1)
@@ -491,10 +480,10 @@ class FPRNN(FixedPointBlock):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return o if y is None else (o, token_residual(y, o))
 
-    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
+    def own(self, s: Prepared, parts: VectorTime) -> Own:
         """Linear in h_t, as there is no norm: Q = I − a u uᵀ is known and, for one reflection,
         (I − w uᵀ) h_t = c with w = a (1 − λ) ⊙ u has the solution of Sherman & Morrison (1950)."""
-        return Token(s.x, history, own, None, Norm("none"))
+        return Own(parts.fresh, None, None, None, Norm("none"))
 
     def compiled(
         self,

@@ -73,6 +73,32 @@ class Token(NamedTuple):
         return self.norm(v if self.gate is None else v * self.gate)
 
 
+class Own(NamedTuple):
+    """What a token's own x̃ becomes: norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃))."""
+
+    dt: torch.Tensor  # (b,l,d), or (b,l,h) of heads
+    bc: torch.Tensor | None  # (b,l,g) B·C of every group; None: 1
+    D: torch.Tensor | None  # (d,), None: 0
+    z: torch.Tensor | None  # (b,l,d), None: no gate
+    norm: Norm
+
+    def gain(self, d: int) -> torch.Tensor:
+        """dt (B·C), what a recurrence's output has of x̃: (b,l,d)."""
+        gain, heads = self.dt, self.dt.shape[-1]
+        if self.bc is not None:
+            groups = self.bc.shape[-1]
+            gain = gain * (
+                self.bc if groups == 1 else self.bc.repeat_interleave(heads // groups, -1)
+            )
+        return gain if heads == d else gain.repeat_interleave(d // heads, -1)
+
+    def token(self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor) -> Token:
+        """The Token. gain: `gain`."""
+        gate = None if self.z is None else F.silu(self.z.to(x.dtype))
+        whole = gain if self.D is None else gain + self.D.to(gain.dtype)
+        return Token(x, history, whole, gate, self.norm)
+
+
 class LowRank(NamedTuple):
     """M = I − Q = Uᵀ T U of every token."""
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .cell import Token, solve_low_rank
+from .cell import Own, solve_low_rank
 from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient
@@ -26,7 +26,7 @@ from .layers import (
 )
 from .mixers import Mixer, MixerWeights, build_mixer
 from .opaque import compiling
-from .scan import backend
+from .scan import backend, faster
 from .solver import (
     FAILED,
     SHARES,
@@ -38,6 +38,7 @@ from .solver import (
     solve_sequential,
     solve_windows,
     stats_of,
+    token_residual,
 )
 from .state import BlockState, Sequences, last, once, shift, state_shapes
 
@@ -64,6 +65,10 @@ class Prepared(NamedTuple):
     time: Any  # what the block's own recurrence needs
     tail: torch.Tensor | None = None  # (b,k−1,·) the convolution's last inputs, if asked for
 
+    def detached(self) -> "Prepared":
+        """Without gradients."""
+        return _detached(self)
+
     def cut(self, start: int, end: int, state: Any) -> "Prepared":
         """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
         return Prepared(
@@ -74,6 +79,16 @@ class Prepared(NamedTuple):
             self.seqs.cut(start, end, state),
             self.time.cut(start, end),
         )
+
+
+def _detached(made):
+    """Tensors in tuples in tuples, detached."""
+    if torch.is_tensor(made):
+        return made.detach()
+    if not isinstance(made, tuple):
+        return made
+    parts = map(_detached, made)
+    return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
 
 
 class OverTime(NamedTuple):
@@ -115,10 +130,6 @@ class FixedPointBlock(nn.Module):
         """The recurrence. x: (b,l,d) mixed → its output o (b,l,d) and final state."""
         raise NotImplementedError
 
-    def own_gain(self, s: Prepared, parts: Any) -> torch.Tensor:
-        """What o has of the token's own x̃: the factor (b,l,d)."""
-        raise NotImplementedError
-
     def in_units_of_y(self, noise: torch.Tensor | None) -> torch.Tensor | None:
         """Noise on what the block's norm makes, as noise on y: its weight is that of y."""
         return noise
@@ -129,9 +140,8 @@ class FixedPointBlock(nn.Module):
         """From o and x̃ to the iterate (b,l,d); given y as well, its `token_residual` (b,l) too."""
         raise NotImplementedError
 
-    def token(self, s: Prepared, history: torch.Tensor, own: torch.Tensor) -> Token:
-        """The Token whose equation is to be solved. history: (b,l,d) o without the token's own x̃.
-        own: `own_gain`."""
+    def own(self, s: Prepared, parts: Any) -> Own:
+        """What the tokens' own equations have besides their mixers and what is before them."""
         raise NotImplementedError
 
     def compiled(
@@ -236,13 +246,23 @@ class FixedPointBlock(nn.Module):
         """Whether it reads rows and maps of y in the dtype of products."""
         if compiling():
             return x.device.type != "cpu" and self._is_compiled(x, seqs)
-        return self._is_compiled(x, seqs) and backend("cell", x).NARROW
+        if self._is_compiled(x, seqs):
+            return backend("cell", x).NARROW
+        c = self.settings(seqs)
+        return c.token == "exact" and self.width(c, x.shape[1], x) > 1 and self._solves_tokens(x)
+
+    def _solves_tokens(self, x):
+        """Whether a kernel of x's device solves the equations of many tokens at once."""
+        reflections, kernel = self.mixer.reflections(), backend("tokens", x)
+        if reflections is None or kernel is None:
+            return False
+        return kernel.fits(reflections[0], self.config.d_inner)
 
     # One evaluation.
 
     def _mixed(self, s, y):
         """x̃ = Q x + (I − Q) y (b,l,d), and what the recurrence reads."""
-        rows = s.projections.rows(shift(y, s.seqs))
+        rows = s.projections.rows(shift(y.to(s.projections.weight_y.dtype), s.seqs))
         with torch.autocast(y.device.type, enabled=False):
             x = self.mixer.mix(rows["mixer"], s.x, y, s.mixer)
             return x, self.parts_of(s, rows), rows
@@ -267,18 +287,38 @@ class FixedPointBlock(nn.Module):
         return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
     def explicit(
-        self, s: Prepared, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, s: Prepared, y: torch.Tensor, with_residual: bool = False
+    ) -> tuple[Any, ...]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
 
-        Returns: F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l).
+        Returns: F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l); with_residual
+        also the `token_residual` (b,l), and then there is no gradient.
         """
         x, parts, rows = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = self.scan_time(s, parts, x)
-            own = self.own_gain(s, parts)
-            g, _, outcome = self._solve_tokens(s, rows, self.token(s, o - own * x, own))
-        return s.seqs.masked(g), h, self._outcome(s, outcome)
+            own = self.own(s, parts)
+            found = self._solve_by_kernel(s, rows["mixer"], o, x, own, y if with_residual else None)
+            if found is None:
+                gain = own.gain(x.shape[-1])
+                g, _, outcome = self._solve_tokens(s, rows, own.token(s.x, o - gain * x, gain))
+                found = g, outcome, token_residual(y, g) if with_residual else None
+        g, outcome, residual = found
+        found = s.seqs.masked(g), h, self._outcome(s, outcome)
+        return found if residual is None else (*found, self._outcome(s, residual))
+
+    def _solve_by_kernel(self, s, raw, o, x, own, y):
+        """g, the outcome and the residual of y (None without it); None: there is no kernel."""
+        if not self._solves_tokens(s.x):
+            return None
+        norm = own.norm
+        options = *self.mixer.reflections(), norm.kind, norm.eps
+        rows = self.mixer.rows_of_vectors(raw, s.mixer)
+        given = rows, s.x, o, x, own.dt, own.bc, own.D, own.z, norm.weight, norm.bias
+        if y is not None:
+            return faster("tokens", "solve_tokens_residual", s.x, options, *given, y)
+        found = faster("tokens", "solve_tokens", s.x, options, *given)
+        return None if found is None else (*found, None)
 
     def one_token(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The token after a state. s: of one token → y (b,1,d), the state, the outcome (b,1)."""
@@ -286,7 +326,8 @@ class FixedPointBlock(nn.Module):
         with torch.autocast(s.x.device.type, enabled=False):
             parts = self.parts_of(s, rows)
             history, _ = self.scan_time(s, parts, torch.zeros_like(s.x))
-            token = self.token(s, history, self.own_gain(s, parts))
+            own = self.own(s, parts)
+            token = own.token(s.x, history, own.gain(s.x.shape[-1]))
             y, mixed, outcome = self._solve_tokens(s, rows, token)
             _, h = self.scan_time(s, parts, mixed)
         return s.seqs.masked(y), h, self._outcome(s, outcome)
@@ -396,10 +437,11 @@ class FixedPointBlock(nn.Module):
             return solve_windows(self._iterated, s, rule, width)
         # After k iterations the first k tokens are exact; one more shows that the last is.
         rule = rule._replace(stepsize=1.0, max_iters=width + 1)
-        return solve_windows(self.explicit, s, rule, width)
+        return solve_windows(lambda s, y: self.explicit(s, y, True), s, rule, width)
 
     def _iterated(self, s, y):
-        return *self.step(s, y, True), torch.zeros_like(y[..., 0], dtype=torch.uint8)
+        g, h = self.step(s, y, True)
+        return g, h, torch.zeros_like(y[..., 0], dtype=torch.uint8), token_residual(y, g)
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
@@ -468,8 +510,10 @@ class FixedPointBlock(nn.Module):
         c, y_star = self.settings(s.seqs), solution.y
         kind, terms = parse_gradient(c.gradient)
         if kind in ("exact", "adjoint"):
+            constants = s.detached()
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0],
+                lambda y: self.explicit(constants, y)[0],
                 y_star,
                 terms,
                 c.adjoint_clip,

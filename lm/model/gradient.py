@@ -77,6 +77,7 @@ def implicit_gradient(
 
 def adjoint_gradient(
     F: Callable[[torch.Tensor], torch.Tensor],
+    F_of_y: Callable[[torch.Tensor], torch.Tensor],
     y_star: torch.Tensor,
     terms: int | None,
     clip: float | None,
@@ -91,9 +92,10 @@ def adjoint_gradient(
     that y* itself was found to, or rounding.
 
     Args:
-        F: (b,l,d) → (b,l,d); in the backward it is computed under the autocast of now. y_star:
-        (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the largest
-        change of a sequence is below tol of the largest entry, or rounding.
+        F: (b,l,d) → (b,l,d). F_of_y: the same, whose graph goes to y alone; it is computed in the
+        backward, under the autocast of now.
+        y_star: (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the
+        largest change of a sequence is below tol of the largest entry, or rounding.
         clip: Jᵀ g of a token is at most so many times as long as the longest v of its sequence.
         norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
         products: the dtype that F multiplies in.
@@ -110,13 +112,13 @@ def adjoint_gradient(
         longest, g = _longest(v), v
         with torch.enable_grad(), autocast:  # a graph of its own: `first`'s may be a checkpoint's
             y0 = y_star.detach().requires_grad_()
-            F0 = F(y0)
+            F0 = F_of_y(y0)
         lowest = torch.full_like(v[:, 0, 0], torch.inf)
         for _ in range(most):
             (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
             before, g = g, v + clipped(again, clip, longest)
             if terms is None:
-                change = (g - before).abs().amax((1, 2)) / g.abs().amax((1, 2)).clamp_min(1e-30)
+                change = _largest(g - before) / _largest(g).clamp_min(1e-30)
                 rounding = change <= ROUNDING * torch.finfo(products).eps
                 if ((change < tol) | (rounding & (change >= lowest))).all():
                     break
@@ -127,6 +129,11 @@ def adjoint_gradient(
 
     first.register_hook(sum_up)
     return first
+
+
+def _largest(v):
+    """The largest |entry| of every sequence. (b,l,d) → (b,)"""
+    return torch.linalg.vector_norm(v, torch.inf, dim=(1, 2))
 
 
 def _longest(v):

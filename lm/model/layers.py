@@ -249,16 +249,23 @@ class Projections(NamedTuple):
     weight_y: torch.Tensor  # (k,d) what the first k columns of raw get from sh(y)
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each projection by name, (b,l,·), in the dtype of y_before: (b,l,d) sh(y)."""
-        k, dtype = self.weight_y.shape[0], y_before.dtype
-        read: Any = None
-        if k:
-            read = linear_by_eights(y_before.to(self.weight_y.dtype), self.weight_y)
-            read = self.raw[..., :k].to(dtype) + read.to(dtype)
-        return {
-            name: self.raw[..., at].to(dtype) if at.start >= k else read[..., at]
-            for name, at in self.columns.items()
-        }
+        """Each projection by name, (b,l,·), in raw's dtype. y_before: (b,l,d) sh(y)."""
+        k = len(self.weight_y)
+        reading = [name for name, at in self.columns.items() if at.start < k]
+        rows = {name: self.raw[..., at] for name, at in self.columns.items() if at.start >= k}
+        if reading:
+            wide = [self.columns[name].stop - self.columns[name].start for name in reading]
+            rows.update(zip(reading, self._read(y_before).split(wide, -1)))
+        return rows
+
+    def _read(self, y_before):
+        """Those columns of raw that read sh(y), with what it gives them."""
+        raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
+        y_before = y_before.to(weight.dtype)
+        if on_cpu(raw):
+            return raw + F.linear(y_before, weight).to(raw.dtype)
+        found = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
+        return found.to(raw.dtype).unflatten(0, raw.shape[:2])
 
     def moved(self, noise: torch.Tensor | None) -> "Projections":
         """As if `noise` (b,l,d) were added to sh(y) wherever it is read; None: none."""
@@ -283,13 +290,27 @@ def side_by_side(
         kept: a state.WeightCache for the joined maps, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
+    maps = [projection.of_y for projection in ordered if projection.of_y is not None]
+    missing = -sum(map(len, maps)) % 8
+    if missing and not on_cpu(maps[0]):  # tensor cores need multiples of 8 to be fast
+        from_x = ordered[0].from_x
+        from_x, of_y = (
+            from_x.new_zeros(*from_x.shape[:-1], missing),
+            maps[0].new_zeros(missing, width),
+        )
+        ordered.insert(len(maps), Projection("padding", from_x, of_y))
+        maps.append(of_y)
     raw = torch.cat([projection.from_x.to(dtype) for projection in ordered], -1)
     columns, start = {}, 0
     for projection in ordered:
         end = start + projection.from_x.shape[-1]
         columns[projection.name] = slice(start, end)
         start = end
-    maps = [projection.of_y for projection in ordered if projection.of_y is not None]
     if not maps:
         return Projections(raw, columns, raw.new_zeros(0, width))
-    return Projections(raw, columns, once(kept, "weight_y", lambda: torch.cat(maps)))
+
+    def joined():
+        weight = torch.cat(maps)
+        return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
+
+    return Projections(raw, columns, once(kept, "weight_y", joined))

@@ -268,7 +268,7 @@ def _share_elsewhere(there, y, mask):
 
 @torch.no_grad()
 def solve_windows(
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
     s: Any,
     rule: Rule,
     width: int,
@@ -280,9 +280,10 @@ def solve_windows(
     it of its own sequence only.
 
     Args:
-        step: (window, y) → the map at y (b,w,d), the recurrence's state after the window, and the
-        outcome (b,w) of each token's own equation. s: Prepared. rule: see `Rule`; its step size is
-        not decayed, and its ℓmax is that of a window. width: of a window.
+        step: (window, y) → the map at y (b,w,d), the recurrence's state after the window, the
+        outcome (b,w) of each token's own equation, and the `token_residual` (b,w) of y. s:
+        Prepared. rule: see `Rule`; its step size is not decayed, and its ℓmax is that of a window.
+        width: of a window.
     Returns:
         Solution. Its residual is that of y.
     Raises:
@@ -305,14 +306,14 @@ def _solve_window(step, window, rule):
     frozen = torch.zeros(y.shape[:2], dtype=torch.bool, device=y.device)
     iterations = 0
     while True:
-        g, h, outcome = step(window, y)
-        residual = token_residual(y, g)
+        g, h, outcome, residual = step(window, y)
         iterations += 1
         frozen = (frozen | (residual < rule.tol)).cumprod(1).bool()
         (done,) = _read(residual.amax(1), iterations, frozen.all())
         if iterations >= rule.max_iters or done:
             return y, g, residual, torch.where(frozen, outcome, outcome | FAILED), h, iterations
-        y = torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))
+        moved = g if rule.stepsize == 1 else torch.lerp(y, g, rule.stepsize)
+        y = torch.where(frozen.unsqueeze(-1), y, moved)
 
 
 def solve_sequential(

@@ -299,24 +299,23 @@ MUTATIONS = [
     # The recurrence around it.
     Mutation(
         "token: the history keeps the token's own part",
-        BLOCK, "self.token(s, o - own * x, own)", "self.token(s, o, own)",
+        BLOCK, "own.token(s.x, o - gain * x, gain)", "own.token(s.x, o, gain)",
         solved("fp_mamba1-householder1"),
     ),
     Mutation(
         "token: FP-Mamba-1's own gain without Δ",
-        BLOCKS, "return parts.dt * (parts.B * parts.C).sum(-1, keepdim=True)",
-        "return (parts.B * parts.C).sum(-1, keepdim=True).expand_as(parts.dt)",
+        CELL, "gain = gain * (self.bc", "gain = gain.sign() * (self.bc",
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(
         "token: FP-Mamba-2's heads assigned to groups in turn",
-        BLOCKS, "(B * C).sum(-1).repeat_interleave(self.heads // self.groups, -1)",
-        "(B * C).sum(-1).repeat(1, 1, self.heads // self.groups)",
+        CELL, "self.bc.repeat_interleave(heads // groups, -1)",
+        "self.bc.repeat(1, 1, heads // groups)",
         by_token("fp_mamba2-householder1"),
     ),
     Mutation(
         "token: D missing from the gain",
-        BLOCKS, "gain = own + self._D().to(own.dtype)", "gain = own",
+        CELL, "gain + self.D.to(gain.dtype)", "gain",
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(

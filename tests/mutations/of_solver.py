@@ -65,8 +65,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens move once more after they were frozen",
-        SOLVER, "torch.where(frozen.unsqueeze(-1), y, torch.lerp(y, g, rule.stepsize))",
-        "torch.lerp(y, g, rule.stepsize)",
+        SOLVER, "y = torch.where(frozen.unsqueeze(-1), y, moved)", "y = moved",
         (f"{TESTS}test_token.py::test_where_a_token_stops_later_ones_do_not_say",),
     ),
     Mutation(

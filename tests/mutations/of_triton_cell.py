@@ -11,7 +11,34 @@ TWO = (f"{TESTS}ranks[2-householder]",)
 OUTCOMES = (f"{TESTS}outcomes_are_those_of_the_cpu",)
 ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
 
+TOKENS = "lm/kernels/triton/tokens.py"
+OF_TOKENS = "tests/lm/kernels/test_triton_tokens.py::test_"
+EQUAL = (f"{OF_TOKENS}equals_plain_pytorch_in_value_and_every_gradient[{{}}]",)
+
 MUTATIONS = [
+    Mutation(
+        "tokens in Triton: the history keeps the token's own part",
+        TOKENS, "history = _line(o, t * o_row + col, live) - step * times * before",
+        "history = _line(o, t * o_row + col, live)", EQUAL,
+    ),
+    Mutation(
+        "tokens' gradient in Triton: x̃ gives nothing to Δ",
+        TOKENS, "d_own = d_gain - e * before", "d_own = d_gain", EQUAL,
+    ),
+    Mutation(
+        "tokens' gradient in Triton: x̃'s with the wrong sign",
+        TOKENS, "-e * step * times, mask=live)", "e * step * times, mask=live)", EQUAL,
+    ),
+    Mutation(
+        "tokens' gradient in Triton: a program keeps the last token's part alone",
+        TOKENS, "_line(to + d, 0, live) + of_weight", "of_weight",
+        (f"{OF_TOKENS}a_program_adds_up_what_its_tokens_give",),
+    ),
+    Mutation(
+        "tokens in Triton: the residual is not relative",
+        TOKENS, "(_largest(g[None, :]) + 1e-8)", "1.0",
+        (f"{OF_TOKENS}the_residual_is_that_of_the_iterate_and_nan_stays",),
+    ),
     Mutation(
         "token in Triton: a reflection adds what the one before has taken",
         TOKEN, "line -= apply_transposed(own, row_of(gram, k, R))",

@@ -56,9 +56,13 @@ def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
 def of_the_sum(rate, terms, clip, v):
     """The gradient of c by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}, and what it told."""
     c, norms = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
+
+    def of_y(c):
+        return lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0))
+
+    start = torch.zeros_like(v)
     y = adjoint_gradient(
-        lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0)), torch.zeros_like(v), terms, clip,
-        norms, 1e-13, v.dtype,
+        of_y(c), of_y(c.detach()), start, terms, clip, norms, 1e-13, v.dtype
     )  # fmt: skip
     (grad,) = torch.autograd.grad(y, c, v)
     return grad[0, :, 0].tolist(), norms.item()
@@ -117,7 +121,14 @@ def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
         products = torch.bfloat16 if autocast else torch.float32
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = adjoint_gradient(
-                lambda y: F_of(y, c), torch.zeros_like(v), None, None, None, tol, products
+                lambda y: F_of(y, c),
+                lambda y: F_of(y, c.detach()),
+                torch.zeros_like(v),
+                None,
+                None,
+                None,
+                tol,
+                products,
             )
         return torch.autograd.grad(y, c, v)[0]
 
