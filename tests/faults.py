@@ -42,6 +42,11 @@ def nonfinite_at(count: int) -> None:
     Engine.forward = forward
 
 
+def plain_kernels(_: int) -> None:
+    """This rank finds no kernels."""
+    os.environ["FPRNN_KERNELS"] = "plain"
+
+
 def no_data_at(count: int) -> None:
     """The count-th micro-batch cannot be read."""
     from lm.data.batches.loader import MapLoader
@@ -176,6 +181,7 @@ def synthetic_nonfinite_at(count: int) -> None:
 
 
 INJECTED = (
+    plain_kernels,
     nan_at,
     nonfinite_at,
     no_data_at,

@@ -84,12 +84,11 @@ class Own(NamedTuple):
 
     def gain(self, d: int) -> torch.Tensor:
         """dt (B·C), what a recurrence's output has of x̃: (b,l,d)."""
-        gain, heads = self.dt, self.dt.shape[-1]
-        if self.bc is not None:
-            groups = self.bc.shape[-1]
-            gain = gain * (
-                self.bc if groups == 1 else self.bc.repeat_interleave(heads // groups, -1)
-            )
+        gain, heads, bc = self.dt, self.dt.shape[-1], self.bc
+        if bc is not None:
+            groups = bc.shape[-1]
+            of_heads = bc if groups == 1 else bc.repeat_interleave(heads // groups, -1)
+            gain = gain * of_heads
         return gain if heads == d else gain.repeat_interleave(d // heads, -1)
 
     def token(self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor) -> Token:

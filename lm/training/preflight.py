@@ -16,7 +16,7 @@ from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_warmup
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
-from lm.kernels import asked
+from lm.kernels import asked, available
 from lm.runs.checkpoint import check_resume
 from lm.training import init_from
 from lm.training.build import check_section
@@ -36,8 +36,6 @@ def environment(ranks: Ranks) -> dict:
     """What the run ran on: versions and devices, and which accelerators were missing."""
     from importlib.metadata import version
 
-    from lm.kernels import available
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "fprnn": lm.__version__,
@@ -48,8 +46,29 @@ def environment(ranks: Ranks) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": available("cuda" if gpu else "cpu"),
+        "kernels": _kernels(),
     }
+
+
+def _kernels() -> str:
+    """What computes what on this rank's device."""
+    return available("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_same_kernels(ranks: Ranks) -> None:
+    """Raises ConfigError where a rank would compute with other kernels than the first: all would
+    wait for the slower ones, and what a rank computes would depend on its host."""
+    own, first = _kernels(), ranks.first(_kernels)
+
+    def check():
+        if own != first:
+            raise ConfigError(
+                f"rank {ranks.rank} on {platform.node()} would compute with other kernels than rank"
+                f" 0: it has {own}; rank 0 has {first}. Make their hosts alike (`fprnn doctor` says"
+                " what is missing), or give all the same FPRNN_KERNELS, such as plain"
+            )
+
+    ranks.each(check)
 
 
 def commit() -> str | None:

@@ -48,7 +48,7 @@ from lm.training.build import build_model, vocabulary
 from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
-from lm.training.preflight import check, environment
+from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.reshard import gathered
 from lm.training.resume import (
     check_batch,
@@ -80,6 +80,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         on_exit.callback(ds.stop)
         on_exit.callback(run.release)
         settings = check(cfg, ranks.world_size).deepspeed
+        check_same_kernels(ranks)
         ranks.first(run.claim, cfg, overwrite, say)
         try:
             training = Training(cfg, ranks, run, on_exit, settings)

@@ -304,13 +304,13 @@ MUTATIONS = [
     ),
     Mutation(
         "token: FP-Mamba-1's own gain without Δ",
-        CELL, "gain = gain * (self.bc", "gain = gain.sign() * (self.bc",
+        CELL, "gain = gain * of_heads", "gain = gain.sign() * of_heads",
         by_token("fp_mamba1-householder1"),
     ),
     Mutation(
         "token: FP-Mamba-2's heads assigned to groups in turn",
-        CELL, "self.bc.repeat_interleave(heads // groups, -1)",
-        "self.bc.repeat(1, 1, heads // groups)",
+        CELL, "bc.repeat_interleave(heads // groups, -1)",
+        "bc.repeat(1, 1, heads // groups)",
         by_token("fp_mamba2-householder1"),
     ),
     Mutation(

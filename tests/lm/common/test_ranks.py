@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lm.common.errors import BAD_DATA, DIVERGED, HANG, MACHINE
+from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
 from tests.running import ENV, ROOT, command, losses, printed_by_ranks, ranks_of, run
 
@@ -78,6 +78,13 @@ def ended(processes):
     """(exit status, stderr) of each rank, once all have ended by themselves."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors)]
+
+
+def test_ranks_with_other_kernels_than_the_first_are_refused(tmp_path):
+    ends = ended(two_ranks(tmp_path, fault="plain_kernels=1"))
+    assert [status for status, _ in ends] == [BAD_CONFIG] * 2, ends
+    assert "rank 1 on " in ends[1][1] and "it has plain PyTorch" in ends[1][1]
+    assert not (tmp_path / "tiny").exists()
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
