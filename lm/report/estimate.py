@@ -54,8 +54,8 @@ LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
 # Numbers of 4 bytes that an evaluation moves for each token and channel of d_inner, by `token`, and
 # a term of the adjoint: counted by `python -m benchmarks.gpu_model`, of householder.
-MOVED = {"iterate": 25.0, "exact": 98.0}
-MOVED_BY_TERM = 225.0
+MOVED = {"iterate": 25.0, "exact": 22.3, "full rank": 98.0}
+MOVED_BY_TERM = {"exact": 55.0, "full rank": 225.0}
 TERMS = 4  # of the adjoint, where its tolerance ends it: assumed
 COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
 
@@ -234,20 +234,28 @@ def launch_hours(layers: int, length: int, micro_batches: float, micro_batch: in
 
 
 def moving_hours(
-    tokens: float, channels: int, solver: dict[str, Any], evaluations: float, gpus: int, card: Card
+    tokens: float,
+    channels: int,
+    solver: dict[str, Any],
+    reflections: bool,
+    evaluations: float,
+    gpus: int,
+    card: Card,
 ) -> float:
     """What iterating takes beyond one evaluation: it moves memory, and hardly computes.
 
     Args:
         tokens: of all layers that iterate. channels: d_inner. solver: its fields, settled.
-        evaluations: a token.
+        reflections: of the mixer, for which there is a kernel. evaluations: a token.
     """
     if not card.bandwidth:
         return 0.0
-    numbers = MOVED[solver["token"]] * max(0.0, evaluations - 1)
+    exact = "exact" if reflections else "full rank"
+    of_one = exact if solver["token"] == "exact" else "iterate"
+    numbers = MOVED[of_one] * max(0.0, evaluations - 1)
     kind, terms = parse_gradient(solver["gradient"])
     if kind in ("exact", "adjoint"):
-        numbers += MOVED_BY_TERM * (TERMS if terms is None else terms)
+        numbers += MOVED_BY_TERM[exact] * (TERMS if terms is None else terms)
     return tokens * channels * 4 * numbers / (gpus * REACHED * card.bandwidth) / 3600
 
 

@@ -299,7 +299,10 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
         channels, solver = model.config.d_inner, cfg.solver.settled()
         each = EVALUATIONS if at.evaluations is None else at.evaluations
         in_all = tokens * layers.iterated
-        of_moving = estimate.moving_hours(in_all, channels, solver, each, at.world_size, at.card)
+        reflections = all(block.mixer.reflections() for block in model.fixed_point_blocks())
+        of_moving = estimate.moving_hours(
+            in_all, channels, solver, reflections, each, at.world_size, at.card
+        )
     # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
     micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
     length, sequences = cfg.data.seq_len, cfg.train.micro_batch_size

@@ -10,11 +10,10 @@ import torch
 
 from lm import kernels
 from lm.kernels import BackendError, Unsupported, available, find
-from lm.kernels.cpu import roots as cpu_roots
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.kernels import assert_close
+from tests.kernels import assert_close, quicken_interpreter
 from tests.oracles import scan_inputs
 
 FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
@@ -149,8 +148,8 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert available("cuda") == (
-        "selective_scan triton, ssd_scan mamba_ssm, step triton, cell triton, roots triton"
-        " (mamba_ssm for selective_scan: built without)"
+        "selective_scan triton, ssd_scan mamba_ssm, step triton, cell triton, roots triton,"
+        " tokens triton (mamba_ssm for selective_scan: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
     assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
@@ -291,13 +290,22 @@ def everything(model, padded):
     return {**found, "residual": stats.residual}, exact
 
 
-@pytest.mark.parametrize("token", ["exact", "iterate"])
-@pytest.mark.parametrize("name", MODELS)
+BY_DEFAULT = ("mamba1, gate outside, padded",)
+
+
+@pytest.mark.parametrize(
+    "name, token",
+    [(name, "iterate") for name in MODELS]
+    + [
+        # Interpreted, the search for roots takes half a second a token.
+        pytest.param(name, "exact", marks=() if name in BY_DEFAULT else pytest.mark.slow)
+        for name in MODELS
+    ],
+)
 def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()
-    # Interpreted, the search for roots takes a second a call: it has tests of its own.
-    monkeypatch.setattr("lm.kernels.triton.roots.find_roots", cpu_roots.find_roots)
+    quicken_interpreter()
     fields = dict(**MODELS[name], token=token, schedule="parallel")
     runs, used = {}, []
     compute = kernels.compute
@@ -312,6 +320,7 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
         used.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
+            warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # interpreted
             runs[backend] = everything(model_of(**fields), "padded" in name)
     (ours, ours_exact), (plain, plain_exact) = runs["triton"], runs["plain"]
     assert_close(ours, plain, 2e-4)
@@ -320,5 +329,6 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     block = MODELS[name].get("block", "fp_mamba1")
     expected = {"mix", "normalise", "finish_residual"}  # the residual: ℓ*'s
     expected |= {"selective_scan"} if block == "fp_mamba1" else set()  # FP-Mamba-2's is mamba-ssm's
-    expected.add("finish" if token == "iterate" else "find_roots")
+    exact = {"solve_tokens", "solve_tokens_residual"}
+    expected |= {"finish"} if token == "iterate" else exact
     assert set(used) == expected | ({"short_conv"} if "conv" in name else set())

@@ -293,11 +293,14 @@ def test_hours_are_flops_over_what_the_cards_reach_and_what_iterating_moves():
     assert plan(tiny(), where(tiny(), 1, "h200"))["moving_hours"] == 0  # token by token
 
 
+@pytest.mark.parametrize("mixer, moved", [("householder", (22.3, 55)), ("kronecker", (98, 225))])
 @pytest.mark.parametrize("gradient, terms", [("one_step", 0), ("exact", 4), ("adjoint:7", 7)])
-def test_a_term_of_the_adjoint_moves_memory_too(gradient, terms):
-    cfg = tiny({"schedule": "parallel", "gradient": gradient})
+def test_a_term_of_the_adjoint_moves_memory_too(gradient, terms, mixer, moved):
+    cfg = tiny({"schedule": "parallel", "gradient": gradient}, mixer=mixer)
     p = plan(cfg, where(cfg, 2, "h200"))
-    moved = 2 * p["tokens"] * 2 * cfg.model.d_model * 4 * (9 * 98 + terms * 225)
+    by_evaluation, by_term = moved
+    numbers = 9 * by_evaluation + terms * by_term
+    moved = 2 * p["tokens"] * 2 * cfg.model.d_model * 4 * numbers
     assert p["moving_hours"] == pytest.approx(moved / (2 * 0.7 * 4.8e12) / 3600)
 
 
