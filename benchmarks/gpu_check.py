@@ -30,17 +30,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 ROOT = Path(__file__).parents[1]
-# Seconds of each part, 560 in all. What one leaves over is for those after it.
+# Seconds of each part, 565 in all. What one leaves over is for those after it.
 LIMITS = {
-    "tests": 130,
-    "training": 130,
+    "tests": 110,
+    "training": 100,
+    "constants": 70,
     "scan": 25,
     "roots": 25,
     "iteration": 25,
     "solve": 45,
     "training_step": 55,
     "decode": 35,
-    "kernels": 90,
+    "kernels": 75,
 }
 # Width, length and batch are the paper's; the model is cut where time grows with its layers.
 OPTIONS = {
@@ -129,6 +130,19 @@ def timings(record: dict, most: int = 8) -> dict[str, Any]:
     return {**found, "rows": len(record["rows"])}
 
 
+def measured(record: dict) -> dict[str, Any]:
+    """Of benchmarks.gpu_constants: what lm/common/cards.py assumes, and each layer's milliseconds
+    beside those predicted of an A100."""
+    figures = {**record["rates"], "graphs": record["graphs"]}
+    for batch, layers in record["layers"].items():
+        for name, seconds in layers.items():
+            of_card = record["assumed"][batch][name]
+            figures[f"{batch} × {name}"] = (
+                f"{seconds * 1e3:,.2f} ms (predicted {of_card * 1e3:,.2f})"
+            )
+    return figures
+
+
 def pytest_part(
     name: str, out: Path, arguments: list[str], env: dict[str, str] | None = None
 ) -> Part:
@@ -162,9 +176,21 @@ def all_parts(out: Path, device: str, quick: bool) -> dict[str, Part]:
     if quick:
         training += ["--quick", "--updates", "4", "--plain", "2", "--fall", "0", "--new", "2"]
     judge = functools.partial(judge_json, out / "training.json", lambda record: record["figures"])
+    constants = ["-m", "benchmarks.gpu_constants", "--device", device]
+    constants += ["--json", str(out / "constants.json")]
+    if quick:
+        constants += ["--batches=1,2", "--length=8", "--d-model=16", "--repeats=1"]
+    judge_constants = functools.partial(judge_json, out / "constants.json", measured)
     parts = [
         pytest_part("tests", out, chosen, interpreted),
         Part("training", [sys.executable, *training], LIMITS["training"], judge, interpreted),
+        Part(
+            "constants",
+            [sys.executable, *constants],
+            LIMITS["constants"],
+            judge_constants,
+            interpreted,
+        ),
     ]
     for name, options in OPTIONS.items():
         script, path = ROOT / f"benchmarks/{name}.py", out / f"{name}.json"
