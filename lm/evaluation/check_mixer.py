@@ -15,6 +15,7 @@ from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver, registered_mixers
 from lm.config.plugin import check_name
 from lm.export.travelling import ExportError, flat_files
+from lm.model.batch import CACHE
 from lm.model.mixer_base import Mixer
 from lm.training.build import build_section
 
@@ -173,8 +174,8 @@ def _of_the_order(model) -> list[Finding]:
     findings.append(_close("all tokens at once: as one after the other", at_once, whole))
     cache, steps = None, []
     for t in range(ids.shape[1]):
-        out = model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(input_ids=ids[:, t : t + 1], cache=cache, use_cache=True)
+        cache = getattr(out, CACHE)
         steps.append(out.logits)
     findings.append(_close("decoding token by token: as a whole pass", torch.cat(steps, 1), whole))
     return findings

@@ -296,21 +296,49 @@ pytree.register_pytree_node(
 )
 
 
-@dataclass
+# What transformers calls a cache, in an output and as an argument: `cache` from 5.24 on, where an
+# output's past_key_values is a property.
+CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
+
+
+def _output(cls: type) -> type:
+    """A dataclass whose field `cache` is called CACHE."""
+    if CACHE != "cache":
+        cls.__annotations__ = {
+            CACHE if name == "cache" else name: kind for name, kind in cls.__annotations__.items()
+        }
+        del cls.cache
+        setattr(cls, CACHE, None)
+    return dataclass(cls)
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """The cache given under either name.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("give one of cache and past_key_values: they are two names of the same")
+    return past_key_values if cache is None else cache
+
+
+@_output
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, what
-    the solver reports; state, and past_key_values (an FPRNNCache), if they were asked for;
+    the solver reports; state, and the cache (an FPRNNCache, also as past_key_values), if they were
+    asked for;
     attentions, always None, which `generate` reads where output_attentions is asked for."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
-    past_key_values: FPRNNCache | None = None
+    cache: FPRNNCache | None = None
     attentions: None = None
 
 
-@dataclass
+@_output
 class FPRNNCausalLMOutput(ModelOutput):
     """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; log_z (scalar), if it
     was asked for; the rest as in FPRNNOutput."""
@@ -320,6 +348,6 @@ class FPRNNCausalLMOutput(ModelOutput):
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
-    past_key_values: FPRNNCache | None = None
+    cache: FPRNNCache | None = None
     log_z: torch.FloatTensor | None = None
     attentions: None = None

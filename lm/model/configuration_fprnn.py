@@ -77,7 +77,7 @@ class FPRNNConfig(PretrainedConfig):
         "tie_word_embeddings": "tie_embeddings",
     }
     # What an output has besides logits is no prediction, to be gathered over an evaluation.
-    keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values", "cache"]  # noqa: RUF012
 
     def __init__(self, **fields: Any) -> None:
         for name, default in REMOVED.items():

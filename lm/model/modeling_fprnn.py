@@ -15,6 +15,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
 from .batch import (
+    CACHE,
     FixedPointReport,
     FPRNNCausalLMOutput,
     FPRNNOutput,
@@ -29,6 +30,7 @@ from .batch import (
     log_z_sum,
     nll_sum,
     number_of,
+    one_cache,
     refuse_unknown,
     targets_of,
 )
@@ -254,6 +256,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         count_iterations: bool = False,
+        cache: FPRNNCache | None = None,
         **kwargs: Any,
     ) -> FPRNNOutput | tuple[Any, ...]:
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
@@ -264,9 +267,10 @@ class FPRNNModel(FPRNNPreTrainedModel):
             state: the FPRNNState that an earlier pass returned: the rows go on from there.
             return_state: return the FPRNNState after each row's last token. It has no gradient, so
                 a stream processed in segments is trained by truncated backpropagation.
-            past_key_values, use_cache: the same for `generate`: an FPRNNCache to start from and to
-                update, or a new one. attention_mask may then be of all tokens so far. use_cache
-                None: as the config says, except in training or where a state is asked for.
+            past_key_values or cache, use_cache: the same for `generate`: an FPRNNCache to start
+                from and to update, or a new one. attention_mask may then be of all tokens so far.
+                use_cache None: as the config says, except in training or where a state is asked
+                for.
             position_ids: (b,l) or (1,l). A document starts where they do not go up, and at the
                 start of a row where the first is 0; with a cache the first token goes on.
             seq_idx: (b,l) or (1,l), the number of each token's document: the same said otherwise.
@@ -289,7 +293,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         # 1. Embed; find where the rows go on from.
         hidden = embed(self.embeddings, input_ids, inputs_embeds)  # (b,l,d_model)
         batch, length = hidden.shape[:2]
-        cache = FPRNNCache() if past_key_values is None and use_cache else past_key_values
+        cache = one_cache(past_key_values, cache)
+        if cache is None and use_cache:
+            cache = FPRNNCache()
         state = self._state_to_go_on_from(batch, state, cache)
         wants_end = return_state or cache is not None
 
@@ -319,7 +325,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             hidden_states=tuple(states) if output_hidden_states else None,
             fixed_point=self._report(passed.stats, tokens.back, states[-1].device),
             state=end if return_state else None,
-            past_key_values=cache,
+            **{CACHE: cache},
         )
         return output if _as_dict(return_dict, cfg) else output.to_tuple()
 
@@ -464,6 +470,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         seq_idx: torch.Tensor | None = None,
         count_iterations: bool = False,
         log_z: bool = False,
+        cache: FPRNNCache | None = None,
         **kwargs: Any,
     ) -> FPRNNCausalLMOutput | tuple[Any, ...]:
         """Next-token logits and, with labels, the mean cross-entropy.
@@ -499,7 +506,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return_dict=True,
             state=state,
             return_state=return_state,
-            past_key_values=past_key_values,
+            past_key_values=one_cache(past_key_values, cache),
             use_cache=use_cache,
             position_ids=position_ids,
             seq_idx=seq_idx,
@@ -521,7 +528,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             fixed_point=outputs.fixed_point,
             state=outputs.state,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             log_z=mean_log_z,
         )
         return output if _as_dict(return_dict, self.config) else output.to_tuple()

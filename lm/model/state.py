@@ -120,6 +120,7 @@ class FPRNNCache:
     state: Any  # FPRNNState | None
     is_compileable = False
     is_croppable = False  # a recurrence cannot go back
+    is_linear = (False,)  # transformers 5.24: it knows its length, by which a prompt is cut
 
     def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length

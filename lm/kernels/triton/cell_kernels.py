@@ -62,7 +62,7 @@ def address(table, slot: tl.constexpr, DTYPE: tl.constexpr = FP32):
 
 @triton.jit
 def product_kernel(
-    table, step, b, d, columns, reading, raw_step,
+    table, step, b, columns, raw_step, d: tl.constexpr, reading: tl.constexpr,
     KEEP: tl.constexpr, KEPT: tl.constexpr, RAW: tl.constexpr, WEIGHT: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     TALL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -105,7 +105,7 @@ def product_kernel(
 
 @triton.jit
 def product_back_kernel(
-    table, step, b, d, columns, reading,
+    table, step, b, columns, d: tl.constexpr, reading: tl.constexpr,
     KEEP: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, TALL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +309,7 @@ def token_kernel(
 
 @triton.jit
 def settle_kernel(
-    table, chunk, d, n, wide, ENTERING: tl.constexpr, GROUPS: tl.constexpr,
+    table, chunk, d, wide, n: tl.constexpr, ENTERING: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """h = state + inflow Bᵀ, D channels of one sequence: what enters the chunk, into its checkpoint
@@ -373,7 +373,7 @@ def again_kernel(
 
 @triton.jit
 def states_kernel(
-    table, chunk, d, n, wide, headdim,
+    table, d, n, wide, headdim, chunk: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
     D: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from lm.export.export import write_export
 from lm.model import modeling_fprnn
+from lm.model.batch import CACHE
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import FPRNNCache
 from tests.lm.model.test_state import BLOCKS, EOS, assert_same_state, ids, leaves, model_of
@@ -388,3 +389,20 @@ def test_every_file_travels_and_the_modeling_file_names_them_all(tmp_path):
     assert set(get_relative_imports(modeling)) == files - {modeling.stem}
     out = write_export(quick(dtype=torch.float32), tmp_path / "out", None, "x", "For a test.")
     assert {f.stem for f in out.glob("*.py")} - {"__init__"} == files
+
+
+def test_a_cache_has_two_names():
+    """transformers calls it `cache` from 5.24 on, and past_key_values before."""
+    model = quick()
+    tokens = ids()
+    with torch.no_grad():
+        first = model(tokens[:, :5], use_cache=True)
+        assert isinstance(getattr(first, CACHE), FPRNNCache)
+        copies = [copy.deepcopy(getattr(first, CACHE)) for _ in range(2)]
+        rest = [
+            model(tokens[:, 5:], **{n: c}) for n, c in zip(("cache", "past_key_values"), copies)
+        ]
+    assert torch.equal(rest[0].logits, rest[1].logits)
+    torch.testing.assert_close(rest[0].logits, model(tokens).logits[:, 5:])
+    with pytest.raises(ValueError, match="give one of cache and past_key_values"):
+        model(tokens, cache=copies[0], past_key_values=copies[1])
