@@ -193,6 +193,7 @@ def counted(evaluations: int = 1, terms: int = 1) -> Iterator[Counter]:
             (layers, "on_cpu", lambda x: False),
             (solver, "_read", read),
             (torch.Tensor, "__bool__", ended),
+            (torch, "quantile", lambda t, _: t.amax()),  # that of torch 2.11 looks at numbers
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield stack.enter_context(counter)

@@ -33,7 +33,6 @@ WARM = 20  # updates that compile kernels, left out of tokens/s
 NEAR = 0.03  # how far the losses with and without kernels may be apart, relative
 QUICK = {
     "model": dict(d_model=16, n_layer=1, d_state=4),
-    "solver": dict(schedule="parallel", max_iters=3, eval_max_iters=3),
     "tokenizer": dict(vocab_size=300),
     "data": dict(seq_len=8),
     "train": dict(global_batch_size=2, micro_batch_size=2),

@@ -307,7 +307,7 @@ def _output(cls: type) -> type:
         cls.__annotations__ = {
             CACHE if name == "cache" else name: kind for name, kind in cls.__annotations__.items()
         }
-        del cls.cache
+        delattr(cls, "cache")
         setattr(cls, CACHE, None)
     return dataclass(cls)
 

@@ -313,13 +313,17 @@ class _Tokens(torch.autograd.Function):
         return None, *grads
 
 
-def _checked(options, rows, x, o, mixed, dt, bc, D, z, weight, bias, y):
-    """Options.
+def _problem(
+    given_options: Options | tuple, given: tuple[Tensor | None, ...], y: Tensor | None
+) -> _Problem:
+    """given: by NAMES.
 
     Raises:
         TypeError, ValueError, Unsupported: see `solve_tokens`.
     """
-    options = Options(*options)
+    options = Options(*given_options)
+    tensors: dict[str, Any] = dict(zip(NAMES, given))
+    rows, x, dt, bc = (tensors[name] for name in ("rows", "x", "dt", "bc"))
     b, length, d = x.shape
     r = options.rank
     if not fits_a_gpu(r, d):
@@ -332,10 +336,11 @@ def _checked(options, rows, x, o, mixed, dt, bc, D, z, weight, bias, y):
         rows=(rows, (b, length, r * d + r)),
         dt=(dt, (b, length, heads)),
         bc=(bc, (b, length, groups)),
-        **{name: (t, wide) for name, t in dict(x=x, o=o, mixed=mixed, z=z, y=y).items()},
-        **{name: (t, (d,)) for name, t in dict(D=D, weight=weight, bias=bias).items()},
+        y=(y, wide),
+        **{name: (tensors[name], wide) for name in ("x", "o", "mixed", "z")},
+        **{name: (tensors[name], (d,)) for name in ("D", "weight", "bias")},
     )
-    return options
+    return _Problem(options, tensors)
 
 
 def solve_tokens(
@@ -363,10 +368,10 @@ def solve_tokens(
         TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank, width.
     """
     given = rows, x, o, mixed, dt, bc, D, z, weight, bias
-    options = _checked(options, *given, None)
+    problem = _problem(options, given, None)
     if needs_grad(*given):
-        return _Tokens.apply(options, *given)
-    return _forward(_Problem(options, dict(zip(NAMES, given))), None, False)[:2]
+        return _Tokens.apply(problem.options, *given)
+    return _forward(problem, None, False)[:2]
 
 
 def solve_tokens_residual(
@@ -374,7 +379,6 @@ def solve_tokens_residual(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`solve_tokens` and the relative residual (b,l) of an iterate y (b,l,d), the last argument; no
     gradient. The others: as there."""
-    *given, y = given
-    options = _checked(options, *given, y)
-    g, outcome, _, residual = _forward(_Problem(options, dict(zip(NAMES, given))), y, False)
+    *tensors, y = given
+    g, outcome, _, residual = _forward(_problem(options, tuple(tensors), y), y, False)
     return g, outcome, residual
