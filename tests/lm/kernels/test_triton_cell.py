@@ -298,7 +298,10 @@ def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
         solved(problem())
 
 
-@pytest.mark.parametrize("length", [12, pytest.param(256, marks=pytest.mark.slow)])
+LONG = [pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024)]
+
+
+@pytest.mark.parametrize("length", [12, *LONG])
 def test_a_trained_tracker_in_training_mode(length, monkeypatch):
     """What a token is depends on all before it; loss and gradient to 1e-5."""
     model, given, found = tracker().to(DEVICE), words(2, length), {}
