@@ -47,6 +47,38 @@ class Source(Section):
         return self
 
 
+class Stage(Section):
+    """Of `data.curriculum`: weights of the mixture until an update."""
+
+    until: int = Field(gt=0, le=10**12)  # the first update that is not drawn by these weights
+    weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # a source that is left out has none
+
+
+def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> None:
+    """Raises ValueError where stages are not of the mixture, weigh nothing, or are out of order."""
+    if stages and mixture is None:
+        raise ValueError(
+            "`data.curriculum` changes the weights of `data.mixture`, which is null: give several"
+            " sources, or leave it out"
+        )
+    ended = 0
+    for number, stage in enumerate(stages):
+        where = f"`data.curriculum.{number}`"
+        if unknown := sorted(set(stage.weights) - set(mixture or {})):
+            raise ValueError(
+                f"{where} weighs {', '.join(unknown)}, no source of `data.mixture`"
+                f" ({', '.join(sorted(mixture or {}))})"
+            )
+        if not any(stage.weights.values()):
+            raise ValueError(f"the weights of {where} sum to 0: one at least must be above 0")
+        if stage.until <= ended:
+            raise ValueError(
+                f"{where} is until update {stage.until}, and the one before it until {ended}: put"
+                " the stages in their order"
+            )
+        ended = stage.until
+
+
 def check_names(mixture: dict) -> None:
     """Raises ValueError for a mixture without a source, or a name that no folder should have."""
     if not mixture:
@@ -130,6 +162,8 @@ class Data(Section):
     # several sources in the place of one
     mixture: dict[str, Source] | None = None
     temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
+    # other weights of the mixture at first, stage after stage
+    curriculum: list[Stage] = Field(default_factory=list)
 
     @field_validator("mixture", mode="before")
     @classmethod
@@ -141,6 +175,7 @@ class Data(Section):
     @model_validator(mode="after")
     def _one_source_or_a_mixture(self) -> Self:
         check_mixture(self)
+        check_curriculum(self.curriculum, self.mixture)
         return self
 
     @model_validator(mode="after")

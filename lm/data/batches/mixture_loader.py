@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,17 +16,35 @@ STRATA = 256  # sequences in a row of which every source has its share, to a seq
 DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
 
 
+class Weighing(NamedTuple):
+    """How points of [0, 1) fall to sources."""
+
+    possible: np.ndarray  # the numbers of those with a weight above 0
+    bounds: np.ndarray  # between them
+
+    @classmethod
+    def of(cls, weights: list[float]) -> Weighing:
+        possible = np.flatnonzero(weights)
+        ends = np.cumsum(np.array(weights)[possible])
+        return cls(possible, ends[:-1] / ends[-1])
+
+    def sources(self, points: np.ndarray) -> np.ndarray:
+        return self.possible[np.searchsorted(self.bounds, points, side="right")]
+
+
 class Drawing:
     """Which source each sequence of a run is from: a function of the seed and its place alone.
 
     Of every STRATA sequences in a row each source has its share, up to a sequence or two; which of
     them are its own is drawn at random.
+
+    Args:
+        weights: of the sources. stages: before them others, each until a sequence.
     """
 
-    def __init__(self, weights: list[float], seed: int):
-        self._possible = np.flatnonzero(weights)  # with a weight above 0
-        ends = np.cumsum(np.array(weights)[self._possible])
-        self._bounds = ends[:-1] / ends[-1]
+    def __init__(self, weights: list[float], seed: int, stages: Sequence[Stage] = ()):
+        self._ends = [stage.end for stage in stages]
+        self._weighings = [Weighing.of(w) for w in (*(stage.weights for stage in stages), weights)]
         self._seed = seed
 
     def sources(self, first: int, count: int) -> np.ndarray:
@@ -39,7 +57,20 @@ class Drawing:
     def _stratum(self, number: int) -> np.ndarray:
         rng = np.random.default_rng([self._seed, DRAWING, number])
         points = (rng.permutation(STRATA) + rng.random(STRATA)) / STRATA
-        return self._possible[np.searchsorted(self._bounds, points, side="right")]
+        places = number * STRATA + np.arange(STRATA)
+        stages = np.searchsorted(self._ends, places, side="right")
+        drawn = np.empty(STRATA, dtype=np.int64)
+        for stage in np.unique(stages):
+            here = stages == stage
+            drawn[here] = self._weighings[stage].sources(points[here])
+        return drawn
+
+
+class Stage(NamedTuple):
+    """Of a curriculum."""
+
+    end: int  # the first sequence that is drawn otherwise
+    weights: list[float]  # of the sources, in alphabetic order
 
 
 class MixtureLoader:
@@ -50,8 +81,8 @@ class MixtureLoader:
     sequences g·b to g·b + b - 1, goes to rank g % world_size: nothing depends on the ranks.
 
     Args:
-        sources: name → its blocks. weights: name → its share.
-        seq_len: targets that a sequence has room for.
+        sources: name → its blocks. weights: name → its share once the stages are over.
+        stages: (sequences until its end, name → weight) of each, in their order.
     """
 
     def __init__(
@@ -62,11 +93,16 @@ class MixtureLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        stages: Sequence[tuple[int, dict[str, float]]] = (),
     ):
         self._names = sorted(sources)
         self._sources = [sources[name] for name in self._names]
         self._weights = [weights[name] for name in self._names]
-        self._drawing = Drawing(self._weights, seed)
+        self._stages = [
+            Stage(end, [of_stage.get(name, 0.0) for name in self._names])
+            for end, of_stage in stages
+        ]
+        self._drawing = Drawing(self._weights, seed, self._stages)
         self._size = micro_batch_size
         self._seed = seed
         self._rank = rank
@@ -94,7 +130,8 @@ class MixtureLoader:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What share of the sequences is drawn from each source; they sum to 1."""
+        """What share of the sequences is drawn from each source once the stages are over; they sum
+        to 1."""
         return dict(zip(self._names, self._weights))
 
     def drawn(self) -> dict[str, Any]:
@@ -117,6 +154,7 @@ class MixtureLoader:
             "next_global_micro_batch": self._next // self._size,
             "micro_batch_size": self._size,
             "seed": self._seed,
+            "stages": [stage._asdict() for stage in self._stages],
             "mixture": {
                 name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
                 for name, weight, source, drawn in zip(
@@ -158,7 +196,12 @@ class MixtureLoader:
                         f" {then[name][key]:.9g}, this run has {now[name][key]:.9g}: the corpus,"
                         " its weight and data.seq_len must not change on resuming"
                     )
+        if state.get("stages", []) != ours["stages"]:
+            raise DataError(
+                "the checkpoint's data position is of another data.curriculum, or of other"
+                " sequences an update: they must not change on resuming"
+            )
         self._weights = [then[name]["weight"] for name in self._names]
-        self._drawing = Drawing(self._weights, self._seed)
+        self._drawing = Drawing(self._weights, self._seed, self._stages)
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
         self._drawn[:] = [then[name]["drawn"] for name in self._names]

@@ -25,7 +25,8 @@ def single(data: Data) -> dict[str, Data]:
     found = {}
     for name, source in sorted((data.mixture or {}).items()):
         own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
-        found[name] = data.model_copy(update=own | {"mixture": None, "temperature": None})
+        of_several: dict = {"mixture": None, "temperature": None, "curriculum": []}
+        found[name] = data.model_copy(update=own | of_several)
     return found
 
 
@@ -64,7 +65,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def shares(data: Data, tokens: Mapping[str, float]) -> dict[str, float]:
-    """The share of each source, in alphabetic order; they sum to 1.
+    """The share of each source once the curriculum is over, in alphabetic order; they sum to 1.
 
     Args:
         tokens: of the training split of each source, read under a `data.temperature` alone.

@@ -15,7 +15,7 @@ from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data
 from lm.data.batches.loader import MapLoader, build
-from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader
+from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, Stage
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
@@ -37,13 +37,13 @@ WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 GOLDEN = [0, 0, 1, 2, 0, 1, 0, 2, 0, 0, 1, 1, 2, 0, 1, 2]
 
 
-def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None):
+def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None, stages=()):
     tokens = TOKENS if tokens is None else tokens
     sources = {
         name: ShuffledBlocks(np.arange(FIRST[name], FIRST[name] + n), LENGTH, seed, number)
         for number, (name, n) in enumerate(tokens.items())
     }
-    return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size)
+    return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size, stages)
 
 
 def rows(batches) -> list[list[int]]:
@@ -137,6 +137,39 @@ def test_the_drawing_is_of_seed_and_place_alone():
     assert drawing.sources(250, 16).tolist() == GOLDEN
 
 
+STAGES = [(300, {"a": 1.0}), (720, {"b": 3.0, "c": 1.0})]
+
+
+def test_a_curriculum_draws_by_the_weights_of_its_stages():
+    drawn = [owner(row) for row in take(loader(stages=STAGES), 500)]
+    assert set(drawn[:300]) == {"a"}
+    of_second, after = Counter(drawn[300:720]), Counter(drawn[720:])
+    assert set(of_second) == {"b", "c"} and abs(of_second["b"] / 420 - 0.75) < 0.03
+    for name, weight in WEIGHTS.items():
+        assert abs(after[name] / 780 - weight) < 0.03
+    # What follows the stages is what it is without them.
+    assert np.array_equal(
+        Drawing([0.5, 0.5], 3, [Stage(10, [1.0, 0.0])]).sources(10, 990),
+        Drawing([0.5, 0.5], 3).sources(10, 990),
+    )
+
+
+def test_a_curriculum_goes_on_exactly_on_other_ranks_and_not_another_one():
+    expected = take(loader(1, stages=STAGES), 1200)
+    old = loader(3, stages=STAGES)
+    for _ in range(85):
+        next(old)
+    state = json.loads(json.dumps(old.state_dict()))
+    ranks = [loader(1, rank, 3, stages=STAGES) for rank in range(3)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    found = [row for _ in range(200) for rank in ranks for row in take(rank, 1)]
+    assert found == expected[255 : 255 + 600]
+    for other in ((), STAGES[:1], [(301, {"a": 1.0}), STAGES[1]]):
+        with pytest.raises(DataError, match=r"another data\.curriculum"):
+            loader(3, stages=other).load_state_dict(state)
+
+
 def test_sources_of_one_size_are_shuffled_each_in_its_own_way():
     alike = loader(tokens={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
     orders = {"a": [], "b": []}
@@ -202,6 +235,7 @@ def test_the_mean_of_validation_is_weighed_by_shares():
 
 
 WEB = {"source": "text", "path": "x.txt", "weight": 1}
+ONLY = {"until": 9, "weights": {"web": 1}}
 REFUSED = [
     ({"mixture": {"web": WEB | {"weight": 0}}}, "`data.mixture` (web) sum to 0"),
     ({"mixture": {"web": WEB | {"weight": -1}}}, "`data.mixture.web.weight` is -1"),
@@ -220,6 +254,11 @@ REFUSED = [
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
     ({"temperature": 2}, "`data.temperature` weighs the sources of `data.mixture`"),
+    ({"curriculum": [ONLY]}, "`data.curriculum` changes the weights of `data.mixture`"),
+    ({"mixture": {"code": WEB}, "curriculum": [ONLY]}, "`data.curriculum.0` weighs web"),
+    ({"mixture": {"web": WEB}, "curriculum": [ONLY, ONLY]}, "`data.curriculum.1` is until"),
+    ({"mixture": {"web": WEB}, "curriculum": [{"until": 9, "weights": {"web": 0}}]}, "sum to 0"),
+    ({"mixture": {"web": WEB}, "curriculum": [{"until": 0, "weights": {"web": 1}}]}, "until"),
 ]  # fmt: skip
 
 
