@@ -211,6 +211,18 @@ def _warn(function, reasons):
     )
 
 
+def choice(device_type: str = "cpu") -> dict[str, tuple[str, ...]]:
+    """The backends that compute each operation on such a device, the one to be used first.
+
+    Raises:
+        BackendError: FPRNN_KERNELS names what cannot run here.
+    """
+    return {
+        operation: tuple(backend for backend, _ in _candidates(operation, device_type, asked()))
+        for operation in OPERATIONS
+    }
+
+
 def available(device_type: str = "cpu") -> str:
     """What computes what on such a device, and what cannot be used and why, in words.
 

@@ -209,11 +209,11 @@ class FPMamba(FixedPointBlock):
         return A.t().contiguous().t() if A.dim() == 2 else A  # as the CPU's scan reads it
 
     def parts_of(self, s: Prepared, rows: dict[str, torch.Tensor]) -> MambaParts:
-        cfg, dt = self.config, s.time.dt
-        B, C = rows["B"], rows["C"]
+        cfg, dt, wide = self.config, s.time.dt, s.x.dtype
+        B, C = rows["B"].to(wide), rows["C"].to(wide)
         if cfg.bc_norm:
             B, C = (normalise(v, self.groups, cfg.eps) for v in (B, C))
-        return MambaParts(self._dt(rows["delta"], s.seqs) if dt is None else dt, B, C)
+        return MambaParts(self._dt(rows["delta"].to(wide), s.seqs) if dt is None else dt, B, C)
 
     def in_units_of_y(self, noise: torch.Tensor | None) -> torch.Tensor | None:
         return None if noise is None else noise * self.out_norm().weight

@@ -287,10 +287,11 @@ class FixedPointBlock(nn.Module):
         return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
     def explicit(
-        self, s: Prepared, y: torch.Tensor, with_residual: bool = False
+        self, s: Prepared, y: torch.Tensor, with_residual: bool = False, of_y_alone: bool = False
     ) -> tuple[Any, ...]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
 
+        Args: of_y_alone: no gradient goes to D and the norm.
         Returns: F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l); with_residual
         also the `token_residual` (b,l), and then there is no gradient.
         """
@@ -298,6 +299,8 @@ class FixedPointBlock(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             o, h = self.scan_time(s, parts, x)
             own = self.own(s, parts)
+            if of_y_alone:
+                own = own._replace(D=_detached(own.D), norm=_detached(own.norm))
             found = self._solve_by_kernel(s, rows["mixer"], o, x, own, y if with_residual else None)
             if found is None:
                 gain = own.gain(x.shape[-1])
@@ -333,10 +336,11 @@ class FixedPointBlock(nn.Module):
         return s.seqs.masked(y), h, self._outcome(s, outcome)
 
     def _solve_tokens(self, s, rows, token):
-        low_rank = self.mixer.low_rank(rows["mixer"], s.mixer)
+        raw = rows["mixer"].to(token.x.dtype)
+        low_rank = self.mixer.low_rank(raw, s.mixer)
         if low_rank is not None:
             return solve_low_rank(token, low_rank)
-        return solve_by_iterating(FullRank(token, rows["mixer"], self.mixer, s.mixer))
+        return solve_by_iterating(FullRank(token, raw, self.mixer, s.mixer))
 
     def _outcome(self, s, outcome):
         """Without that of padding."""
@@ -513,7 +517,7 @@ class FixedPointBlock(nn.Module):
             constants = s.detached()
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0],
-                lambda y: self.explicit(constants, y)[0],
+                lambda y: self.explicit(constants, y, of_y_alone=True)[0],
                 y_star,
                 terms,
                 c.adjoint_clip,

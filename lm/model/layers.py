@@ -262,10 +262,11 @@ class Projections(NamedTuple):
         """Those columns of raw that read sh(y), with what it gives them."""
         raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
         y_before = y_before.to(weight.dtype)
-        if on_cpu(raw):
+        of_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
+        if on_cpu(raw) or not of_one_dtype:
             return raw + F.linear(y_before, weight).to(raw.dtype)
         found = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
-        return found.to(raw.dtype).unflatten(0, raw.shape[:2])
+        return found.unflatten(0, raw.shape[:2])
 
     def moved(self, noise: torch.Tensor | None) -> "Projections":
         """As if `noise` (b,l,d) were added to sh(y) wherever it is read; None: none."""
@@ -313,4 +314,4 @@ def side_by_side(
         weight = torch.cat(maps)
         return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
 
-    return Projections(raw, columns, once(kept, "weight_y", joined))
+    return Projections(raw, columns, once(kept, ("weight_y", dtype), joined))

@@ -196,15 +196,15 @@ class Reflections(Mixer):
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
-        if backend("step", x) is None:
-            return super().mix(raw, x, y, weights)
-        r = self.rank
-        vectors, gates = raw[..., :-r], raw[..., -r:]
-        if weights.extra:
-            vectors = self._second_layer(vectors, weights)
-        options = r, self.scale, self.eps, self.act_name, self.sequential
-        mixed = faster("step", "mix", x, gates, vectors, x, y, *options)
-        return super().mix(raw, x, y, weights) if mixed is None else mixed
+        mixed = None
+        if backend("step", x) is not None:
+            r = self.rank
+            vectors, gates = raw[..., :-r], raw[..., -r:]
+            if weights.extra:
+                vectors = self._second_layer(vectors, weights)
+            options = r, self.scale, self.eps, self.act_name, self.sequential
+            mixed = faster("step", "mix", x, gates, vectors, x, y, *options)
+        return super().mix(raw.to(x.dtype), x, y, weights) if mixed is None else mixed
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         a, u = self.vectors(raw, weights)

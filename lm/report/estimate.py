@@ -237,7 +237,7 @@ def moving_hours(
     tokens: float,
     channels: int,
     solver: dict[str, Any],
-    reflections: bool,
+    at_once: bool,
     evaluations: float,
     gpus: int,
     card: Card,
@@ -246,11 +246,11 @@ def moving_hours(
 
     Args:
         tokens: of all layers that iterate. channels: d_inner. solver: its fields, settled.
-        reflections: of the mixer, for which there is a kernel. evaluations: a token.
+        at_once: one kernel solves the tokens' equations. evaluations: a token.
     """
     if not card.bandwidth:
         return 0.0
-    exact = "exact" if reflections else "full rank"
+    exact = "exact" if at_once else "full rank"
     of_one = exact if solver["token"] == "exact" else "iterate"
     numbers = MOVED[of_one] * max(0.0, evaluations - 1)
     kind, terms = parse_gradient(solver["gradient"])

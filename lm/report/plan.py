@@ -192,6 +192,7 @@ class Layers:
     kernel: int  # token by token, by a GPU's kernel
     loop: int  # token by token otherwise
     iterated: int
+    at_once: int = 0  # of those, the ones whose equations one kernel solves
 
     @property
     def by_token(self) -> int:
@@ -213,13 +214,17 @@ def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     token by token where its kernel can (lm/model/fixed_point.py, `width`)."""
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
     fitting = [b for b in blocks if (r := b.kernel_rank()) and fits_a_gpu(r, b.config.d_inner)]
-    by_token = 0
+    by_token = []
     if solver["token"] == "exact" and solver["schedule"] == "sequential":
-        by_token = len(blocks)
+        by_token = blocks
     elif solver["token"] == "exact" and solver["schedule"] == "auto":
-        by_token = len(fitting if on_gpu else [b for b in blocks if b.mixer.has_low_rank])
-    kernel = min(by_token, len(fitting)) if on_gpu else 0
-    return Layers(kernel, by_token - kernel, len(blocks) - by_token)
+        by_token = fitting if on_gpu else [b for b in blocks if b.mixer.has_low_rank]
+    kernel = [b for b in by_token if b in fitting and on_gpu]
+    iterated = [b for b in blocks if b not in by_token]
+    reflecting = ((b, b.mixer.reflections()) for b in iterated)
+    at_once = [b for b, r in reflecting if r is not None and fits_a_gpu(r[0], b.config.d_inner)]
+    loop = len(by_token) - len(kernel)
+    return Layers(len(kernel), loop, len(iterated), len(at_once))
 
 
 def settled_schedule(cfg: Config, layers: Layers) -> Config:
@@ -295,13 +300,11 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
     # Computing is that of one evaluation; the others move memory.
     hours = estimate.hours(once, at.world_size, at.card, cfg.train.precision, at.utilisation)
     of_moving = 0.0
-    if layers.iterated:
+    each = EVALUATIONS if at.evaluations is None else at.evaluations
+    for count, at_once in ((layers.at_once, True), (layers.iterated - layers.at_once, False)):
         channels, solver = model.config.d_inner, cfg.solver.settled()
-        each = EVALUATIONS if at.evaluations is None else at.evaluations
-        in_all = tokens * layers.iterated
-        reflections = all(block.mixer.reflections() for block in model.fixed_point_blocks())
-        of_moving = estimate.moving_hours(
-            in_all, channels, solver, reflections, each, at.world_size, at.card
+        of_moving += estimate.moving_hours(
+            tokens * count, channels, solver, at_once, each, at.world_size, at.card
         )
     # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
     micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)

@@ -16,7 +16,7 @@ from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_warmup
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
-from lm.kernels import asked, available
+from lm.kernels import asked, available, choice
 from lm.runs.checkpoint import check_resume
 from lm.training import init_from
 from lm.training.build import check_section
@@ -46,25 +46,25 @@ def environment(ranks: Ranks) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": _kernels(),
+        "kernels": available(_device()),
     }
 
 
-def _kernels() -> str:
-    """What computes what on this rank's device."""
-    return available("cuda" if torch.cuda.is_available() else "cpu")
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_same_kernels(ranks: Ranks) -> None:
     """Raises ConfigError where a rank would compute with other kernels than the first: all would
     wait for the slower ones, and what a rank computes would depend on its host."""
-    own, first = _kernels(), ranks.first(_kernels)
+    ranks.each(choice, _device())  # on all at once: it may take a while, and may fail on one
+    first = ranks.first(choice, _device())
 
     def check():
-        if own != first:
+        if choice(_device()) != first:
             raise ConfigError(
                 f"rank {ranks.rank} on {platform.node()} would compute with other kernels than rank"
-                f" 0: it has {own}; rank 0 has {first}. Make their hosts alike (`fprnn doctor` says"
+                f" 0: it has {available(_device())}. Make their hosts alike (`fprnn doctor` says"
                 " what is missing), or give all the same FPRNN_KERNELS, such as plain"
             )
 

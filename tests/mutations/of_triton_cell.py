@@ -15,7 +15,35 @@ TOKENS = "lm/kernels/triton/tokens.py"
 OF_TOKENS = "tests/lm/kernels/test_triton_tokens.py::test_"
 EQUAL = (f"{OF_TOKENS}equals_plain_pytorch_in_value_and_every_gradient[{{}}]",)
 
+OFF_CPU = "tests/lm/model/test_off_cpu.py::test_"
+
 MUTATIONS = [
+    Mutation(
+        "rows: what is of two dtypes is added by one product",
+        "lm/model/layers.py", "if on_cpu(raw) or not of_one_dtype:", "if on_cpu(raw):",
+        (
+            f"{OFF_CPU}plain_pytorch_is_the_same_with_weights_of_any_dtype"
+            "[torch.bfloat16-{'schedule': 'window:3'}]",
+        ),
+    ),
+    Mutation(
+        "rows: a token by itself is solved in the dtype that they are read in",
+        "lm/model/fixed_point.py",
+        'raw = rows["mixer"].to(token.x.dtype)', 'raw = rows["mixer"]',
+        (f"{OFF_CPU}after_windows_a_token_is_decoded_in_any_dtype",),
+    ),
+    Mutation(
+        "rows: maps of y kept in one dtype serve another",
+        "lm/model/layers.py", 'once(kept, ("weight_y", dtype), joined)',
+        'once(kept, "weight_y", joined)',
+        (f"{OFF_CPU}after_windows_a_token_is_decoded_in_any_dtype",),
+    ),
+    Mutation(
+        "the adjoint's terms give D and the norm a gradient",
+        "lm/model/fixed_point.py", "self.explicit(constants, y, of_y_alone=True)",
+        "self.explicit(constants, y)",
+        (f"{OFF_CPU}a_term_of_the_adjoint_has_no_gradient_but_that_of_y",),
+    ),
     Mutation(
         "tokens in Triton: the history keeps the token's own part",
         TOKENS, "history = _line(o, t * o_row + col, live) - step * times * before",

@@ -1,0 +1,144 @@
+"""What a layer does on a device that is no CPU, on a CPU: a stand-in says where the tensors are.
+
+Rows may be narrower there than what is computed of them, and one `addmm` adds what sh(y) gives.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from lm import kernels
+from lm.kernels import Unsupported
+from lm.model import layers
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests.kernels import quicken_interpreter
+from tests.tracker import loss_and_gradient, tracker, words
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(encountered|plain PyTorch):RuntimeWarning")
+PAPER = dict(token="iterate", stopping="paper", gradient="one_step")
+
+
+@pytest.fixture(autouse=True)
+def off_cpu(monkeypatch):
+    monkeypatch.setattr(layers, "on_cpu", lambda t: False)
+
+
+def untrained(**fields):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=6, d_model=16, n_layer=1, d_state=4, tie_embeddings=False)
+    return FPRNNForCausalLM(FPRNNConfig(**{**sizes, "mixer_gate_start": -3.0, **fields})).train()
+
+
+def wrong(ours, theirs):
+    """How far logits, or {name: gradient}, are apart, of their length."""
+
+    def flat(found):
+        tensors = found.values() if isinstance(found, dict) else [found]
+        return torch.cat([t.flatten().float() for t in tensors])
+
+    ours, theirs = flat(ours), flat(theirs)
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(schedule="sequential"),
+        dict(schedule="sequential", dt_h_dep=True),
+        dict(schedule="window:3"),
+        dict(schedule="parallel", mixer="kronecker"),
+        dict(schedule="parallel", **PAPER),
+        dict(schedule="window:3", **PAPER | {"stopping": "causal"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_plain_pytorch_is_the_same_with_weights_of_any_dtype(fields, dtype, monkeypatch):
+    """Of bf16 weights raw is in fp32 and the maps of y are not."""
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    model = untrained(**fields).to(dtype)
+    given = words(2, 6)
+    ours = loss_and_gradient(model, *given)
+    monkeypatch.setattr(layers, "on_cpu", lambda t: True)
+    loss, gradient = loss_and_gradient(model, *given)
+    assert ours[0] == pytest.approx(loss, rel=1e-5 if dtype == torch.float32 else 0.02)
+    assert wrong(ours[1], gradient) < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+def refusing(monkeypatch, *functions):
+    """These functions of backends find that the arguments are more than they can compute."""
+    real = kernels._find
+
+    def find(*args):
+        return tuple(Refusing(module, functions) for module in real(*args))
+
+    monkeypatch.setattr(kernels, "_find", find)
+
+
+class Refusing:
+    """A backend's module, of which some functions refuse."""
+
+    def __init__(self, module, functions):
+        self.module, self.functions = module, functions
+
+    def __getattr__(self, name):
+        if name in self.functions:
+            return self.refuse
+        return getattr(self.module, name)
+
+    def refuse(self, *args):
+        raise Unsupported("as within a CUDA graph of someone else")
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "window:3"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_where_a_kernel_refuses_rows_in_bf16_are_widened(schedule, rank, monkeypatch):
+    """Plain PyTorch solves a token in fp32, whatever its rows were read in."""
+    quicken_interpreter()
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    refusing(monkeypatch, "cell", "solve_tokens", "solve_tokens_residual", "mix", "find_roots")
+    model, given = untrained(mixer_rank=rank, schedule=schedule), words(1, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradient = loss_and_gradient(model, *given)
+    monkeypatch.setenv("FPRNN_KERNELS", "plain")
+    expected, its_gradient = loss_and_gradient(model, *given)
+    assert loss == pytest.approx(expected, rel=0.02)
+    assert wrong(gradient, its_gradient) < 0.1
+
+
+@torch.no_grad()
+def test_after_windows_a_token_is_decoded_in_any_dtype(monkeypatch):
+    """What the cache keeps of the weights is of the prompt's pass."""
+    quicken_interpreter()
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    ids = words(1, 4)[0]
+    for fields in (dict(mixer_rank=2, mixer_proj_rank=3), dict(dt_h_dep=True)):
+        model = untrained(schedule="window:3", **fields).eval()
+        expected = model(ids).logits[:, 3:]
+        for of_prompt, of_token in ((True, True), (True, False)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=of_prompt):
+                cache = model(ids[:, :3], use_cache=True).past_key_values
+            with torch.autocast("cpu", torch.bfloat16, enabled=of_token):
+                anew = copy.deepcopy(cache)  # without what is kept
+                logits = model(ids[:, 3:], past_key_values=cache).logits
+                assert wrong(logits, model(ids[:, 3:], past_key_values=anew).logits) < 1e-5
+            assert wrong(logits, expected) < 0.05
+
+
+def test_a_term_of_the_adjoint_has_no_gradient_but_that_of_y(monkeypatch):
+    tokens = pytest.importorskip("lm.kernels.triton.tokens")
+    quicken_interpreter()
+    monkeypatch.setenv("FPRNN_KERNELS", "triton")
+    asked, real = [], tokens.launch
+
+    def launch(kernel, programs, **named):
+        if kernel is tokens.tokens_back_kernel:
+            asked.append({k for k in ("dx", "ddt", "dz", "partials") if named[k] is not None})
+        real(kernel, programs, **named)
+
+    monkeypatch.setattr(tokens, "launch", launch)
+    loss_and_gradient(tracker(schedule="parallel"), *words(1, 3))
+    *of_terms, last = asked
+    assert of_terms and not any(of_terms) and last == {"dx", "ddt", "partials"}
