@@ -23,7 +23,7 @@ MUTATIONS = [
         "lm/model/layers.py", "if on_cpu(raw) or not of_one_dtype:", "if on_cpu(raw):",
         (
             f"{OFF_CPU}plain_pytorch_is_the_same_with_weights_of_any_dtype"
-            "[torch.bfloat16-{'schedule': 'window:3'}]",
+            "[torch.bfloat16-window:3]",
         ),
     ),
     Mutation(

@@ -72,10 +72,10 @@ def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
     (block,) = model.fixed_point_blocks()
     handed_on, explicit = [], block.explicit
 
-    def watched(s, y):
+    def watched(s, *others):
         if s.seqs.state is not None:
             handed_on.append(s.seqs.state.y)
-        return explicit(s, y)
+        return explicit(s, *others)
 
     monkeypatch.setattr(block, "explicit", watched)
     with torch.no_grad():
