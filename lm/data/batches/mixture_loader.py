@@ -23,7 +23,8 @@ class Weighing(NamedTuple):
     bounds: np.ndarray  # between them
 
     @classmethod
-    def of(cls, weights: list[float]) -> Weighing:
+    def from_weights(cls, weights: list[float]) -> Weighing:
+        """weights: of all sources; not all are 0."""
         possible = np.flatnonzero(weights)
         ends = np.cumsum(np.array(weights)[possible])
         return cls(possible, ends[:-1] / ends[-1])
@@ -44,7 +45,8 @@ class Drawing:
 
     def __init__(self, weights: list[float], seed: int, stages: Sequence[Stage] = ()):
         self._ends = [stage.end for stage in stages]
-        self._weighings = [Weighing.of(w) for w in (*(stage.weights for stage in stages), weights)]
+        by_stage = (*(stage.weights for stage in stages), weights)
+        self._weighings = [Weighing.from_weights(of_sources) for of_sources in by_stage]
         self._seed = seed
 
     def sources(self, first: int, count: int) -> np.ndarray:
