@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from lm.data.sources.groups import group
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from synthetic.tasks.word_problem import group
 
 WEIGHTS = Path(__file__).parent / "data" / "s3.safetensors"
 

@@ -12,19 +12,40 @@ from lm.config.resuming import FREE
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
-OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field")
+OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
 Workers = Annotated[int, Field(gt=0, le=1024)]
-PREPARED = ("builtin", "parquet", "jsonl", "text")
+
+
+class Traces(Section):
+    """Text of `source: traces`, which is made, not read (lm/data/sources/traces.py)."""
+
+    group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
+    form: Literal["words", "repl"] = "words"
+    gaps: list[Annotated[int, Field(gt=0, le=2**16)]] = Field([1], min_length=1)
+    answers: int = Field(8, gt=0, le=2**16)  # in a document at most
+    documents: int = Field(20_000, gt=0, le=10**9)
+
+
+def check_source(source: Source | Data) -> None:
+    """Raises ValueError unless a source has the keys that it reads, and no other."""
+    if source.source in ("parquet", "jsonl", "text") and not source.path:
+        raise ValueError(f"source `{source.source}` needs `path`: a file, folder or glob")
+    if source.source == "traces" and source.path is not None:
+        raise ValueError("source `traces` has no `path`, its text is made: leave it out")
+    if source.source != "traces" and source.traces is not None:
+        raise ValueError(f"`traces` is of source `traces`, not of `{source.source}`: leave it out")
 
 
 class Source(Section):
     """A source of `data.mixture`: the text, as `data` describes a single one, and how much of each
     batch comes from it."""
 
-    source: Literal["builtin", "parquet", "jsonl", "text"]  # always said: a name mistyped in an
-    path: str | None = None  # override is no source of its own
+    # always said: a name mistyped in an override is no source of its own
+    source: Literal["builtin", "parquet", "jsonl", "text", "traces"]
+    path: str | None = None
     text_field: str = "text"
+    traces: Traces | None = None
     # relative to the others; null: `data.temperature` makes it
     weight: float | None = Field(None, ge=0, le=1e9)
 
@@ -42,8 +63,7 @@ class Source(Section):
     def _path_where_one_is_read(self) -> Self:
         if self.source == "builtin" and self.path is not None:
             raise ValueError("source `builtin` has no `path`: leave it out")
-        if self.source != "builtin" and not self.path:
-            raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
+        check_source(self)
         return self
 
 
@@ -139,7 +159,7 @@ def check_mixture(data: Data) -> None:
 class Data(Section):
     """Where text comes from and how it becomes blocks of seq_len + 1 tokens."""
 
-    source: Literal["builtin", "fineweb", "parquet", "jsonl", "text"] = "builtin"
+    source: Literal["builtin", "fineweb", "parquet", "jsonl", "text", "traces"] = "builtin"
     path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
     dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
     name: str = "sample-10BT"  # its configuration
@@ -150,6 +170,7 @@ class Data(Section):
     # processes that tokenise a large corpus; auto: as many as CPUs
     prepare_workers: Annotated[Workers | Literal["auto"], FREE] = "auto"
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
+    traces: Traces | None = None  # of source `traces`: which text is made; null: the defaults
     seq_len: int = Field(256, gt=0, le=LARGEST)
     leading_eos: bool = False  # EOS before each document as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # of documents, chosen by a hash of their content
@@ -180,6 +201,5 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _path_for_local_sources(self) -> Self:
-        if self.source in ("parquet", "jsonl", "text") and not self.path:
-            raise ValueError(f"source `{self.source}` needs `path`: a file, folder or glob")
+        check_source(self)
         return self

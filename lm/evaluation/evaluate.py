@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,7 +104,7 @@ def evaluate(
                 limit=limit,
             )
     # 3. What came out.
-    of_tasks = {name: _task_results(raw, name) for name in sorted(raw["results"])}
+    of_tasks = {name: _task_results(raw, name) for name in sorted(raw["results"], key=natural)}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -121,6 +122,11 @@ def evaluate(
     if out is None:
         add_measured(checkpoint)
     return results
+
+
+def natural(name: str) -> list:
+    """A key of sorting that puts traces_s3_4 before traces_s3_16."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _default_device() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lm import __version__
 from lm.common.files import read_mapping
-from lm.config.data import Data
+from lm.config.data import Data, Traces
 from lm.config.schema import Config, Optim
 from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.mixture import parts
@@ -100,6 +100,10 @@ def _source(source: Data) -> str:
     if source.source == "fineweb":
         page = f"https://huggingface.co/datasets/{source.dataset}"
         return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
+    if source.source == "traces":
+        of = source.traces or Traces()
+        gaps = ", ".join(map(str, of.gaps))
+        return f"traces of the group {of.group} ({of.form}, gaps of {gaps}), made by fprnn"
     name = Path(source.path or "").name
     return f"{source.source} files, `{name}`"
 

@@ -14,6 +14,7 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_warmup
+from lm.data.sources import traces
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
 from lm.kernels import asked, available, choice
@@ -117,9 +118,11 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     groups(model, cfg.optim)
     init_from.check(cfg, model)
     for name, part in parts(cfg).items():
-        if part.data.path is not None and part.data.source in SUFFIXES:
-            with naming(name):
+        with naming(name):
+            if part.data.path is not None and part.data.source in SUFFIXES:
                 source_files(part.data)
+            if part.data.source == "traces":
+                traces.check(part.data.traces)
     return Checked(model, config)
 
 

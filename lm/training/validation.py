@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
+from lm.data.batches.questions import asked
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.data.sources.mixture import parts
 from lm.runs.log import iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
@@ -42,6 +44,11 @@ class Validation:
         self.cfg, self.ranks, self.watch = cfg, ranks, watch
         self.held_out, self.shares = held_out, shares
         self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
+        self.asked = {
+            name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size)
+            for name, part in parts(cfg).items()
+            if part.data.source == "traces"
+        }
 
     def measure(
         self, engine: Engine, step: int, alive: Callable[[], None], average: Average | None = None
@@ -57,10 +64,11 @@ class Validation:
         record = {"step": step, "validation": scores, **self.probed(engine)}
         of_sources = ""
         for name, of in scores.get("sources", {}).items():
-            of_sources += f"  {name} {of['perplexity']:.2f}"
+            of_sources += f"  {name} {of['perplexity']:.2f}{in_answers(of)}"
         say(
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{of_sources}"
+            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{in_answers(scores)}"
+            f"{of_sources}"
             f"{iterations(record)}"
         )
         if average is not None:
@@ -72,7 +80,9 @@ class Validation:
         return record
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
-        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`."""
+        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`. Of
+        traces also `answers`, the geometric mean of the probabilities of the right answers at the
+        longest gap of the source."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, measured = 0, {}
         with Progress("validating", unit="batches") as bar:
@@ -86,6 +96,10 @@ class Validation:
                 text = self.bytes[name]
                 bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
                 measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
+                if name in self.asked:
+                    alive()
+                    answers = engine.validate(self.asked[name])
+                    measured[name]["answers"] = math.exp(-answers["loss"])
                 done += len(batches)
         return pooled(measured, self.shares)
 
@@ -120,6 +134,12 @@ class Validation:
             for kind in next(iter(of_sources.values()))
         }
         return {"baselines": means, "baselines_of_sources": of_sources}
+
+
+def in_answers(scores: dict) -> str:
+    """For a line of the terminal: how likely the right answers of traces are; nothing of another
+    source."""
+    return f" (answers {scores['answers']:.2f})" if "answers" in scores else ""
 
 
 def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:

@@ -3,138 +3,18 @@
 from __future__ import annotations
 
 import csv
-import itertools
-import re
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.data.sources.errors import DataError
+from lm.data.sources.groups import element_names, group
+
 from . import Batch, Task, TaskError, splits, task
 
 if TYPE_CHECKING:
     from synthetic import config
-
-MAX_ORDER = 5040  # S7; its table has 25 million entries
-
-
-class Group:
-    """A finite group as its multiplication table.
-
-    Attributes:
-        name; table (n,n) int32: table[i, j] is the element i·j; identity: its index.
-    """
-
-    def __init__(self, name: str, table: np.ndarray):
-        self.name = name
-        self.table = table
-        elements = np.arange(len(table))
-        self.identity = int(np.flatnonzero((table == elements).all(1))[0])  # its row changes none
-
-    @property
-    def order(self) -> int:
-        """The number of elements."""
-        return len(self.table)
-
-    def products(self, x: np.ndarray) -> np.ndarray:
-        """x (b,l) elements → (b,l): x_1 · x_2 ⋯ x_t at every t."""
-        y = np.empty_like(x)
-        state = np.full(len(x), self.identity, dtype=x.dtype)
-        for t in range(x.shape[1]):
-            state = self.table[state, x[:, t]]
-            y[:, t] = state
-        return y
-
-
-def permutations(n: int, even: bool = False) -> np.ndarray:
-    """The permutations of 0…n−1 in lexicographic order, or the even ones → (count,n)."""
-    p = np.array(list(itertools.permutations(range(n))), dtype=np.int8)
-    if not even:
-        return p
-    inversions = sum((p[:, [i]] > p[:, i + 1 :]).sum(1) for i in range(n - 1))
-    return p[inversions % 2 == 0] if n > 1 else p
-
-
-def _of_permutations(name: str, p: np.ndarray) -> Group:
-    """p·q is 'first p, then q': (p·q)[i] = q[p[i]]."""
-    n = p.shape[1]
-    weights = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
-    codes = p @ weights  # ascending, since p is in lexicographic order
-    table = np.empty((len(p), len(p)), dtype=np.int32)
-    for i, first in enumerate(p):
-        table[i] = np.searchsorted(codes, p[:, first] @ weights)
-    return Group(name, table)
-
-
-def _product(a: Group, b: Group) -> Group:
-    """The direct product; (i, j) is numbered i · |b| + j."""
-    table = a.table[:, None, :, None] * b.order + b.table[None, :, None, :]
-    order = a.order * b.order
-    return Group(f"{a.name}_x_{b.name}", table.reshape(order, order).astype(np.int32))
-
-
-def _order(name: str) -> int:
-    """The number of elements of S_n, A_n, Z_n or a product; beyond MAX_ORDER at least that many."""
-    order = 1
-    for part in name.split("_x_"):
-        found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})", part)
-        if not found:
-            raise TaskError(
-                f"unknown group `{name}`: groups are S<n> (all permutations of n), A<n> (the even"
-                " ones), Z<n> (addition modulo n) and their products, as in S5, A5, Z60, A4_x_Z5"
-            )
-        kind = found[1]
-        n = int(found[2])
-        if kind == "Z":
-            factor = n
-        else:  # n!, of the even ones half
-            factor = 1
-            for k in range(2 if kind == "S" else 3, n + 1):
-                factor *= k
-                if factor > MAX_ORDER:  # n! of a large n has too many digits to count on
-                    break
-        order *= factor
-    return order
-
-
-@lru_cache(maxsize=8)
-def group(name: str) -> Group:
-    """The group of a name: S5, A5, Z60, A4_x_Z5.
-
-    Raises:
-        TaskError: no such group, or one whose table would be too large.
-    """
-    order = _order(name)
-    if order > MAX_ORDER:
-        raise TaskError(f"group `{name}` has more than {MAX_ORDER} elements, too many to tabulate")
-    parts = []
-    for part in name.split("_x_"):
-        n = int(part[1:])
-        if part[0] == "Z":
-            numbers = np.arange(n, dtype=np.int32)
-            parts.append(Group(part, (numbers[:, None] + numbers) % n))
-        else:
-            parts.append(_of_permutations(part, permutations(n, even=part[0] == "A")))
-    whole = parts[0]
-    for factor in parts[1:]:
-        whole = _product(whole, factor)
-    return whole
-
-
-def element_names(name: str) -> list[str]:
-    """What the elements of a group of this name are called, in their order. A permutation: where
-    1, 2, 3, … go, as in 213; a number modulo n: itself; of a product both, as in 213,4."""
-    names = [""]
-    for part in name.split("_x_"):
-        n = int(part[1:])
-        if part[0] == "Z":
-            own = [str(i) for i in range(n)]
-        else:
-            ordered = permutations(n, even=part[0] == "A") + 1
-            own = ["".join(map(str, p)) for p in ordered]
-        names = [f"{left},{right}" if left else right for left in names for right in own]
-    return names
 
 
 @task("word_problem")
@@ -145,7 +25,10 @@ class WordProblem(Task):
     source = "Merrill et al. 2024"
 
     def __init__(self, task: config.Task):
-        self.group = group(task.group)
+        try:
+            self.group = group(task.group)
+        except DataError as e:
+            raise TaskError(str(e)) from None
         self.vocab_size = self.group.order
         self.chance = 1 / self.group.order
         # Words of different splits differ within this many elements; shorter ones are shared.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm.data.sources.groups import element_names, group
 from lm.evaluation.inspection.page import page
 from lm.runs.metrics import probe
 from lm.runs.run_dir import RunDir
@@ -14,7 +15,6 @@ from synthetic.build import build, load_run
 from synthetic.cli import main
 from synthetic.inspection import inspect_batch
 from synthetic.tasks import IGNORE, TaskError
-from synthetic.tasks.word_problem import element_names, group
 from synthetic.train import train
 
 SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them

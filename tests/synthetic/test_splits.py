@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from lm.data.sources.groups import group
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
-from synthetic.tasks.word_problem import group
 
 # Each task with a length at which its splits are held apart, one at which there are too few samples
 # for that, and the training lengths.

@@ -22,7 +22,7 @@ from lm.common.files import OutputError, check_folder, read_mapping, write_json,
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import integrity
-from lm.data.sources import mixture
+from lm.data.sources import mixture, traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import source_files
 from lm.model.checksums import sha256
@@ -110,9 +110,10 @@ def digest(parts: dict) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def content(folder: Path, data: Data) -> list | str:
+def content(folder: Path, data: Data) -> list | dict | str:
     """What stands for the text of a source: the sha256 of each file, in order. Of a stream its name
-    alone, so that it can be looked up without a network; of the built-in text the Python.
+    alone, so that it can be looked up without a network; of the built-in text the Python; of traces
+    what makes them.
 
     Raises:
         DataError: a file cannot be read, or there is none.
@@ -121,6 +122,8 @@ def content(folder: Path, data: Data) -> list | str:
         return [data.dataset, data.name, data.val_tokens]
     if data.source == "builtin":
         return sys.version
+    if data.source == "traces":
+        return traces.described(data.traces)
     known = read_mapping(folder / HASHES) or {}
     found = {}
     unread = []

@@ -19,6 +19,7 @@ from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
 from lm.data.corpus.tokenising import documents_done, tokenise
+from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import source_files
 
@@ -230,6 +231,8 @@ def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
         parts |= {"hub": [data.dataset, data.name], "val_tokens": data.val_tokens}
     elif data.source == "builtin":
         parts |= {"python": sys.version}
+    elif data.source == "traces":
+        parts |= {"traces": traces.described(data.traces)}
     else:
         stats = [(str(path.resolve()), path.stat()) for path in source_files(data)]
         parts |= {"files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]}

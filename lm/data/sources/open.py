@@ -1,4 +1,4 @@
-"""Where text comes from: the built-in corpus, local text/jsonl/parquet, a streamed hub dataset."""
+"""Where text comes from: made here, read from local files, or streamed from a hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from lm.common.files import parse_json
-from lm.config.data import Data
+from lm.config.data import Data, Traces
+from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.parquet import read_parquet
 
@@ -113,6 +114,9 @@ def _local_documents(data: Data) -> Iterator[str]:
     if data.source == "builtin":
         texts = iter(builtin_documents())
         where = "the standard library (its .py files are absent)"
+    elif data.source == "traces":
+        texts = traces.documents(data.traces or Traces())
+        where = "traces"
     else:
         files = source_files(data)
         read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]

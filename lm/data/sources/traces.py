@@ -1,0 +1,135 @@
+"""Text that contains state, made here: words of a group, or swaps in a Python session."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lm.config.data import Traces
+from lm.data.sources.errors import DataError
+from lm.data.sources.groups import group
+
+VERSION = 1  # of the text: other text is another number
+CONSONANTS = "bcdfghjklmnprstvz"
+VOWELS = "aeiou"
+
+
+class Turn(NamedTuple):
+    """A question with what was said since the answer before it, and its answer. Neither ends in
+    white space, and an answer begins with what separates it from its question."""
+
+    question: str
+    answer: str
+
+
+class Words:
+    """Words of a group: "ba bo = bi ; bi be ca = bu ;". After "=" stands the product of all
+    elements so far, the running product of the suite's word problem."""
+
+    end = " ;"  # of a document
+
+    def __init__(self, name: str):
+        self.group = group(name)
+        self.names = syllables(self.group.order)
+
+    def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
+        """One for each of `gaps`, which is the number of elements before its question."""
+        state = self.group.identity
+        turns: list[Turn] = []
+        for gap in gaps:
+            elements = [rng.randrange(self.group.order) for _ in range(gap)]
+            for element in elements:
+                state = int(self.group.table[state, element])
+            asked = " ".join(self.names[element] for element in elements)
+            separator = " ; " if turns else ""
+            turns.append(Turn(f"{separator}{asked} =", f" {self.names[state]}"))
+        return turns
+
+
+class Repl:
+    """A Python session. Variables hold the numbers 1, 2, …, two of them are swapped again and
+    again, and one is printed. A swap is several tokens long, and an answer shows a part of the
+    state."""
+
+    end = "\n"
+
+    def __init__(self, name: str):
+        if not re.fullmatch("S[2-9]", name):
+            raise DataError(
+                f"traces of form `repl` are of a group S2 to S9, of so many variables, not `{name}`"
+            )
+        self.variables = "abcdefghi"[: int(name[1:])]
+
+    def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
+        """One for each of `gaps`, which is the number of swaps before its question."""
+        count = len(self.variables)
+        values = rng.sample(range(1, count + 1), count)
+        said = f">>> {', '.join(self.variables)} = {', '.join(map(str, values))}\n"
+        turns = []
+        for gap in gaps:
+            for _ in range(gap):
+                i, j = rng.sample(range(count), 2)
+                values[i], values[j] = values[j], values[i]
+                left, right = self.variables[i], self.variables[j]
+                said += f">>> {left}, {right} = {right}, {left}\n"
+            asked = rng.randrange(count)
+            question = f"{said}>>> print({self.variables[asked]})"
+            turns.append(Turn(question, f"\n{values[asked]}"))
+            said = "\n"
+        return turns
+
+
+FORMS: dict[str, type[Words] | type[Repl]] = {"words": Words, "repl": Repl}
+
+
+def documents(traces: Traces) -> Iterator[str]:
+    """The documents that a configuration describes, always the same ones.
+
+    A document has 1 to `traces.answers` questions, each after a gap that is drawn from
+    `traces.gaps`. The state goes on from question to question.
+
+    Raises:
+        DataError: there is no such group, or none of this form.
+    """
+    form = FORMS[traces.form](traces.group)
+    for number in range(traces.documents):
+        rng = random.Random(f"{traces.form} {traces.group} {traces.gaps} {number}")
+        gaps = [rng.choice(traces.gaps) for _ in range(rng.randint(1, traces.answers))]
+        turns = form.turns(rng, gaps)
+        yield "".join(turn.question + turn.answer for turn in turns) + form.end
+
+
+def questions(form: str, group: str, gap: int, count: int) -> Iterator[Turn]:
+    """What a trained model is asked: `count` documents up to a last question, every gap of them
+    `gap`, and its answer. Every second one has a question with its answer before.
+
+    Raises:
+        DataError: as `documents`.
+    """
+    write = FORMS[form](group)
+    for number in range(count):
+        rng = random.Random(f"questions {form} {group} {gap} {number}")
+        *before, last = write.turns(rng, [gap] * (1 + number % 2))
+        told = "".join(turn.question + turn.answer for turn in before)
+        yield Turn(told + last.question, last.answer)
+
+
+def syllables(count: int) -> list[str]:
+    """So many different short words: ba, be, …, zu, then bab, bac, …"""
+    kinds = ((CONSONANTS, VOWELS), (CONSONANTS, VOWELS, CONSONANTS), (CONSONANTS, VOWELS) * 2)
+    words = itertools.chain.from_iterable(itertools.product(*letters) for letters in kinds)
+    return ["".join(letters) for letters in itertools.islice(words, count)]
+
+
+def described(traces: Traces | None) -> dict:
+    """What decides the text: it changes whenever the text does."""
+    return (traces or Traces()).model_dump(mode="json") | {"version": VERSION}
+
+
+def check(traces: Traces | None) -> None:
+    """Raises DataError unless there is such a group, and it can be written in this form."""
+    traces = traces or Traces()
+    FORMS[traces.form](traces.group)

@@ -1,0 +1,1 @@
+"""Questions about state that a text contains, one gap a task."""

@@ -1,0 +1,167 @@
+"""Traces: answers against oracles that only read the text; gaps, other texts, refusals."""
+
+import contextlib
+import io
+import itertools
+import json
+import re
+
+import pytest
+import torch
+
+from lm.config.data import Data, Traces
+from lm.data.batches.packing import IGNORE
+from lm.data.batches.questions import COUNT, asked
+from lm.data.corpus import cache
+from lm.data.sources import traces
+from lm.data.sources.errors import DataError
+from lm.data.sources.open import documents
+from lm.training.validation import in_answers
+from tests.refusals import refused
+from tests.running import ROOT, run
+
+TINY = ROOT / "configs/tiny/lm.yaml"
+PERMUTATIONS = list(itertools.permutations(range(3)))
+WORDS = dict(zip(["ba", "be", "bi", "bo", "bu", "ca"], PERMUTATIONS))
+
+
+def read_words(text: str) -> list[int]:
+    """The gaps of a document on S3, each of whose answers it checks: first the left factor, then
+    the right one moves what lies at a place."""
+    gaps = []
+    state = (0, 1, 2)
+    since = 0
+    tokens = iter(text.split())
+    for token in tokens:
+        if token == "=":
+            assert WORDS[next(tokens)] == state, text
+            assert next(tokens) == ";"
+            gaps.append(since)
+            since = 0
+        else:
+            state = tuple(WORDS[token][place] for place in state)
+            since += 1
+    assert since == 0, "a document ends with an answer"
+    return gaps
+
+
+def play(text: str) -> list[int]:
+    """The gaps of a session, each of whose answers Python itself checks."""
+    gaps = []
+    variables = {}
+    since = 0
+    lines = iter(text.splitlines())
+    for line in lines:
+        statement = line.removeprefix(">>> ")
+        assert statement != line, "an answer where a statement should be"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(statement, variables)
+        if statement.startswith("print("):
+            assert next(lines) == printed.getvalue().strip()
+            gaps.append(since)
+            since = 0
+        elif re.fullmatch(r"([a-i]), ([a-i]) = \2, \1", statement):
+            since += 1
+        else:
+            assert not gaps and re.fullmatch(r"a, b, c = [123], [123], [123]", statement)
+    assert since == 0
+    return gaps
+
+
+@pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
+def test_answers_are_right_and_gaps_those_asked_for(form, read):
+    source = Traces(group="S3", form=form, gaps=[1, 3, 7], answers=4, documents=300)
+    texts = list(documents(Data(source="traces", traces=source)))
+    assert len(texts) == 300
+    gaps = [read(text) for text in texts]
+    assert {gap for of_document in gaps for gap in of_document} == {1, 3, 7}
+    assert {len(of_document) for of_document in gaps} == {1, 2, 3, 4}
+    assert texts == list(traces.documents(source)), "the same each time"
+
+
+@pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
+def test_questions_are_right_too_and_no_document_of_training(form, read):
+    turns = list(traces.questions(form, "S3", 20, 60))
+    end = traces.FORMS[form].end
+    texts = [turn.question + turn.answer + end for turn in turns]
+    assert [read(text) for text in texts] == [[20], [20, 20]] * 30
+    for turn in turns:
+        assert turn.question == turn.question.rstrip() and turn.answer == turn.answer.rstrip()
+    source = Traces(group="S3", form=form, gaps=[20], answers=2, documents=2000)
+    assert not set(texts) & set(traces.documents(source))
+
+
+def test_without_a_section_traces_are_the_defaults():
+    assert list(documents(Data(source="traces"))) == list(traces.documents(Traces()))
+
+
+def test_syllables_are_different_words_for_the_largest_group():
+    words = traces.syllables(5040)
+    assert len(set(words)) == 5040 and words[:6] == list(WORDS)
+    assert all(re.fullmatch("[a-z]{2,4}", word) for word in words)
+
+
+def test_other_traces_are_another_corpus(tmp_path):
+    sources = [
+        Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
+        Traces(documents=100),
+    ]  # fmt: skip
+    contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
+    assert len({json.dumps(content) for content in contents}) == len(sources)
+    assert cache.content(tmp_path, Data(source="traces")) == contents[0]
+
+
+def test_targets_of_questions_are_their_answers_alone(bpe):
+    source = Traces(group="S3", gaps=[2, 6], documents=1)
+    batches = asked(source, bpe, 50)
+    assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
+    turns = list(traces.questions("words", "S3", 6, COUNT))
+    inputs = torch.cat([batch["input_ids"] for batch in batches])
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert (inputs[:, 0] == bpe.eos_token_id).all()
+    for turn, row, targets in zip(turns, inputs, labels):
+        places = (targets != IGNORE).nonzero().flatten()
+        assert bpe.decode(targets[places]) == turn.answer
+        assert bpe.decode(row[1 : places[0] + 1]) == turn.question
+
+
+def test_only_traces_have_answers_in_the_line():
+    assert in_answers({"answers": 0.987}) == " (answers 0.99)"
+    assert in_answers({"loss": 1.0}) == ""
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(DataError, match="S2 to S9, of so many variables, not `A5`"):
+        traces.check(Traces(form="repl", group="A5"))
+    with pytest.raises(DataError, match="unknown group `Q8`"):
+        traces.check(Traces(group="Q8"))
+    with pytest.raises(ValueError, match="its text is made: leave it out"):
+        Data(source="traces", path="x.jsonl")
+    with pytest.raises(ValueError, match="`traces` is of source `traces`, not of `builtin`"):
+        Data(traces=Traces())
+    mixture = {"a": {"source": "jsonl", "path": "x", "traces": {}, "weight": 1}}
+    with pytest.raises(ValueError, match="not of `jsonl`"):
+        Data(mixture=mixture)
+
+
+def test_a_run_on_traces_says_how_likely_its_answers_are(tmp_path):
+    mixture = {
+        "facts": {"source": "jsonl", "path": "tests/data/tiny.jsonl", "weight": 0.5},
+        "s3": {"source": "traces", "traces": {"documents": 400}, "weight": 0.5},
+    }
+    keys = {"source": "builtin", "path": None, "mixture": mixture, "val_tokens": 300}
+    data = [f"data.{key}={json.dumps(value)}" for key, value in keys.items()]
+    _, done = run(tmp_path, *data)
+    scores = json.loads((tmp_path / "tiny/result.json").read_text())["validation"]["sources"]
+    assert 0 < scores["s3"]["answers"] < 1 and "answers" not in scores["facts"]
+    assert f" (answers {scores['s3']['answers']:.2f})" in done.stdout
+
+
+def test_a_group_that_is_none_is_refused_before_anything_is_made(tmp_path, capsys):
+    source = {"source": "traces", "traces": {"group": "Q8"}, "weight": 1}
+    keys = {"source": "builtin", "path": None, "mixture": {"q": source}}
+    data = [f"data.{key}={json.dumps(value)}" for key, value in keys.items()]
+    said = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}", *data)
+    assert not list(tmp_path.iterdir())
+    assert "data.mixture.q" in said and "unknown group `Q8`" in said
