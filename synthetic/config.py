@@ -192,11 +192,8 @@ class Config(base.Run):
 
     @model_validator(mode="after")
     def _adversary_of_what_solves(self) -> Self:
-        if self.train.adversary and not self.model.has_fixed_point:
-            raise ValueError(
-                f"`train.adversary` is {self.train.adversary}: it works on the state of fixed-point"
-                f" blocks, which {self.model.layers or self.model.name} has not: set it to 0"
-            )
+        if self.train.adversary:
+            base.check_adversary(self.train.adversary, self.model)
         return self
 
     @model_validator(mode="after")

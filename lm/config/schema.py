@@ -111,6 +111,9 @@ class Train(Section):
     rollbacks: int = Field(2, ge=0)
     # so many times the mean of log²Z over the targets is added to the loss; 0: off
     z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
+    # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
+    # its end on.
+    adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
     skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
     ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
@@ -256,6 +259,20 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
         )
 
 
+def check_adversary(kappa: float, model: Model) -> None:
+    """Raises ValueError where there is no state that `train.adversary` could work on."""
+    if not model.has_fixed_point:
+        raise ValueError(
+            f"`train.adversary` is {kappa}: it works on the state of fixed-point blocks, which"
+            f" {model.layers or model.name} has not: set it to 0"
+        )
+    if model.gradient_checkpointing:
+        raise ValueError(
+            "`train.adversary` needs the gradient of the noise that a pass has drawn, and"
+            " `model.gradient_checkpointing` draws it anew: leave out one of them"
+        )
+
+
 def check_warmup(cfg: Run) -> None:
     """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
     before this was checked are still read.
@@ -313,6 +330,12 @@ class Config(Run):
     @model_validator(mode="after")
     def _profile_within_training(self) -> Self:
         check_profile(self.log.profile, self.train.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _adversary_of_what_solves(self) -> Self:
+        if self.train.adversary:
+            check_adversary(self.train.adversary, self.model)
         return self
 
     def tokens_per_step(self, world_size: int = 1) -> int:

@@ -29,6 +29,7 @@ from lm.common.errors import (
 )
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
+from lm.model.state import Adversary
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
 from lm.training.deepspeed_json import deepspeed_config
@@ -37,6 +38,8 @@ from lm.training.optim import lr_factor, optimizer
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
+
+    from lm.model.batch import FixedPointReport
 
 
 def _free_port() -> int:
@@ -257,6 +260,8 @@ class Engine:
             )
         if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
             self._lay_out_matrices()
+        kappa = cfg.train.adversary
+        self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         # Of the update under way: () → why it is to be skipped, or None.
         self._judge: Callable[[], str | None] | None = None
         self._skip: str | None = None  # what it has said
@@ -299,6 +304,7 @@ class Engine:
         stop: bool = False,
         alive: Callable[[], None] = lambda: None,
         outlier: Callable[..., str | None] | None = None,
+        against: bool = False,
     ) -> Update:
         """One update.
 
@@ -307,6 +313,8 @@ class Engine:
             stop: this rank was asked to stop. alive: called after each micro-batch.
             outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
                 where `train.skip` is set.
+            against: each micro-batch has a second pass, against `train.adversary`; each of the two
+                gives half of the gradient.
         Raises:
             Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
                 spoilt.
@@ -315,24 +323,24 @@ class Engine:
         total, stats = torch.zeros((), device=self.ranks.device), []
         added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
+        adversary = self._adversary if against else None
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            try:
-                with self.times.part("forward"):
-                    output = self.forward(batch)
-                    loss = output.loss * share
-                    z_loss = self._z_loss(output) * share
-                if getattr(output, "fixed_point", None) is not None:
-                    stats.append(output.fixed_point)
-            except FloatingPointError as e:
-                loss, z_loss = self._spoilt(e), 0.0
+            is_last = i == len(batches) - 1
+            with adversary.first_pass() if adversary else contextlib.nullcontext():
+                loss, z_loss, report = self._pass(batch, share)
+            if report is not None:
+                stats.append(report)
             total += loss.detach().float() / len(batches)
             if self.cfg.train.z_loss:
                 added += torch.as_tensor(z_loss).detach().float() / len(batches)
                 loss = loss + z_loss
-            with self.times.part("backward"):
-                self._backward(loss)
+            if adversary is None:
+                self._backward(loss, is_last)
+            else:
+                self._backward(loss / 2, False)
+                self._backward(self._second_pass(adversary, batch, share, report is None), is_last)
             alive()
-            if i < len(batches) - 1:
+            if not is_last:
                 with self.times.part("optimizer"):
                     self.deepspeed.step()
         loss, added, asked = self.ranks.sum(total.item(), added.item(), stop)
@@ -348,6 +356,33 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)
+
+    def _pass(
+        self, batch: Batch, share: float
+    ) -> tuple[torch.Tensor, torch.Tensor | float, FixedPointReport | None]:
+        """The loss of a micro-batch and its z-loss, times its share, and what its solves report.
+
+        Raises:
+            Diverged, DivergedAlone: as `_spoilt`.
+        """
+        try:
+            with self.times.part("forward"):
+                output = self.forward(batch)
+                loss, z_loss = output.loss * share, self._z_loss(output) * share
+        except FloatingPointError as e:
+            return self._spoilt(e), 0.0, None
+        return loss, z_loss, getattr(output, "fixed_point", None)
+
+    def _second_pass(
+        self, adversary: Adversary, batch: Batch, share: float, spoilt: bool
+    ) -> torch.Tensor:
+        """Half of the loss against the adversary, z-loss included. spoilt: the first pass was, and
+        has left no gradient to go along."""
+        if spoilt:
+            return self._spoilt(FloatingPointError("the first pass was spoilt"))
+        with adversary.second_pass():
+            loss, z_loss, _ = self._pass(batch, share)
+        return (loss + z_loss) / 2
 
     def _unless_skipped(self, step: Callable) -> Callable:
         """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
@@ -399,11 +434,19 @@ class Engine:
         parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
         return sum(p.float().sum() for p in parameters) * float("nan")
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Raises Diverged, of one rank among several DivergedAlone, where the gradient of a solve
-        is NaN or infinite."""
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Adds to the gradient of an update.
+
+        Args:
+            is_last: of the update's passes: what the ranks have is then put together.
+        Raises:
+            Diverged: the gradient of a solve is NaN or infinite; of one rank among several
+                DivergedAlone.
+        """
+        self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
-            self.deepspeed.backward(loss)
+            with self.times.part("backward"):
+                self.deepspeed.backward(loss)
         except FloatingPointError as e:
             kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
             raise kind(f"rank {self.ranks.rank}: {e}") from None

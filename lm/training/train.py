@@ -428,7 +428,16 @@ class Training(Loop):
         self.lr = self.engine.lr
         self.engine.times.annotate = self.profile.is_on
         micro = self._micro_batches()
-        made = self.engine.step(micro, self.signals.asked, self.alive, self.outliers.look)
+        cfg = self.cfg
+        # An adversary of what is not yet learned would keep it from being learned.
+        learned = not cfg.data.curriculum or self.step >= cfg.data.curriculum[-1].until
+        made = self.engine.step(
+            micro,
+            self.signals.asked,
+            self.alive,
+            self.outliers.look,
+            against=learned and cfg.train.adversary > 0,
+        )
         self.step += 1
         if made.skipped:
             self._note_skip(made.skipped)

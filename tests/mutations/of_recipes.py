@@ -19,10 +19,42 @@ OUTLIERS = (
     STABILITY + "test_an_outlier_is_above_the_mean_by_so_many_deviations",
     STABILITY + "test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken",
 )
+AGAINST = (
+    STABILITY + "test_an_update_against_the_adversary_is_both_passes_by_hand",
+    STABILITY + "test_the_adversary_waits_for_the_end_of_the_curriculum",
+)
 AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
 
 
 MUTATIONS = [
+    Mutation(
+        "recipes: the first of two passes counts whole",
+        ENGINE,
+        "self._backward(loss / 2, False)",
+        "self._backward(loss, False)",
+        AGAINST,
+    ),
+    Mutation(
+        "recipes: the pass against the adversary counts whole",
+        ENGINE,
+        "return (loss + z_loss) / 2",
+        "return loss + z_loss",
+        AGAINST,
+    ),
+    Mutation(
+        "recipes: the second pass meets no adversary",
+        ENGINE,
+        "with adversary.second_pass():",
+        "with adversary.first_pass():",
+        AGAINST,
+    ),
+    Mutation(
+        "recipes: the adversary comes an update late",
+        "lm/training/train.py",
+        "self.step >= cfg.data.curriculum[-1].until",
+        "self.step > cfg.data.curriculum[-1].until",
+        AGAINST,
+    ),
     Mutation(
         "recipes: the sign of Muon's step over flat pieces",
         MUON,

@@ -7,9 +7,11 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from lm.data.sources import traces
 from lm.evaluation.tasks import TASKS_DIR
 from lm.evaluation.tasks.catbabi_mini import stories
 
+TRACES = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
 MOVE = re.compile(r"(\w+) (?:went|moved|travelled|walked) to the (\w+)\.")
 GRAB = re.compile(r"(\w+) (?:picked up|took|grabbed) the (\w+)\.")
 DROP = re.compile(r"(\w+) (?:dropped|put down|set down) the (\w+)\.")
@@ -148,9 +150,27 @@ def test_lm_eval_finds_our_tasks_and_tags():
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "text_local",
+        *sorted(f"traces_{of}_{gap}" for of, gaps in TRACES.items() for gap in gaps),
     ]
     assert manager.all_groups == ["catbabi_qa"]
-    assert manager.all_tags == ["catbabi"]
+    assert manager.all_tags == ["catbabi", *(f"traces_{of}" for of in sorted(TRACES))]
+
+
+@pytest.mark.parametrize("of", TRACES)
+def test_traces_as_lm_eval_sees_them(of):
+    loaded = _manager().load([f"traces_{of}"])["tasks"]
+    assert set(loaded) == {f"traces_{of}_{gap}" for gap in TRACES[of]}
+    form, group = {"s3": ("words", "S3"), "a5": ("words", "A5"), "repl": ("repl", "S3")}[of]
+    for name, task in loaded.items():
+        gap = int(name.rpartition("_")[2])
+        asked = list(task.eval_docs)
+        assert len(asked) == 500
+        for document, turn in zip(asked, traces.questions(form, group, gap, 20)):
+            ((context, continuation),) = [
+                request.args
+                for request in [task.construct_requests(document, task.doc_to_text(document))]
+            ]
+            assert (context, continuation) == (turn.question, turn.answer)
 
 
 def test_catbabi_mini_as_lm_eval_sees_it():

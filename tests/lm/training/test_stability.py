@@ -207,3 +207,38 @@ def test_the_plan_counts_the_average(tiny):
     assert averaged["memory"].total - plain["memory"].total == 4 * plain["parameters"]
     assert averaged["checkpoint_bytes"] - plain["checkpoint_bytes"] == 4 * plain["parameters"]
     assert set(averaged["stages"]) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_update_against_the_adversary_is_both_passes_by_hand(processes):
+    """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
+    for stage, case in printed_by_ranks("tests.oracle_against", processes).items():
+        assert case["found"] == pytest.approx(case["expected"], rel=1e-5), stage
+        assert case["solves"] == [4 // processes] * 3, stage
+
+
+def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
+    """Until then a run with one is the run without, to a bit."""
+    mixture = {"s3": {"source": "traces", "weight": 1, "traces": {"documents": 400}}}
+    settings = [
+        "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(mixture)}",
+        'data.curriculum=[{"until": 3, "weights": {"s3": 1}}]', "data.val_tokens=300",
+    ]  # fmt: skip
+    (plain, _), (with_one, _) = (
+        run(tmp_path / str(kappa), *settings, f"train.adversary={kappa}") for kappa in (0, 0.5)
+    )
+    same = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
+    assert same[:4] == [True, True, True, False]
+    assert with_one[3]["loss"] == plain[3]["loss"], "the loss in the log is without it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.name=mamba"], "which mamba has not: set it to 0"),
+        (["model.gradient_checkpointing=true"], "leave out one of them"),
+    ],
+)
+def test_an_adversary_that_cannot_work_is_refused(tiny, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        tiny("train.adversary=0.05", *settings)
