@@ -68,11 +68,11 @@ def _before_update(count: int, what: Callable[[], None]) -> None:
 
     real, updates = Engine.step, [0]
 
-    def step(self, *args):
+    def step(self, *args, **options):
         updates[0] += 1
         if updates[0] == count:
             what()
-        return real(self, *args)
+        return real(self, *args, **options)
 
     Engine.step = step
 
@@ -106,8 +106,8 @@ def _after_update(count: int, spoil: Callable) -> None:
 
     real, updates = Engine.step, [0]
 
-    def step(self, *args):
-        made = real(self, *args)
+    def step(self, *args, **options):
+        made = real(self, *args, **options)
         updates[0] += 1
         if updates[0] == count:
             spoil(self.base_optimizer, self.deepspeed.module)
