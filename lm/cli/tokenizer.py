@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     t.add_argument("--config", metavar="YAML", help="whose `data` and `tokenizer` (default: none)")
     t.add_argument(
         "--source",
-        choices=("builtin", "fineweb", "parquet", "jsonl", "text"),
+        choices=("builtin", "fineweb", "parquet", "jsonl", "text", "traces"),
         help="in the place of the YAML's data.source",
     )
     t.add_argument("--path", help="a file, folder or glob: data.path")
@@ -67,6 +67,8 @@ def _config(args: argparse.Namespace):
     given = {key: getattr(args, name) for name, key in (OF_SOURCE | options).items()}
     # JSON is YAML: a path of digits stays a text.
     texts = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    if args.source not in (None, "traces"):
+        texts.append("data.traces=null")
     overrides = [*args.override, *texts]
     if args.config is None:
         tree: dict = {}
@@ -75,12 +77,12 @@ def _config(args: argparse.Namespace):
     else:
         cfg = config.load(args.config, overrides)
         config.refuse_sweep(cfg, args.config)
-    if args.path is not None and cfg.data.source in ("builtin", "fineweb"):
+    if args.path is not None and cfg.data.source in ("builtin", "fineweb", "traces"):
         raise ConfigError(
             f"--path is a file of text, and the source is `{cfg.data.source}`, which reads none:"
             " give --source parquet, jsonl or text"
         )
-    if args.text_field is not None and cfg.data.source in ("builtin", "text"):
+    if args.text_field is not None and cfg.data.source in ("builtin", "text", "traces"):
         raise ConfigError(
             f"--text-field is a column of parquet or a key of jsonl, and the source is"
             f" `{cfg.data.source}`: leave it out"

@@ -22,7 +22,7 @@ class Traces(Section):
 
     group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
     form: Literal["words", "repl"] = "words"
-    gaps: list[Annotated[int, Field(gt=0, le=2**16)]] = Field([1], min_length=1)
+    gaps: list[Annotated[int, Field(gt=0, le=2**14)]] = Field([1], min_length=1)
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)
 

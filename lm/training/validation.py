@@ -45,7 +45,7 @@ class Validation:
         self.held_out, self.shares = held_out, shares
         self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
         self.asked = {
-            name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size)
+            name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len)
             for name, part in parts(cfg).items()
             if part.data.source == "traces"
         }
@@ -81,8 +81,8 @@ class Validation:
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
         """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`. Of
-        traces also `answers`, the geometric mean of the probabilities of the right answers at the
-        longest gap of the source."""
+        traces also `answers`, the geometric mean of the probabilities of the right answers to the
+        questions of `asked`."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, measured = 0, {}
         with Progress("validating", unit="batches") as bar:
@@ -97,8 +97,7 @@ class Validation:
                 bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
                 measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
                 if name in self.asked:
-                    alive()
-                    answers = engine.validate(self.asked[name])
+                    answers = engine.validate(self.asked[name], lambda *_: alive())
                     measured[name]["answers"] = math.exp(-answers["loss"])
                 done += len(batches)
         return pooled(measured, self.shares)

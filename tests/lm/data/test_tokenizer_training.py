@@ -90,6 +90,18 @@ def test_the_command_trains_and_says_how_well_it_does(jsonl, tmp_path, capsys):
     assert "is not empty: name a new folder" in capsys.readouterr().err
 
 
+def test_traces_are_a_source_and_another_may_take_their_place(jsonl, tmp_path, capsys):
+    small = ("--vocab-size", 300, "--train-bytes", 20000)
+    start = ("tokenizer", "train", *small)
+    assert main([str(a) for a in (*start, "--source", "traces", "--out", tmp_path / "a")]) == 0
+    yaml = tmp_path / "traces.yaml"
+    yaml.write_text("name: t\ndata: {source: traces, traces: {gaps: [2]}}\n")
+    other = ("--config", yaml, "--source", "jsonl", "--path", jsonl, "--out", tmp_path / "b")
+    assert main([str(a) for a in (*start, *other)]) == 0
+    said = capsys.readouterr().out
+    assert "data     traces; 300 tokens" in said and "data     jsonl; 300 tokens" in said
+
+
 def test_a_mixture_is_read_by_weight(cfg, tmp_path):
     own = {"source": "jsonl", "path": cfg.data.path}
     tree = {"data": {"mixture": {"a": own | {"weight": 3}, "b": own | {"weight": 1}}}}

@@ -114,7 +114,7 @@ def test_other_traces_are_another_corpus(tmp_path):
 
 def test_targets_of_questions_are_their_answers_alone(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
-    batches = asked(source, bpe, 50)
+    batches = asked(source, bpe, 50, 128)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
     turns = list(traces.questions("words", "S3", 6, COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
@@ -124,6 +124,35 @@ def test_targets_of_questions_are_their_answers_alone(bpe):
         places = (targets != IGNORE).nonzero().flatten()
         assert bpe.decode(targets[places]) == turn.answer
         assert bpe.decode(row[1 : places[0] + 1]) == turn.question
+
+
+def test_questions_are_as_long_as_training_can_show_them(bpe):
+    """The longest gap that fits into seq_len; no more tokens at once than in training."""
+    source = Traces(group="S3", gaps=[1, 6, 5000], documents=1)
+    fitting = asked(source, bpe, 50, 128)
+    assert [batch["input_ids"].tolist() for batch in fitting] == [
+        batch["input_ids"].tolist()
+        for batch in asked(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
+    ]
+    long = asked(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
+    assert sum(len(batch["labels"]) for batch in long) == COUNT
+    for batch in long:
+        rows, width = batch["labels"].shape
+        assert rows == 1 or rows * width <= 50 * 128
+
+
+def test_an_answer_that_melts_into_its_question_is_still_a_target():
+    """A tokenizer whose tokens cross the blank before the answer."""
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    source = Traces(group="S3", gaps=[2], documents=2000)
+    merged = Tokenizer(models.BPE(unk_token="?"))
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<end>"])
+    merged.train_from_iterator(traces.documents(source), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
+    for batch in asked(source, tokenizer, 50, 128):
+        assert (batch["labels"] != IGNORE).any(-1).all()
 
 
 def test_only_traces_have_answers_in_the_line():
