@@ -19,16 +19,44 @@ from synthetic.tasks import registered_tasks
 Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, longest]
 
 
+class Automaton(Section):
+    """A transition table, or what is drawn (synthetic/tasks/automaton.py)."""
+
+    # of each letter, the states that states 0, 1, … go to; null: drawn by the other fields
+    table: tuple[tuple[int, ...], ...] | None = None
+    states: int = Field(5, ge=2)
+    letters: int = Field(3, ge=1, le=26)
+    kind: Literal["aperiodic", "solvable", "unsolvable"] = "unsolvable"
+    seed: NonNegativeInt = 0  # of the automaton, not of its words
+
+    @model_validator(mode="after")
+    def _given_or_drawn(self) -> Self:
+        drawn = self.model_fields_set - {"table"}
+        if self.table is not None and drawn:
+            raise ValueError(
+                f"`table` is given, so {' and '.join(f'`{name}`' for name in sorted(drawn))} would"
+                " have no effect: leave it out, or the table"
+            )
+        return self
+
+
 class Task(Section):
     """Which dataset (synthetic/tasks), and the fields that concern it."""
 
     name: str = "word_problem"  # a registered name, or module:Class
     group: str = "S3"  # of word_problem: S5, A5, Z60, A4_x_Z5, …
     csv: str | None = None  # of word_problem: files of the original data instead of our generator
-    alphabet: int = Field(26, ge=2)  # letters, of copying
-    ngram: int = Field(2, ge=1)  # n of the n-gram tasks
+    alphabet: int = Field(26, ge=2)  # letters, of copying; keys, and as many values, of recall
+    ngram: int = Field(2, ge=1)  # n of the n-gram tasks; longest key and value of fuzzy_recall
     context: int = Field(256, gt=0)  # tokens that copying packs its training strings into
     modulus: int = Field(5, ge=2)  # of modular arithmetic and cycle navigation
+    pairs: int | None = Field(None, gt=0)  # of mqar; null: a sixteenth of the length
+    noise: base.Fraction = 0.2  # of noisy_recall: the share of pairs that are noise
+    content: int = Field(16, gt=0)  # of selective_copying: the letters among the blanks
+    variables: int = Field(5, ge=2, le=9)  # of repl
+    brackets: int = Field(2, gt=0, le=8)  # of dyck: kinds
+    depth: int = Field(8, gt=0)  # of dyck: the most brackets open at once
+    automaton: Automaton = Automaton()
     supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
     mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels

@@ -1,0 +1,72 @@
+"""Brackets: the innermost open one, by striking out what is closed."""
+
+import re
+
+import numpy as np
+import pytest
+
+from synthetic.config import Task
+from synthetic.tasks import IGNORE, TaskError, build
+
+
+def open_brackets(text: str) -> str:
+    """What is left when all pairs are struck out, again and again."""
+    while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", text)) != text:
+        text = shorter
+    return text
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("brackets, depth", [(1, 1), (1, 4), (2, 3), (4, 8)])
+def test_the_answer_is_the_innermost_open_bracket(brackets, depth, split):
+    task = build(Task(name="dyck", brackets=brackets, depth=depth, supervision="every"))
+    batch = task.batch(0, split, 0, 30, (20, 30))
+    deepest = 0
+    for ids, labels in zip(batch.input_ids, batch.labels):
+        text = task.text(ids).rstrip("_")
+        for end in range(1, len(text) + 1):
+            left = open_brackets(text[:end])
+            assert not re.search(r"[)\]}>]", left), "a bracket closes what is not open"
+            assert labels[end - 1] == (1 + "([{<".index(left[-1]) if left else 0)
+            deepest = max(deepest, len(left))
+        assert (labels[len(text) :] == IGNORE).all()
+    assert deepest == depth
+
+
+def test_words_are_counted():
+    task = build(Task(name="dyck", brackets=2, depth=3))
+    for length in range(1, 8):
+        drawn = task.draw(np.random.default_rng(0), 20_000, length)
+        assert len(np.unique(drawn, axis=0)) == task.count(length)
+
+
+def test_guessing_is_the_most_frequent_answer():
+    for brackets, depth in [(1, 3), (2, 8), (3, 1)]:
+        task = build(Task(name="dyck", brackets=brackets, depth=depth, supervision="every"))
+        batch = task.batch(0, "train", 0, 300, (400, 400))
+        share = np.bincount(batch.labels[batch.labels != IGNORE]) / batch.labels.size
+        assert share.max() == pytest.approx(task.chance, abs=0.03)
+
+
+def test_words_that_are_typed():
+    task = build(Task(name="dyck", supervision="every", depth=2))
+    assert task.typed(["([", "]", ")"]).labels.tolist() == [[1, 2, 1, 0]]
+    for text, message in [
+        ("(]", "closes a bracket that is not the innermost"),
+        (")", "closes a bracket that is not the innermost"),
+        ("(((", "at most 2 brackets are open at once"),
+        ("(x", "`x.*` is no symbol of dyck"),
+    ]:
+        with pytest.raises(TaskError, match=message):
+            task.typed([text])
+
+
+def test_splits_differ_in_how_words_begin():
+    task = build(Task(name="dyck"))
+    opening = task.opening
+    begin = {}
+    for split in ("train", "valid", "test"):
+        batches = [task.batch(0, split, i, 200, (24, 24)) for i in range(10)]
+        begin[split] = {tuple(ids[:opening]) for batch in batches for ids in batch.input_ids}
+    assert not begin["train"] & begin["test"] and not begin["train"] & begin["valid"]
+    assert not begin["valid"] & begin["test"]

@@ -1,0 +1,34 @@
+"""The session of swaps, played by Python itself."""
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+
+from synthetic.config import Task
+from synthetic.tasks import IGNORE, build
+
+
+@pytest.mark.parametrize("variables", [2, 5, 9])
+def test_the_answers_are_what_python_prints(variables):
+    task = build(Task(name="repl", variables=variables))
+    batch = task.batch(0, "train", 0, 40, (12, 12))
+    for ids, labels in zip(batch.input_ids, batch.labels):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(task.text(ids).replace(">>>", ""), {})  # noqa: S102
+        due = np.flatnonzero(labels != IGNORE)
+        assert [task.tokens[i] for i in labels[due]] == printed.getvalue().split()
+        assert len(due) == 12 and all(task.tokens[ids[i]] == ")" for i in due)
+
+
+def test_every_swap_and_every_variable_occurs():
+    task = build(Task(name="repl", variables=4))
+    ids = task.batch(0, "train", 0, 300, (1, 1)).input_ids
+    swaps = {tuple(sorted(task.text(row).split("\n")[1][3:6:2])) for row in ids}
+    assert len(swaps) == 6
+    first = {task.text(row).split("\n")[0] for row in ids}
+    assert len(first) == 24  # every order of the values
+    assert task.vocab_size == 14 and task.chance == 1 / 4
+    assert [task.token_name(i) for i in (0, 4, 8, 13)] == ["a", "1", ">>>", "⏎"]
