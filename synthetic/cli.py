@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from lm.cli.arguments import SEED, Whole, parse, run
@@ -56,8 +58,6 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from lm.evaluation.inspection.show import check_page, default_page, show
     from synthetic.inspection import inspect_run
 
@@ -69,13 +69,21 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> int:
     from lm.common.console import say
-    from synthetic.validate import table, validate
+    from synthetic.profile_page import table, write
+    from synthetic.validate import validate
 
     overrides = [text for text in args.config if "=" in text]
     paths = [text for text in args.config if "=" not in text]
-    rows = validate(paths, overrides, args.out_dir, args.jobs)
-    say(table(rows))
-    return 0 if all(row["passed"] for row in rows) else 2
+    made = validate(paths, overrides, args.out_dir, args.jobs, args.quick, args.seeds)
+    say(table(made))
+    shown = ["--quick"] * args.quick
+    if args.seeds:
+        shown += ["--seeds", *map(str, args.seeds)]
+    command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
+    drawn = write(made, Path(args.out_dir), command)
+    say(f"wrote    {drawn.page}")
+    say(f"wrote    {drawn.radar}")
+    return 0 if all(row["passed"] for row in made["bars"]) else 2
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -201,15 +209,30 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
 def _add_validate(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "validate",
-        help="the quick set on model configs: one table",
-        description="State tracking, copying, arithmetic, memory: trains the four small recipes on"
-        " the `model:` section of any YAML (several: side by side) and prints one table. Finished"
-        " runs are kept, so a stopped command continues. Exit status 2: a bar was missed.",
+        help="the profile of models: abilities, over lengths and seeds",
+        description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
+        " small recipe for each ability on the `model:` section of any YAML (several: side by"
+        " side), tries it at 1 to 64 times the trained length, prints one table, and draws a page"
+        " with a radar for each model (DIR/profile.html, DIR/profile.png; numbers in"
+        " DIR/validate.json). How long it takes at most is said before it starts. Finished runs are"
+        " kept, so a stopped command continues. Exit status 2: a bar was missed.",
     )
     command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
     )
     command.add_argument("--out-dir", default="runs/validate", metavar="DIR")
+    command.add_argument(
+        "--quick",
+        action="store_true",
+        help="six of the thirteen abilities, one seed, fewer test sequences: minutes a model",
+    )
+    command.add_argument(
+        "--seeds",
+        type=SEED,
+        nargs="+",
+        metavar="SEED",
+        help="of training, each at least 0 (default: 0 1 2; with --quick: 0)",
+    )
     command.add_argument(
         "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
     )

@@ -1,35 +1,39 @@
-"""The suite's face: four small tasks on one or several models, one table."""
+"""The profile of a model: every ability over lengths and seeds; what is planned, trained, found."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from lm.common.console import say
+from lm.common.console import Progress, say
 from lm.common.errors import ConfigError
 from lm.common.files import check_file, write_json
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
-from synthetic.results import UNKNOWN, error_of_mean, in_training, passes, plus_minus, way_of
+from synthetic.abilities import ABILITIES, RECIPES
+from synthetic.results import at_length, error_of_mean, in_training, iterations_of_layers, way_of
 from synthetic.runs import differences, is_finished, result_of, run_all
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
-# ability → recipe; the recipe's bars are the rows of the table.
-QUICK = {
-    "state tracking": "s3",
-    "copying": "copy",
-    "arithmetic": "mod_arithmetic",
-    "memory": "recall",
-}
+from synthetic.trained import Spread, spread_of
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
+# A model is tried at the longest length of its training times these, as far as a sequence has no
+# more tokens than this.
+TIMES = (1, 2, 4, 8, 16, 32, 64)
+MOST_TOKENS = 1200
+SEEDS = (0, 1, 2)  # of training, unless the profile is a quick one
+QUICK_EXAMPLES = 200  # sequences a length, in a quick profile
+TIMED_UPDATES = 2  # of each run, by which its time is told before it starts
+
+
+class Point(NamedTuple):
+    """A run of a profile."""
+
+    ability: str
+    model: str
+    seed: int
 
 
 def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -58,32 +62,86 @@ def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]
 
 
 def plan(
-    paths: Sequence[str], overrides: Sequence[str], out_dir: str
-) -> dict[tuple[str, str], config.Config]:
-    """(ability, model's name) → the run that answers for it.
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    out_dir: str,
+    quick: bool = False,
+    seeds: Sequence[int] | None = None,
+) -> dict[Point, config.Config]:
+    """The runs of a profile, model by model.
 
+    Args:
+        paths: YAMLs with a `model:` section. quick: the quick abilities alone, on fewer sequences.
+        seeds: of training; None: SEEDS, of a quick profile the first of them.
     Raises:
-        ConfigError: no config, one that cannot be validated, or two of one name.
+        ConfigError: no config, one that cannot be validated, or two of one name; a seed twice.
     """
     if not paths:
         raise ConfigError("validate needs a config with a `model:` section, not only overrides")
-    runs: dict[tuple[str, str], config.Config] = {}
+    seeds = (SEEDS[:1] if quick else SEEDS) if seeds is None else seeds
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds {list(seeds)}: one of them is there twice")
+    runs: dict[Point, config.Config] = {}
     for path in paths:
         name, sections = _model_of(path, overrides)
-        if any(name == other for _, other in runs):
+        if any(name == point.model for point in runs):
             raise ConfigError(f"{path}: another config is named `{name}` too")
-        for ability, recipe in QUICK.items():
-            tree = base.load_tree(RECIPES / f"{recipe}.yaml")
-            # The whole of the recipe's model and solver is replaced; of its optimizer only the keys
-            # that the config sets. An adversary goes: only some models can have one.
-            tree["model"] = sections["model"]
-            tree["solver"] = sections.get("solver") or {}
-            tree["optim"] = {**tree.get("optim", {}), **(sections.get("optim") or {})}
-            tree["train"] = {**tree["train"], "adversary": 0.0}
-            tree["name"] = f"{name}/{recipe}"
-            tree["out_dir"] = out_dir
-            runs[ability, name] = base.build(tree, str(path), config.Config)
+        for ability, (recipe, _, is_quick) in ABILITIES.items():
+            if quick and not is_quick:
+                continue
+            tree = _with_model(base.load_tree(RECIPES / f"{recipe}.yaml"), sections)
+            tree |= {"out_dir": out_dir}
+            if quick:
+                tree["eval"] = {**tree["eval"], "examples": QUICK_EXAMPLES}
+            tree["eval"] = {**tree["eval"], "lengths": _lengths(tree, path)}
+            for seed in seeds:
+                tree |= {"name": f"{name}/{recipe}/seed{seed}", "seed": seed}
+                runs[Point(ability, name, seed)] = base.build(tree, str(path), config.Config)
     return runs
+
+
+def _with_model(tree: dict, sections: dict) -> dict:
+    """A recipe's tree with another model: the whole of its model and solver is replaced, of its
+    optimizer only the keys that the config sets. An adversary goes: only some models can have one.
+    """
+    return {
+        **tree,
+        "model": sections["model"],
+        "solver": sections.get("solver") or {},
+        "optim": {**tree.get("optim", {}), **(sections.get("optim") or {})},
+        "train": {**tree["train"], "adversary": 0.0},
+    }
+
+
+def _lengths(tree: dict, path: str) -> str:
+    """`eval.lengths` of a run: TIMES its longest training length, and where its bars are."""
+    from synthetic.evaluate import parse_lengths
+    from synthetic.tasks import build
+
+    cfg = base.build(tree, path, config.Config)
+    task = build(cfg.task)
+    longest = cfg.train.lengths[1]
+    lengths = {longest, *(bar.length for bar in cfg.bars if bar.length)}
+    for times in TIMES:
+        wanted = longest * times
+        # A range stands in for a length that the task has not, by the one below.
+        length = parse_lengths(f"{wanted - 1}:{wanted}:1", task)[-1]
+        if task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1] <= MOST_TOKENS:
+            lengths.add(length)
+    return ",".join(map(str, sorted(lengths)))
+
+
+def seconds_at_most(waiting: Sequence[config.Config]) -> float:
+    """How long these runs train, one after another, if none of them ends early: two updates of each
+    at its longest length are timed."""
+    from synthetic.train import seconds_an_update
+
+    total = 0.0
+    with Progress("timing", total=len(waiting), unit="runs") as bar:
+        for number, cfg in enumerate(waiting, 1):
+            total += cfg.train.steps * seconds_an_update(cfg, TIMED_UPDATES)
+            bar.update(number)
+    return total
 
 
 def validate(
@@ -91,19 +149,20 @@ def validate(
     overrides: Sequence[str] = (),
     out_dir: str = "runs/validate",
     jobs: int = 1,
-) -> list[dict]:
-    """Train and test the quick set on the model of every config; finished runs are not repeated.
+    quick: bool = False,
+    seeds: Sequence[int] | None = None,
+) -> dict[str, list[dict]]:
+    """Train and test every ability of the model of every config; finished runs are not repeated.
 
     Returns:
-        rows {"ability", "model", "metric", "length", "trained_to", "value", "least", "passed",
-        "updates", "seconds", "parameters"}; also written to OUT/validate.json.
+        what `profile` gives; also written to OUT/validate.json.
     Raises:
         ConfigError: a config that cannot be validated.
         RunDirError: OUT holds a finished run of another config. OutputError: nothing can be
             written there.
         TrainingError: some runs failed.
     """
-    runs = plan(paths, overrides, out_dir)
+    runs = plan(paths, overrides, out_dir, quick, seeds)
     check_file(Path(out_dir) / "validate.json")
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if different := differences(cfg):
@@ -111,114 +170,90 @@ def validate(
                 f"{cfg.run_dir} holds a finished run of another config"
                 f" ({'; '.join(different[:4])}): choose another --out-dir, or delete it"
             )
-    say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
+    waiting = [cfg for cfg in runs.values() if not is_finished(cfg)]
+    say(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished already")
+    if waiting:
+        minutes = seconds_at_most(waiting) / 60 / jobs
+        say(f"training takes {minutes:.0f} minutes at most; what is learned ends sooner")
     run_all(list(runs.values()), jobs)
-    rows = []
-    for (ability, name), cfg in runs.items():
-        result = result_of(cfg)
-        for bar in passes(cfg.bars, result["eval"]):
-            rows.append(
-                {
-                    "ability": ability,
-                    "task": cfg.task.name,
-                    "model": name,
-                    "trained_to": cfg.train.lengths[1],
-                    **bar,
-                    "updates": result["updates"],
-                    "seconds": result["training_seconds"],
-                    "parameters": result["parameters"],
-                    **_how_measured(result["eval"], bar),
-                }
-            )
-    write_json(Path(out_dir) / "validate.json", rows)
-    return rows
+    made = profile(runs)
+    write_json(Path(out_dir) / "validate.json", made)
+    return made
 
 
-def _how_measured(results: list[dict], bar: dict) -> dict:
-    """The standard error of a bar's value, how it was measured, and how many of the samples
-    training has too."""
-    rows = [
-        row for row in results if row["length"] == bar["length"] and bar["metric"] in row["metrics"]
+def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
+    """What finished runs have found, the seeds of a model together.
+
+    Returns:
+        "lengths": a row for each ability, model and length with the headline metric of every seed;
+        "bars": a row for each bar and model; "work": a row for each ability and model.
+    """
+    made: dict[str, list[dict]] = {"lengths": [], "bars": [], "work": []}
+    pairs = dict.fromkeys((point.ability, point.model) for point in runs)
+    for ability, model in pairs:
+        configs = [cfg for point, cfg in runs.items() if point[:2] == (ability, model)]
+        results = [result_of(cfg) for cfg in configs]
+        about = {"ability": ability, "task": configs[0].task.name, "model": model}
+        trained_to = configs[0].train.lengths[1]
+        headline = results[0]["headline"]
+        for length in sorted({row["length"] for row in results[0]["eval"]}):
+            row = _measured(results, headline, length)
+            made["lengths"].append({**about, "trained_to": trained_to, **row})
+        for bar in configs[0].bars:
+            row = _measured(results, bar.metric, bar.length)
+            passed = row["value"] >= bar.least
+            judged = {"least": bar.least, "passed": passed}
+            made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
+        made["work"].append({**about, **_work(results, trained_to)})
+    return made
+
+
+def _measured(results: list[dict], metric: str, length: int | None) -> dict:
+    """A metric at a length, of all seeds: its mean and error (see `Spread`), and how it was
+    measured."""
+    rows_of_seeds = [
+        [row for row in result["eval"] if length in (None, row["length"])] for result in results
     ]
-    if not rows:
-        return {"stderr": None, "read": None, "solver": None, "in_training": None}
+    pairs = [
+        (at_length(rows, length, metric) or 0.0, error_of_mean(rows, metric))
+        for rows in rows_of_seeds
+    ]
+    spread = spread_of(pairs)
+    rows = [row for rows in rows_of_seeds for row in rows]
     way = way_of(rows[0])
     return {
-        "stderr": error_of_mean(rows, bar["metric"]),
+        "metric": metric,
+        "length": length or rows[0]["length"],
+        "value": spread.mean,
+        "error": spread.error,
+        "seeds": list(spread.values),
+        "chance": results[0]["chance"],
         "read": way.read,
         "solver": way.solver,
         "in_training": in_training(rows),
     }
 
 
-def table(rows: list[dict]) -> Table:
-    """A rich table: a row for each bar, a column for each model. Below it, what solved the models,
-    and which samples training had too."""
-    from rich.table import Table
-
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    made = Table(
-        title="What the models can do (✓ reaches the bar; ± standard error)",
-        caption="\n".join(_notes(rows)),
-        caption_justify="left",
-    )
-    for heading in ("ability", "task", "metric", "bar"):
-        made.add_column(heading)
-    for model in models:
-        made.add_column(model, justify="right")
-
-    by_bar: dict[tuple, dict[str, dict]] = {}  # (ability, metric, length) → model → row
-    for row in rows:
-        bar = row["ability"], row["metric"], row["length"]
-        by_bar.setdefault(bar, {})[row["model"]] = row
-    for (ability, metric, length), row_of in by_bar.items():
-        any_row = next(iter(row_of.values()))
-        trained_to = any_row["trained_to"]
-        name = f"{metric.replace('_', ' ')} at {length}"
-        if length != trained_to:
-            name += f", trained to {trained_to}"
-        cells = [_cell(row_of[model]) for model in models]
-        made.add_row(ability, any_row["task"], name, f"{any_row['least']:g}", *cells)
-
-    made.add_section()
-    parameters = [f"{_largest(rows, model, 'parameters'):,.0f}" for model in models]
-    made.add_row("parameters", "", "", "", *parameters)
-    seconds = [f"{_sum(rows, model, 'seconds'):,.0f} s" for model in models]
-    made.add_row("seconds", "", "in all", "", *seconds)
-    return made
+def spread_in(row: dict) -> Spread:
+    """The Spread that a row of a profile holds."""
+    return Spread(tuple(row["seeds"]), row["error"])
 
 
-def _notes(rows: list[dict]) -> list[str]:
-    """What solved each model, and the test samples that training has too."""
-    models_by_way: dict[str, list[str]] = {}
-    for row in rows:
-        way = f"read {row['read']}; solver: {row['solver']}"
-        models_by_way.setdefault(way, []).append(row["model"])
-    notes = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in models_by_way.items()]
-    for row in rows:
-        if row["in_training"] not in ("0", None):
-            share = f"{row['in_training']} test samples are in training too"
-            if row["in_training"] == UNKNOWN:
-                share = "whether training has the test samples too is unknown"
-            notes.append(f"{row['model']}, {row['task']} at {row['length']}: {share}")
-    return notes
+def _work(results: list[dict], trained_to: int) -> dict:
+    """What the seeds of a model took on average; ℓ* and evaluations at the training length."""
+    rows = [row for result in results for row in result["eval"] if row["length"] == trained_to]
+    iterations = [layers for row in rows if (layers := iterations_of_layers(row)) is not None]
+    return {
+        "parameters": results[0]["parameters"],
+        "updates": _mean(result["updates"] for result in results),
+        "seconds": _mean(result["training_seconds"] for result in results),
+        "evaluations": _mean(_mean(row["evaluations"]) for row in rows if "evaluations" in row),
+        "num_iters": _mean(_mean(layers) for layers in iterations),
+        "n": len(results),
+    }
 
 
-def _cell(row: dict) -> str:
-    value = math.nan if row["value"] is None else row["value"]
-    stderr = math.nan if row["stderr"] is None else row["stderr"]
-    return f"{value:.3f}{plus_minus(stderr)} {'✓' if row['passed'] else '·'}"
-
-
-def _of_abilities(rows: list[dict], model: str, key: str) -> list[float]:
-    """A model's number for each ability, which all its bars share."""
-    return list({row["ability"]: row[key] for row in rows if row["model"] == model}.values())
-
-
-def _sum(rows: list[dict], model: str, key: str) -> float:
-    return sum(_of_abilities(rows, model, key))
-
-
-def _largest(rows: list[dict], model: str, key: str) -> float:
-    """Of numbers that differ from task to task, as the parameters do by their embeddings."""
-    return max(_of_abilities(rows, model, key))
+def _mean(values: Iterable[float]) -> float | None:
+    """None of nothing."""
+    known = list(values)
+    return sum(known) / len(known) if known else None

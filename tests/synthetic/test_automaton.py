@@ -49,7 +49,9 @@ def test_groups_are_solvable_where_sympy_says_so():
 def test_what_is_drawn_is_of_the_kind_and_all_states_are_reached(kind):
     tables = set()
     for seed in range(4):
-        section = Task(name="automaton", supervision="every", automaton={"kind": kind, "seed": seed})
+        section = Task(
+            name="automaton", supervision="every", automaton={"kind": kind, "seed": seed}
+        )
         task = build(section)
         tables.add(task.table.tobytes())
         assert task.table.shape == (3, 5) and kind_of(task.table) == kind

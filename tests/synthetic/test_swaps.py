@@ -17,7 +17,7 @@ def test_the_answers_are_what_python_prints(variables):
     for ids, labels in zip(batch.input_ids, batch.labels):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(task.text(ids).replace(">>>", ""), {})  # noqa: S102
+            exec(task.text(ids).replace(">>>", ""), {})
         due = np.flatnonzero(labels != IGNORE)
         assert [task.tokens[i] for i in labels[due]] == printed.getvalue().split()
         assert len(due) == 12 and all(task.tokens[ids[i]] == ")" for i in due)

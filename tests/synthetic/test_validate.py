@@ -1,8 +1,9 @@
-"""The quick set: what it plans for a config, its table, and several processes at once."""
+"""Profiles: what is planned for a config, tables and page, and several processes at once."""
 
 import json
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,8 @@ import pytest
 from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
 from lm.config import load as base
 from lm.runs.checkpoint import listed
-from synthetic import config, tasks, validate
+from synthetic import abilities, config, profile_page, tasks, validate
+from synthetic.abilities import Ability
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
 from synthetic.runs import is_finished, run_all
@@ -26,19 +28,19 @@ TINY = {
 
 @pytest.fixture
 def recipes(tmp_path, monkeypatch):
-    """The quick set as four runs of two updates."""
+    """Four abilities, two of them quick, as runs of two updates."""
     folder = tmp_path / "recipes"
     folder.mkdir()
-    names = {
-        "s3": {"group": "S3"},
-        "copy": {"group": "Z5"},
-        "mod_arithmetic": {"group": "Z2"},
-        "recall": {"group": "Z4"},
-    }
-    for name, task in names.items():
-        (folder / f"{name}.yaml").write_text(json.dumps({"name": name, "task": task, **TINY}))
+    groups = {"s3": "S3", "copy": "Z5", "mod_arithmetic": "Z2", "recall": "Z4"}
+    few = {}
+    for number, (name, group) in enumerate(groups.items()):
+        recipe = {"name": name, "task": {"group": group}, **TINY}
+        (folder / f"{name}.yaml").write_text(json.dumps(recipe))
+        few[f"of {name}"] = Ability(name, f"products of {group}", number < 2)
+    for module in (abilities, validate, profile_page):
+        monkeypatch.setattr(module, "ABILITIES", few)
     monkeypatch.setattr(validate, "RECIPES", folder)
-    return folder
+    return few
 
 
 def write(tmp_path, text, name="models.yaml"):
@@ -55,11 +57,12 @@ def two(tmp_path):
 
 
 def test_the_recipes_are_complete_and_their_bars_measured():
-    for recipe in validate.QUICK.values():
+    for recipe, what, _ in abilities.ABILITIES.values():
         cfg = config.load(validate.RECIPES / f"{recipe}.yaml")
-        assert cfg.bars and cfg.name == recipe
+        assert what and len(cfg.bars) == 2 and cfg.name == recipe
         lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
         assert {bar.length for bar in cfg.bars} <= set(lengths)
+        assert cfg.bars[0].length == cfg.train.lengths[1]
 
 
 def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
@@ -68,12 +71,43 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
         "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\ntrain: {steps: 9}\n",
     )
     runs = validate.plan([path], ["model.n_layer=2"], str(tmp_path))
-    assert [ability for ability, _ in runs] == list(validate.QUICK)
-    for cfg in runs.values():
+    assert list(dict.fromkeys(point.ability for point in runs)) == list(abilities.ABILITIES)
+    for point, cfg in runs.items():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
         assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
         assert cfg.train.adversary == 0  # which an LSTM cannot have
         assert cfg.optim.warmup == 0.05  # the recipe's, which the config does not set
+        assert cfg.seed == point.seed and str(point.seed) in cfg.name
+    assert {point.seed for point in runs} == {0, 1, 2}
+    assert len({cfg.run_dir for cfg in runs.values()}) == len(runs)
+
+
+def test_a_quick_profile_has_fewer_abilities_one_seed_and_fewer_sequences(tmp_path):
+    path = write(tmp_path, "model: {name: lstm, d_model: 24}\n")
+    runs = validate.plan([path], [], str(tmp_path), quick=True)
+    quick = [name for name, ability in abilities.ABILITIES.items() if ability.is_quick]
+    assert [point.ability for point in runs] == quick and 3 < len(quick) < 8
+    assert {point.seed for point in runs} == {0}
+    assert {cfg.eval.examples for cfg in runs.values()} == {validate.QUICK_EXAMPLES}
+    runs = validate.plan([path], [], str(tmp_path), quick=True, seeds=[4, 7])
+    assert {point.seed for point in runs} == {4, 7}
+    with pytest.raises(ConfigError, match=r"seeds \[1, 1\]: one of them is there twice"):
+        validate.plan([path], [], str(tmp_path), seeds=[1, 1])
+
+
+def test_lengths_are_multiples_of_the_trained_one_as_far_as_sequences_are_short(tmp_path):
+    path = write(tmp_path, "model: {name: lstm, d_model: 24}\n")
+    for point, cfg in validate.plan([path], [], str(tmp_path), seeds=[0]).items():
+        task = tasks.build(cfg.task)
+        lengths = parse_lengths(cfg.eval.lengths, task)
+        assert lengths[0] == cfg.train.lengths[1]
+        assert {bar.length for bar in cfg.bars} <= set(lengths)
+        longest = task.batch(0, "test", 0, 1, (lengths[-1],) * 2).input_ids.shape[1]
+        assert 400 < longest <= validate.MOST_TOKENS
+        if point.ability in ("state", "arithmetic"):
+            multiples = [1, 2, 4, 8, 16, 32, 64]
+            expected = [m * lengths[0] - (lengths[0] % 2 and m > 1) for m in multiples]
+            assert lengths == expected
 
 
 def test_every_shipped_config_of_a_language_model_can_be_validated():
@@ -122,53 +156,115 @@ def test_two_configs_of_one_name_are_refused(two):
 
 def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path, recipes, capsys):
     out = str(tmp_path / "out")
-    assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
+    command = ["validate", *two, "optim.lr=1e-3", "--out-dir", out, "--seeds", "0", "1"]
+    assert main(command) == 0
     shown = capsys.readouterr().out
-    for text in ("tracking", "copying", "arithmetic", "memory", "✓", "fp", "l"):
+    for text in (*recipes, "✓", "fp", "l", "training takes 0 minutes at most"):
         assert text in shown
-    rows = json.loads((tmp_path / "out/validate.json").read_text())
-    assert len(rows) == 8 and {r["ability"] for r in rows} == validate.QUICK.keys()
+    made = json.loads((tmp_path / "out/validate.json").read_text())
+    rows = made["bars"]
+    assert len(rows) == 8 and {r["ability"] for r in rows} == recipes.keys()
     solvers = {r["model"]: r["solver"] for r in rows}
     assert solvers["fp"].startswith("token exact, ") and solvers["l"] == "none"
-    assert all(r["read"] == "at once" and r["stderr"] >= 0 for r in rows)
+    assert all(r["read"] == "at once" and r["error"] >= 0 for r in rows)
     assert {r["in_training"] for r in rows} == {"0"}
     words = " ".join(shown.split())
     assert f"fp: read at once; solver: {solvers['fp']}" in words
     assert "l: read at once; solver: none" in words
-    assert config.load(tmp_path / "out/fp/s3/config.yaml").optim.lr == 1e-3
-    assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == 0
-    assert "8 runs, 8 of them finished already" in capsys.readouterr().out
+    assert config.load(tmp_path / "out/fp/s3/seed0/config.yaml").optim.lr == 1e-3
+    assert main(command) == 0
+    assert "16 runs, 16 of them finished already" in capsys.readouterr().out
     # Figures of another model are not passed off as this one's.
-    assert main(["validate", *two, "optim.lr=2e-3", "--out-dir", out]) == 1
+    command[3] = "optim.lr=2e-3"
+    assert main(command) == 1
     assert "of another config (optim.lr was 0.001, is 0.002)" in capsys.readouterr().err
     # A baseline has no solver, so a default of the solver may change.
+    command[3] = "optim.lr=1e-3"
     for name, code in (("l", 0), ("fp", 1)):
-        saved = tmp_path / "out" / name / "s3/config.yaml"
+        saved = tmp_path / "out" / name / "s3/seed0/config.yaml"
         saved.write_text(saved.read_text().replace("patience: 15", "patience: 3"))
-        assert main(["validate", *two, "optim.lr=1e-3", "--out-dir", out]) == code
+        assert main(command) == code
     assert "of another config (solver.patience was 3, is 15)" in capsys.readouterr().err
 
 
+def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
+    made = validate.validate(two, [], str(tmp_path / "out"), seeds=[0, 1])
+    results = {}
+    for path in (tmp_path / "out").glob("*/*/*/result.json"):
+        results[path.relative_to(tmp_path / "out").parts[:3]] = json.loads(path.read_text())
+    assert len(results) == 2 * 4 * 2
+    for row in made["lengths"] + made["bars"]:
+        recipe = recipes[row["ability"]].recipe
+        found = [
+            next(
+                line["metrics"][row["metric"]]
+                for line in results[row["model"], recipe, f"seed{seed}"]["eval"]
+                if line["length"] == row["length"]
+            )
+            for seed in (0, 1)
+        ]
+        assert row["seeds"] == found and row["value"] == pytest.approx(sum(found) / 2)
+        assert row["error"] == pytest.approx(abs(found[0] - found[1]) / math.sqrt(2))
+    lengths = {row["length"] for row in made["lengths"]}
+    assert lengths == {3 * times for times in validate.TIMES} | {5}
+    for row in made["work"]:
+        runs = [results[row["model"], recipes[row["ability"]].recipe, f"seed{i}"] for i in (0, 1)]
+        assert row["updates"] == 2 and row["n"] == 2
+        assert row["parameters"] == runs[0]["parameters"]
+        assert (row["num_iters"] is None) == (row["evaluations"] is None) == (row["model"] == "l")
+
+
+def test_the_page_shows_every_number(two, tmp_path, recipes):
+    made = validate.validate(two, [], str(tmp_path / "out"), quick=True)
+    drawn = profile_page.write(made, tmp_path / "out", "fprnn synthetic validate a<b>.yaml")
+    text = drawn.page.read_text()
+    assert "a&lt;b&gt;.yaml" in text
+    assert not re.search(r'(src|href)=.http', text)  # nothing outside it
+    for row in made["lengths"]:
+        assert f"<td>{row['value']:.4f}" in text
+    assert text.count("<figure>") == 1 + len(made["work"]) / 2
+    assert drawn.radar.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "metric, value, chance, expected",
+    [
+        ("token_accuracy", 0.25, 0.25, 0.0),
+        ("token_accuracy", 0.625, 0.25, 0.5),
+        ("token_accuracy", 0.1, 0.25, 0.0),
+        ("sequence_accuracy", 0.25, 0.25, 0.25),
+        ("scaled_accuracy", 0.25, 0.25, 0.25),
+        ("scaled_accuracy", -0.25, 0.25, 0.0),
+    ],
+)
+def test_a_radar_counts_from_guessing(metric, value, chance, expected):
+    row = {"metric": metric, "value": value, "chance": chance}
+    assert profile_page.above_chance(row) == pytest.approx(expected)
+
+
+def test_a_radar_reads_the_longest_length_that_was_tried():
+    rows = [
+        {"ability": "a", "model": "m", "trained_to": 4, "length": length, "value": value}
+        for length, value in ((4, 1.0), (8, 0.7), (16, 0.4), (64, 0.1))
+    ]
+    made = {"lengths": [{**row, "metric": "sequence_accuracy", "chance": 0.0} for row in rows]}
+    found = [profile_page._at(made, "a", "m", times) for times in (1, 2, 8, 16)]
+    assert found == [1.0, 0.7, 0.4, 0.1]
+
+
+def a_row(**fields):
+    """Of the bars of a profile."""
+    row = {"ability": "a", "model": "m", "metric": "accuracy", "trained_to": 8, "value": 0.5}
+    row |= {"error": 0.01, "seeds": [0.5], "least": 0.9, "passed": False, "read": "at once"}
+    return row | {"solver": "none", "in_training": "0", "length": 8, "task": "parity"} | fields
+
+
+WORK = {"ability": "a", "model": "m", "parameters": 1, "seconds": 1.0, "updates": 1}
+
+
 def test_test_samples_that_training_has_too_are_named_below_the_table():
-    row = {
-        "ability": "a",
-        "task": "parity",
-        "model": "m",
-        "metric": "accuracy",
-        "length": 4,
-        "trained_to": 9,
-        "value": 0.5,
-        "least": 0.9,
-        "passed": False,
-        "updates": 1,
-        "seconds": 1,
-        "parameters": 1,
-        "stderr": 0.01,
-        "read": "at once",
-        "solver": "none",
-        "in_training": "9 of 36",
-    }
-    caption = validate.table([row, {**row, "length": 9, "in_training": "0"}]).caption
+    rows = [a_row(length=4, in_training="9 of 36"), a_row()]
+    caption = profile_page.table({"bars": rows, "work": [WORK]}).caption
     assert caption.splitlines() == [
         "m: read at once; solver: none",
         "m, parity at 4: 9 of 36 test samples are in training too",
@@ -176,27 +272,10 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
 
 
 def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
-    row = {
-        "ability": "a",
-        "task": "copy",
-        "model": "m",
-        "metric": "accuracy",
-        "length": 8,
-        "trained_to": 8,
-        "value": 0.5,
-        "least": 0.9,
-        "passed": False,
-        "updates": 1,
-        "seconds": 1,
-        "parameters": 1,
-        "stderr": math.nan,
-        "read": "unknown",
-        "solver": "unknown",
-        "in_training": "unknown",
-    }
-    table = validate.table([row])
+    row = a_row(error=math.nan, read="unknown", solver="unknown", in_training="unknown")
+    table = profile_page.table({"bars": [row], "work": [WORK]})
     assert table.caption.splitlines()[1:] == [
-        "m, copy at 8: whether training has the test samples too is unknown",
+        "m, parity at 8: whether training has the test samples too is unknown",
     ]
     assert next(iter(table.columns[4].cells)) == "0.500 ·"
 
