@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from lm.common.files import read_json
+from lm.model.channel_delta import RWKV7State
 from lm.model.delta import DeltaState
 from lm.model.diagonal import ScanState
 from lm.model.plain import AttentionState, LSTMState, NoState
+from lm.model.slstm import SLSTMState
 from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
 from lm.runs.run_dir import RunDir, check_config
@@ -23,7 +25,8 @@ from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
 # What it may hold of a stream that is under way.
-STATES = [FPRNNState, BlockState, ScanState, DeltaState, AttentionState, LSTMState, NoState]
+STATES = [FPRNNState, BlockState, ScanState, DeltaState, RWKV7State]
+STATES += [AttentionState, LSTMState, SLSTMState, NoState]
 
 
 def device_of(cfg: Config) -> tuple[torch.device, str]:

@@ -15,6 +15,9 @@ _NAMES = {
     "gated_deltanet": "Gated DeltaNet",
     "deltaproduct": "DeltaProduct",
     "gated_deltaproduct": "Gated DeltaProduct",
+    "kda": "KDA",
+    "rwkv7": "RWKV-7",
+    "slstm": "sLSTM",
 }
 _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN"}
 _RANKED = ("householder", "dplr", "mixture")

@@ -119,6 +119,9 @@ class _Named(Section):
         "gated_deltanet",
         "deltaproduct",
         "gated_deltaproduct",
+        "kda",
+        "rwkv7",
+        "slstm",
     ] = "fprnn"
     vocab_size: Annotated[int, pydantic.Field(gt=0, le=2**24)] | Literal["auto"] = (
         "auto"  # auto: the tokenizer's, rounded up to 8

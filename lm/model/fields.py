@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .patterns import KINDS
+
 AUTO_WINDOW = 128
 TOKENS = ("auto", "exact", "iterate")
 SCHEDULES = {
@@ -189,8 +191,8 @@ ARCHITECTURE = {
     "headdim": Field(
         64,
         SIZE,
-        "Head dimension of `fp_mamba2` and `mamba2`; divides d_inner. Of attention and the delta"
-        " layers: see `n_heads`.",
+        "Head dimension of `fp_mamba2` and `mamba2`; divides d_inner. Of layers with `n_heads`: see"
+        " there.",
     ),
     "ngroups": Field(1, SIZE, "Groups of B, C of `fp_mamba2` and `mamba2`; divides the heads."),
     "mixer": Field(
@@ -261,8 +263,9 @@ ARCHITECTURE = {
     "n_heads": Field(
         "auto",
         SIZE,
-        "Heads of `attention` and delta layers; divides d_model. Of `name: mamba2` too: divides"
-        " d_inner. `auto`: as many of `headdim` as fit; one where the layer is narrower.",
+        "Heads of `attention`, delta layers, `rwkv7` and `slstm`; divides d_model. Of"
+        " `name: mamba2` too: divides d_inner. `auto`: as many of `headdim` as fit; one where the"
+        " layer is narrower.",
         AUTO,
     ),
     "d_ff": Field(
@@ -296,8 +299,8 @@ OPTIONS_ALONE = {
     "allow_neg_eigval": Field(
         "auto",
         SWITCH,
-        "β of `gated_deltanet` and the DeltaProducts is in (0, 2), not (0, 1); `auto`: for the"
-        " DeltaProducts only, as in flash-linear-attention.",
+        "β of `gated_deltanet`, `kda` and the DeltaProducts is in (0, 2), not (0, 1); `auto`: for"
+        " the DeltaProducts only, as in flash-linear-attention.",
         AUTO,
     ),
 }
@@ -408,7 +411,7 @@ def heads_of(config: Any) -> int:
 def negative_eigenvalues(config: Any, kind: str) -> bool:
     """Whether β of a delta layer is in (0, 2), not (0, 1)."""
     if config.allow_neg_eigval == "auto":
-        return kind != "gated_deltanet"
+        return kind in ("deltaproduct", "gated_deltaproduct")
     return bool(config.allow_neg_eigval)
 
 
@@ -428,7 +431,7 @@ def check_sizes(config: Any, kind: str) -> None:
         _check_mamba2(config)
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
-    if kind in ("attention", "gated_deltanet", "gated_deltaproduct", "deltaproduct"):
+    if "n_heads" in KINDS[kind]:
         _check_heads(config, kind)
 
 

@@ -39,6 +39,9 @@ KINDS = {
     "gated_deltanet": _OF_DELTA,
     "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
     "deltaproduct": (*_OF_DELTA, "n_householder"),
+    "kda": _OF_DELTA,
+    "rwkv7": ("n_heads", "headdim"),
+    "slstm": ("n_heads", "headdim", "d_conv"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
     "lstm": (),
@@ -54,6 +57,9 @@ STACKS = {
     "gated_deltanet": "gated_deltanet mlp",
     "deltaproduct": "deltaproduct mlp",
     "gated_deltaproduct": "gated_deltaproduct mlp",
+    "kda": "kda mlp",
+    "rwkv7": "rwkv7 mlp",
+    "slstm": "slstm mlp",
 }
 # Parameters whose exp() and softplus() need more digits than half precision has.
 IN_FP32 = {
@@ -63,6 +69,7 @@ IN_FP32 = {
     "mamba2": _WIDE_MAMBA2,
     "gated_deltanet": _WIDE_DELTA,
     "gated_deltaproduct": _WIDE_DELTA,
+    "kda": _WIDE_DELTA,
 }
 
 

@@ -9,12 +9,14 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .blocks import FPMamba1, FPMamba2, build_block
+from .channel_delta import KDA, RWKV7
 from .delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
 from .diagonal import Mamba, Mamba2
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
 from .mixers import Kronecker, Monarch, Reflections
 from .plain import LSTM, Attention, GatedMLP, PlainLayer
+from .slstm import SLSTM
 from .state import Sequences
 
 # What a layer of a pattern may be (patterns.py) beside a fixed-point block.
@@ -24,6 +26,9 @@ PLAIN = {
     "gated_deltanet": GatedDeltaNet,
     "gated_deltaproduct": GatedDeltaProduct,
     "deltaproduct": DeltaProduct,
+    "kda": KDA,
+    "rwkv7": RWKV7,
+    "slstm": SLSTM,
     "attention": Attention,
     "mlp": GatedMLP,
     "lstm": LSTM,
@@ -83,9 +88,9 @@ def initialise(module: nn.Module) -> None:
             init.zeros_(module.bias)
         if normed:
             init.copy_(module.gain, torch.linalg.vector_norm(weight, dim=1, keepdim=True))
-    elif isinstance(module, RMSNorm | nn.LayerNorm):
+    elif isinstance(module, RMSNorm | nn.LayerNorm | nn.GroupNorm):
         init.ones_(module.weight)
-        if isinstance(module, nn.LayerNorm):
+        if not isinstance(module, RMSNorm):
             init.zeros_(module.bias)
     elif isinstance(module, Orthogonal):
         init.zeros_(module.weight)
@@ -115,6 +120,10 @@ def _initialise_block(module, cfg):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
+    elif isinstance(module, RWKV7):
+        return _initialise_rwkv7(module)
+    elif isinstance(module, SLSTM):
+        return _initialise_slstm(module)
     else:
         return
     if hasattr(module, "D"):
@@ -123,6 +132,40 @@ def _initialise_block(module, cfg):
     u = torch.rand(dt_bias.shape, device=dt_bias.device)
     dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
     init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+
+
+def _initialise_rwkv7(layer):
+    """As flash-linear-attention does in the first of many layers."""
+    d, e = layer.config.d_model, layer.config.d_model // layer.heads
+    at = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
+    linear = at / max(1, d - 1) - 0.5
+    zigzag = (at % e - (e - 1) / 2) / max(1, (e - 1) / 2)
+    zigzag = zigzag * zigzag.abs()
+    powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+    for name, power in powers.items():
+        init.copy_(getattr(layer, f"x_{name}"), 1 - (at / d) ** power)
+    init.copy_(layer.k_k, 0.71 - 0.1 * linear)
+    init.constant_(layer.k_a, 1.02)
+    init.constant_(layer.r_k, -0.04)
+    decay = 6 * at / max(1, d - 1) - 6 + 0.5 + 2.5 * zigzag
+    init.copy_(layer.w_lora.up.bias, decay)
+    init.copy_(layer.a_lora.up.bias, -0.19 + 0.3 * zigzag + 0.4 * linear)
+    for low_rank in (layer.w_lora, layer.a_lora, layer.g_lora):
+        init.zeros_(low_rank.down.weight)
+        init.orthogonal_(low_rank.up.weight, gain=0.1)
+    init.orthogonal_(layer.r_proj.weight)
+    init.orthogonal_(layer.k_proj.weight, gain=0.1)
+    init.orthogonal_(layer.v_proj.weight)
+
+
+def _initialise_slstm(layer):
+    """As the authors do: nothing is read of the output before, and forget gates start open."""
+    bound = layer.gates.shape[-1] ** -0.5
+    init.uniform_(layer.gates, -bound, bound)
+    init.zeros_(layer.recurrent)
+    bias = torch.zeros_like(layer.gate_bias)
+    bias[1] = torch.linspace(3, 6, bias[1].numel(), device=bias.device).view_as(bias[1])
+    init.copy_(layer.gate_bias, bias)
 
 
 def _initialise_lstm(lstm):

@@ -40,6 +40,9 @@ KEPT = {
     "gated_deltanet": 32.0,
     "deltaproduct": 40.0,
     "gated_deltaproduct": 48.0,
+    "kda": 40.0,
+    "rwkv7": 40.0,
+    "slstm": 40.0,
 }
 # Of a fixed-point layer, by how it is solved and differentiated.
 KEPT_ONE_BY_ONE = 14.0  # each token exactly, one after the other: what a CPU does

@@ -15,6 +15,9 @@ BASELINES = {
     "lstm": {},
     "gated_deltanet": {},
     "deltaproduct": {},
+    "kda": {},
+    "rwkv7": {},
+    "slstm": {},
     "transformer": {"name": "transformer"},
 }
 

@@ -219,7 +219,7 @@ def test_the_page_shows_every_number(two, tmp_path, recipes):
     drawn = profile_page.write(made, tmp_path / "out", "fprnn synthetic validate a<b>.yaml")
     text = drawn.page.read_text()
     assert "a&lt;b&gt;.yaml" in text
-    assert not re.search(r'(src|href)=.http', text)  # nothing outside it
+    assert not re.search(r"(src|href)=.http", text)  # nothing outside it
     for row in made["lengths"]:
         assert f"<td>{row['value']:.4f}" in text
     assert text.count("<figure>") == 1 + len(made["work"]) / 2

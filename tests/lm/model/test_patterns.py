@@ -30,6 +30,7 @@ HYBRIDS = {
     "nope": dict(layers=["mamba2 fp_mamba2", {"attention": {"position": "nope"}}], n_layer=3),
     "delta": dict(layers="gated_deltanet gated_deltaproduct fp_mamba1", n_layer=3),
     "baselines": dict(layers="lstm deltaproduct", n_layer=2),
+    "newer": dict(layers="kda rwkv7 slstm fp_mamba1", n_layer=4),
     "no fixed point": dict(layers="mamba attention", n_layer=2),
 }  # fmt: skip
 
