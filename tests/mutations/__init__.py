@@ -61,12 +61,13 @@ def all_mutations():
         of_recipes,
         of_running,
         of_solver,
+        of_tasks,
         of_triton_cell,
         of_upcycling,
     )
 
     parts = of_model, of_cell, of_solver, of_cpu_cell, of_kernels, of_running, of_recipes, of_layers
-    parts += of_triton_cell, of_upcycling
+    parts += of_triton_cell, of_upcycling, of_tasks
     return [mutation for part in parts for mutation in part.MUTATIONS]
 
 

@@ -1,0 +1,214 @@
+"""Mistakes in the suite's tasks and in the layers that its profiles compare with."""
+
+from tests.mutations import Mutation
+
+CHANNELS = "lm/model/channel_delta.py"
+SLSTM = "lm/model/slstm.py"
+RECALL = "synthetic/tasks/recall.py"
+MEMORY = "synthetic/tasks/memory.py"
+SWAPS = "synthetic/tasks/swaps.py"
+AUTOMATON = "synthetic/tasks/automaton.py"
+DYCK = "synthetic/tasks/dyck.py"
+DRAWN = "synthetic/tasks/drawn.py"
+OF_CHANNELS = "tests/lm/model/test_channel_delta.py"
+RULE = (f"{OF_CHANNELS}::test_the_rule_is_its_matrices",)
+PAPERS = (OF_CHANNELS,)
+OF_SLSTM = ("tests/lm/model/test_slstm.py",)
+OF_RECALL = ("tests/synthetic/test_recall.py",)
+OF_MEMORY = ("tests/synthetic/test_memory.py",)
+OF_SWAPS = ("tests/synthetic/test_swaps.py",)
+OF_AUTOMATON = ("tests/synthetic/test_automaton.py",)
+OF_DYCK = ("tests/synthetic/test_dyck.py",)
+OF_DRAWN = ("tests/synthetic/test_drawn.py",)
+
+MUTATIONS = [
+    Mutation(
+        "tasks: the channel delta rule reads before it writes",
+        CHANNELS,
+        "        o.append(torch.bmm(S, q_t))",
+        "        o.append(torch.bmm(moved, q_t))",
+        RULE,
+    ),
+    Mutation(
+        "tasks: a document of the channel delta rule goes on from the one before",
+        CHANNELS,
+        "w, a = w * goes_on, a * goes_on",
+        "w = w * goes_on",
+        RULE,
+    ),
+    Mutation(
+        "tasks: KDA takes off along what the decay left out",
+        CHANNELS,
+        "-beta * alpha * k, k, k, beta * v",
+        "-beta * k, k, k, beta * v",
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: KDA writes whatever β",
+        CHANNELS,
+        "k, k, beta * v, state",
+        "k, k, v, state",
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: RWKV-7 adds where it should take off",
+        CHANNELS,
+        "r, log_w.exp(), -read, a * read",
+        "r, log_w.exp(), read, a * read",
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: RWKV-7 writes its key as it is read",
+        CHANNELS,
+        "k = k * (1 + (a - 1) * self.k_a.to(wide).view(h, -1))",
+        "k = k * self.k_a.to(wide).view(h, -1)",
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: RWKV-7 forgets the token before a segment",
+        CHANNELS,
+        'change = shift(u, seqs, "u") - u',
+        'change = shift(u, seqs._replace(state=None), "u") - u',
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: RWKV-7 forgets at padding",
+        CHANNELS,
+        "log_w = seqs.masked(-math.exp(-0.5) * self.w_lora",
+        "log_w = (-math.exp(-0.5) * self.w_lora",
+        PAPERS,
+    ),
+    Mutation(
+        "tasks: sLSTM's normaliser does not decay",
+        SLSTM,
+        "n = f * n + i",
+        "n = n + i",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "tasks: sLSTM's stabiliser changes the input gate alone",
+        SLSTM,
+        "f = torch.exp(kept - new_m)",
+        "f = torch.exp(kept - m)",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "tasks: sLSTM's cell reads the convolution",
+        SLSTM,
+        "torch.stack([convolved, convolved, u, u])",
+        "torch.stack([convolved, convolved, convolved, u])",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "tasks: sLSTM's document goes on from the one before",
+        SLSTM,
+        "state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]",
+        "pass",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "tasks: MQAR answers the next key's value",
+        RECALL,
+        "np.put_along_axis(labels, asked_at, values, 1)",
+        "np.put_along_axis(labels, asked_at, np.roll(values, 1, 1), 1)",
+        OF_RECALL,
+    ),
+    Mutation(
+        "tasks: MQAR's keys come again anywhere as often",
+        RECALL,
+        "(self.power - 1) * np.log",
+        "0 * np.log",
+        OF_RECALL,
+    ),
+    Mutation(
+        "tasks: recall asks for keys that did not come before",
+        RECALL,
+        "< np.arange(pairs)",
+        "<= np.arange(pairs)",
+        OF_RECALL,
+    ),
+    Mutation(
+        "tasks: the last key of recall is a new one",
+        RECALL,
+        "keys[rows, before] = keys[rows, again]",
+        "pass",
+        OF_RECALL,
+    ),
+    Mutation(
+        "tasks: fuzzy recall is tested on short keys",
+        RECALL,
+        '1 if split == "train" else longest',
+        "1",
+        OF_RECALL,
+    ),
+    Mutation(
+        "tasks: selective copying loses the order",
+        MEMORY,
+        "places = np.sort(rng.random((count, room)).argsort(1)[:, : self.content], 1)",
+        "places = rng.random((count, room)).argsort(1)[:, : self.content]",
+        OF_MEMORY,
+    ),
+    Mutation(
+        "tasks: every seed has a dictionary of its own",
+        MEMORY,
+        "np.random.default_rng(0).permutation",
+        "np.random.default_rng().permutation",
+        OF_MEMORY,
+    ),
+    Mutation(
+        "tasks: a swap changes one variable alone",
+        SWAPS,
+        "values[rows, left], values[rows, right] = values[rows, right], values[rows, left]",
+        "values[rows, left] = values[rows, right]",
+        OF_SWAPS,
+    ),
+    Mutation(
+        "tasks: an automaton's letters act on the letter",
+        AUTOMATON,
+        "state = self.table[ids[:, place], state]",
+        "state = self.table[ids[:, place], 0 * state]",
+        OF_AUTOMATON,
+    ),
+    Mutation(
+        "tasks: a group is solvable if its commutators are fewer by chance",
+        AUTOMATON,
+        "        if len(derived) == len(group):\n            return False",
+        "        if len(derived) == len(group):\n            return True",
+        OF_AUTOMATON,
+    ),
+    Mutation(
+        "tasks: groups of a part of the states are not seen",
+        AUTOMATON,
+        "kept = np.unique(e)",
+        "kept = np.arange(len(e))",
+        OF_AUTOMATON,
+    ),
+    Mutation(
+        "tasks: brackets nest one deeper than is said",
+        DYCK,
+        "(depth < self.depth) & (rng",
+        "(depth < self.depth + 1) & (rng",
+        OF_DYCK,
+    ),
+    Mutation(
+        "tasks: a closed bracket is still the innermost",
+        DYCK,
+        "            answers[:, place] = stack[rows, depth]",
+        "            answers[:, place] = stack[rows, np.minimum(depth + 1, self.depth)]",
+        OF_DYCK,
+    ),
+    Mutation(
+        "tasks: rows drawn whole are of any split",
+        DRAWN,
+        "        if self.held_apart(length):",
+        "        if not self.held_apart(length):",
+        OF_DRAWN,
+    ),
+    Mutation(
+        "tasks: short rows that training begins with are not named",
+        DRAWN,
+        "return splits.prefix_keys(drawn.content[:, :short]).ravel()",
+        "return splits.keys(drawn.content)",
+        OF_DRAWN,
+    ),
+]
