@@ -137,6 +137,8 @@ class FPRNNConfig(PretrainedConfig):
         if self.dt_rank == "auto":
             self.dt_rank = math.ceil(self.d_model / 16)
         self._check_values()
+        if self.expand == round(self.expand):
+            self.expand = round(self.expand)  # 2, where a YAML made 2.0 of it
 
     def _check_values(self):
         for name, field in FIELDS.items():
@@ -145,7 +147,7 @@ class FPRNNConfig(PretrainedConfig):
     @property
     def d_inner(self) -> int:
         """Width of the recurrence, expand · d_model."""
-        return self.expand * self.d_model
+        return round(self.expand * self.d_model)
 
     def layer_list(self) -> list[Layer]:
         """The Layers of the model, n_layer of them."""

@@ -151,6 +151,7 @@ class Field(NamedTuple):
 # Far above what a machine holds, and far below what no tensor can have.
 SIZE = Number(1, 65_536, whole=True)
 COUNT = Number(1, 10**9, whole=True)
+EXPAND = Number(0, 65_536, open="left")
 POSITIVE = Number(0, open="left")
 FRACTION = Number(0, 1)
 SHARE = Number(0, 1, open="left")
@@ -162,7 +163,9 @@ ARCHITECTURE = {
     "d_model": Field(768, SIZE, "Width of the residual stream."),
     "n_layer": Field(12, Number(1, 10_000, whole=True), "Number of layers."),
     "d_state": Field(16, SIZE, "N, the state size of a channel."),
-    "expand": Field(2, SIZE, "The recurrence is d_inner = expand · d_model wide."),
+    "expand": Field(
+        2, EXPAND, "The recurrence is d_inner = expand · d_model wide, which is a whole number."
+    ),
     "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
     "d_conv": Field(4, SIZE, "Width of the short convolution, where there is one."),
     "norm_epsilon": Field(1e-5, POSITIVE, "Of the norms of the residual stream."),
@@ -174,6 +177,13 @@ ARCHITECTURE = {
     ),
     "residual_in_fp32": Field(True, SWITCH, "The residual stream is kept in fp32."),
     "tie_embeddings": Field(True, SWITCH, "Embedding and head share their weights."),
+    "embedding_start": Field(
+        0.02,
+        POSITIVE,
+        "Standard deviation of the embedding at the start. What a layer adds to the residual stream"
+        " is 0.02 of a Mamba layer and 0.2 of a fixed-point layer then"
+        " (docs/language-model.md#who-speaks-first).",
+    ),
     "bias": Field(
         False,
         SWITCH,
@@ -208,6 +218,12 @@ ARCHITECTURE = {
     ),
     "mixer_act": Field(
         "silu", Choice(("silu", "relu", "identity")), "Activation of the mixer's vectors."
+    ),
+    "out_start": Field(
+        1.0,
+        POSITIVE,
+        "Factor on `out_proj` of a fixed-point layer at the start: how loud it is at first"
+        " (docs/language-model.md#who-speaks-first).",
     ),
     "mixer_gate_start": Field(
         0.0,
@@ -427,12 +443,24 @@ def check_sizes(config: Any, kind: str) -> None:
     Raises:
         ValueError: they do not; names the field, and what would do.
     """
+    if "expand" in KINDS[kind]:
+        _check_width(config)
     if kind in ("fp_mamba2", "mamba2"):
         _check_mamba2(config)
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
     if "n_heads" in KINDS[kind]:
         _check_heads(config, kind)
+
+
+def _check_width(config):
+    if config.d_inner != config.expand * config.d_model:
+        nearest = max(1, config.d_inner)
+        raise ValueError(
+            f"expand is {config.expand:g}: d_inner = expand · d_model must be a whole number, and"
+            f" {config.expand:g} · {config.d_model} is none; {nearest / config.d_model:g} gives"
+            f" {nearest}"
+        )
 
 
 def _check_mamba2(config):

@@ -195,7 +195,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        initialise(module)
+        initialise(module, self.config)
 
     def _initialize_weights(self, module, *args, **kwargs):
         initialise_once(self, module)

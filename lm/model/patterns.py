@@ -16,7 +16,15 @@ _OF_MIXERS = (
     "mixer_h_dep",
     "symm_mixer",
 )
-_OF_BLOCKS = ("expand", "bias", "use_short_conv", "d_conv", "out_norm_epsilon", "eps")
+_OF_BLOCKS = (
+    "expand",
+    "bias",
+    "use_short_conv",
+    "d_conv",
+    "out_norm_epsilon",
+    "out_start",
+    "eps",
+)
 _OF_FP_MAMBA = (
     *_OF_MIXERS,
     *_OF_BLOCKS,

@@ -75,11 +75,11 @@ class FPRNNLayer(SolvesOnceLayer):
         return hidden, residual, *rest
 
 
-def initialise(module: nn.Module) -> None:
+def initialise(module: nn.Module, config: Any) -> None:
     """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
-    alone what a checkpoint has loaded."""
+    alone what a checkpoint has loaded. config: the model's."""
     if isinstance(module, nn.Embedding):
-        init.normal_(module.weight, std=0.02)
+        init.normal_(module.weight, std=config.embedding_start)
     elif isinstance(module, nn.Linear | nn.Conv1d):
         normed = isinstance(module, WNLinear)
         weight = module.direction if normed else module.weight
@@ -103,7 +103,10 @@ def initialise(module: nn.Module) -> None:
 
 def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
-    init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
+    divisor = math.sqrt(cfg.n_layer)
+    if isinstance(module, FixedPointBlock):
+        divisor = divisor / cfg.out_start
+    init.copy_(module.out_proj.weight, module.out_proj.weight / divisor)
     if isinstance(module, FixedPointBlock):
         _start_gates(module.mixer, cfg.mixer_gate_start)
     if isinstance(module, FPMamba1 | Mamba):

@@ -119,15 +119,20 @@ def sizes(model: torch.nn.Module, precision: str, optim: Optim | None = None) ->
 
 
 def kept_by_layers(cfg: Config, on_gpu: bool) -> list[float]:
-    """Of each layer the numbers of 4 bytes that it keeps, for each token and channel."""
+    """Of each layer the numbers of 4 bytes that it keeps, for each token and channel of a layer of
+    the model's `expand`; one with an `expand` of its own has more or fewer channels."""
     m, solver = stacked(cfg.model), cfg.solver.settled()
     layers = [Layer(m.block, {})] * m.n_layer
     if m.layers is not None:
         layers = parse(m.layers, m.n_layer)
-    return [
-        KEPT.get(layer.kind) or _kept_by_solved(m.model_copy(update=layer.options), solver, on_gpu)
-        for layer in layers
-    ]
+    return [_kept_by(layer, m, solver, on_gpu) for layer in layers]
+
+
+def _kept_by(layer: Layer, m: Model, solver: dict, on_gpu: bool) -> float:
+    """Of one layer. m: the model's."""
+    own = m.model_copy(update=layer.options)
+    kept = KEPT.get(layer.kind) or _kept_by_solved(own, solver, on_gpu)
+    return kept * own.expand / m.expand
 
 
 def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:

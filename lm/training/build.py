@@ -148,7 +148,7 @@ def _check_headdim(model: Model) -> None:
 
 def _headdim_of_mamba2(model: Model) -> int:
     """`n_heads` share d_inner; with auto, a layer narrower than headdim is one head."""
-    d_inner = model.expand * model.d_model
+    d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":
         return min(model.headdim, d_inner)
     if d_inner % model.n_heads:

@@ -189,6 +189,32 @@ def test_initialisation_is_mambas():
     assert (block.mixer.alpha_proj.bias == 0).all()
 
 
+def test_what_is_loud_at_first_is_as_said():
+    """`embedding_start` and `out_start` change no other weight."""
+    layers = dict(layers="fp_mamba1 mamba", n_layer=2)
+    torch.manual_seed(3)
+    plain = dict(small(**layers).named_parameters())
+    torch.manual_seed(3)
+    loud = dict(small(**layers, embedding_start=0.1, out_start=0.5).named_parameters())
+    factors = {
+        "backbone.embeddings.weight": 5.0,
+        "backbone.layers.0.block.out_proj.weight": 0.5,
+    }
+    for name, weight in plain.items():
+        torch.testing.assert_close(loud[name], factors.get(name, 1.0) * weight)
+
+
+def test_a_layer_may_be_narrower_than_the_model():
+    model = small(layers=[{"fp_mamba1": {"expand": 0.25}}, "mamba"], n_layer=2)
+    narrow, wide = (layer.block for layer in model.backbone.layers)
+    assert narrow.out_proj.weight.shape == (16, 4) and wide.out_proj.weight.shape == (16, 32)
+    assert model(ids()).logits.shape[-1] == model.config.vocab_size
+    with pytest.raises(ValueError, match=r"expand is 0.3: .* 0.3 · 16 is none; 0.3125 gives 5"):
+        small(expand=0.3)
+    whole = small(expand=2.0).config
+    assert isinstance(whole.expand, int) and whole.d_inner == 32
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lstm"])  # it has no out_proj
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     """Kaiming's, over √n_layer; and what is loaded is not scaled again."""

@@ -57,6 +57,8 @@ def test_the_plan_counts_every_layer():
     alone = [kept_by_layers(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
     together = kept_by_layers(hybrid(layers=" ".join(kinds), n_layer=6), False)
     assert together == [kept for [kept] in alone] * 2
+    narrow = kept_by_layers(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
+    assert narrow == [alone[0][0] / 4]
     found = plan(hybrid(layers="mamba"), 1)
     assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
     assert found["parameters"] == sum(
