@@ -159,6 +159,17 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
         assert key in found[0]
 
 
+def test_the_papers_values_stand_beside_ours_with_the_scale(tmp_path, capsys):
+    fabricate_all("tab2", tmp_path)
+    report.report("tab2", "small", (f"out_dir={tmp_path}",))
+    words = " ".join(capsys.readouterr().out.split())
+    assert "The paper (its scale, which is not the one that ran here), trained to 40" in words
+    assert "Mamba 0.136, sLSTM 0.173" in words and "FP-Mamba of 4 reflections 0.384." in words
+    at_scale = report._papers_values(report.REPORTS["catbabi"], "paper")
+    assert at_scale.startswith("The paper (its scale), 10k questions a task, 1 and 2 layers: Mamba")
+    assert "Fig. 4 is a figure without numbers" in report._papers_values(report.REPORTS["fig4"], "")
+
+
 def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
     configs = fabricate_all("fig10", tmp_path)
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
