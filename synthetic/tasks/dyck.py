@@ -1,4 +1,4 @@
-"""Brackets of several kinds, nested: which one is open?"""
+"""Brackets of several kinds, nested: the one that is open."""
 
 from __future__ import annotations
 

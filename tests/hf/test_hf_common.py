@@ -123,7 +123,7 @@ def test_every_parameter_learns(name):
 def test_initialisation_reaches_every_weight_and_depends_on_the_seed_alone(name):
     """Also of a model made without memory, as from_pretrained makes one."""
     model = build(name)
-    assert all(p.isfinite().all() and p.abs().max() < 8 for p in model.parameters())
+    assert all(p.isfinite().all() and p.abs().max() <= 8 for p in model.parameters())
     for key, tensor in build(name).state_dict().items():
         assert torch.equal(tensor, model.state_dict()[key]), key
     assert any(
@@ -239,7 +239,7 @@ def test_half_precision_keeps_what_needs_more(name, dtype, tmp_path):
     assert set(wide) == {
         "fp_mamba1": {"A_log", "D", "dt_proj.bias"}, "fp_mamba2": {"A_log", "D", "dt_bias"},
         "mamba": {"A_log", "D", "dt_proj.bias"}, "mamba2": {"A_log", "D", "dt_bias"},
-        "gated_deltanet": {"A_log", "dt_bias"},
+        "gated_deltanet": {"A_log", "dt_bias"}, "kda": {"A_log", "dt_bias"},
     }.get(name, set())  # fmt: skip
 
 
