@@ -24,18 +24,22 @@ class Automaton(Section):
 
     # of each letter, the states that states 0, 1, … go to; null: drawn by the other fields
     table: tuple[tuple[int, ...], ...] | None = None
-    states: int = Field(5, ge=2)
+    states: int = Field(5, ge=2)  # at most 5
     letters: int = Field(3, ge=1, le=26)
     kind: Literal["aperiodic", "solvable", "unsolvable"] = "unsolvable"
     seed: NonNegativeInt = 0  # of the automaton, not of its words
 
     @model_validator(mode="after")
     def _given_or_drawn(self) -> Self:
-        drawn = self.model_fields_set - {"table"}
+        drawn = [
+            f"`{name}`"
+            for name, field in type(self).model_fields.items()
+            if name != "table" and getattr(self, name) != field.default
+        ]
         if self.table is not None and drawn:
             raise ValueError(
-                f"`table` is given, so {' and '.join(f'`{name}`' for name in sorted(drawn))} would"
-                " have no effect: leave it out, or the table"
+                f"`table` is given, so {' and '.join(sorted(drawn))} would have no effect: leave it"
+                " out, or the table"
             )
         return self
 
@@ -55,7 +59,7 @@ class Task(Section):
     content: int = Field(16, gt=0)  # of selective_copying: the letters among the blanks
     variables: int = Field(5, ge=2, le=9)  # of repl
     brackets: int = Field(2, gt=0, le=8)  # of dyck: kinds
-    depth: int = Field(8, gt=0)  # of dyck: the most brackets open at once
+    depth: int = Field(8, gt=0, le=4096)  # of dyck: the most brackets open at once
     automaton: Automaton = Automaton()
     supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
     data: str | None = None  # of catbabi: the folder with qa*_train.txt

@@ -27,6 +27,8 @@ from synthetic.config import Config
 LINE_EVERY_S = 5.0  # between two lines of progress of several runs
 # What a model without a fixed point reads of the model section.
 OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
+NEWER = ("embedding_start", "out_start")  # of the model, than runs that are there may be
+OF_PLAIN |= {"embedding_start"}
 OF_PLAIN |= {
     name
     for pattern in patterns.STACKS.values()
@@ -68,7 +70,10 @@ def differences(cfg: Config) -> list[str]:
     saved, wanted = _comparable(cfg)
     found = []
     for section in ("model", "solver", "task", "optim", "train", "eval"):
-        for key, was in (saved.get(section) or {}).items():
+        # A key that is newer than the run had the effect of its default.
+        fields = type(getattr(cfg, section)).model_fields
+        of_run = {key: field.default for key, field in fields.items() if key in NEWER}
+        for key, was in (of_run | (saved.get(section) or {})).items():
             of_fprnn = section == "solver" or (section == "model" and key not in OF_PLAIN)
             if of_fprnn and cfg.model.name != "fprnn":
                 continue
@@ -210,7 +215,7 @@ def _newest(cfg: Config) -> dict:
 
 def _standing(cfg: Config, record: dict) -> str:
     """How far a run is: "001-Mamba 1,200/2,500, loss 0.41, accuracy 0.87 up to 5"."""
-    text = f"{cfg.run_dir.name} {record.get('step', 0):,}/{cfg.train.steps:,}"
+    text = f"{cfg.name} {record.get('step', 0):,}/{cfg.train.steps:,}"
     if record:
         text += f", loss {record['loss']:.3f}, accuracy {record['accuracy']:.2f}"
         text += f" up to {record['longest']}"

@@ -454,11 +454,12 @@ def check_sizes(config: Any, kind: str) -> None:
 
 
 def _check_width(config):
-    if config.d_inner != config.expand * config.d_model:
+    width = config.expand * config.d_model
+    if config.d_inner < 1 or abs(config.d_inner - width) > 1e-6 * width:
         nearest = max(1, config.d_inner)
         raise ValueError(
             f"expand is {config.expand:g}: d_inner = expand · d_model must be a whole number, and"
-            f" {config.expand:g} · {config.d_model} is none; {nearest / config.d_model:g} gives"
+            f" {config.expand:g} · {config.d_model} is none; {nearest / config.d_model:.9g} gives"
             f" {nearest}"
         )
 
@@ -520,6 +521,16 @@ def _check_heads(config, kind):
         raise ValueError(
             f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
             f" as {nearest_divisor(d, heads)} does"
+        )
+    if "expand" in KINDS[kind] and config.d_inner % heads:
+        raise ValueError(
+            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_inner = expand ·"
+            f" d_model = {config.d_inner}, too, as {nearest_divisor(config.d_inner, heads)} does"
+        )
+    if kind in ("rwkv7", "slstm") and heads == d:
+        raise ValueError(
+            f"n_heads is {config.n_heads}: {kind} normalises each head, which must be wider than"
+            f" one of the {d} channels"
         )
     if kind == "attention" and config.position == "rope" and (d // heads) % 2:
         raise ValueError(

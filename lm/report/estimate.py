@@ -16,7 +16,7 @@ from lm.config.model import Model
 from lm.config.schema import Config, Optim
 from lm.model.fields import parse_gradient
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
-from lm.model.patterns import Layer, parse
+from lm.model.patterns import KINDS, Layer, parse
 from lm.training.build import build_model, stacked
 from lm.training.deepspeed_json import deepspeed_config
 from lm.training.optim import matrices
@@ -132,7 +132,8 @@ def _kept_by(layer: Layer, m: Model, solver: dict, on_gpu: bool) -> float:
     """Of one layer. m: the model's."""
     own = m.model_copy(update=layer.options)
     kept = KEPT.get(layer.kind) or _kept_by_solved(own, solver, on_gpu)
-    return kept * own.expand / m.expand
+    expand = own.expand if "expand" in KINDS[layer.kind] else 2.0  # at which KEPT was measured
+    return kept * expand / m.expand
 
 
 def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:

@@ -150,7 +150,7 @@ def _headdim_of_mamba2(model: Model) -> int:
     """`n_heads` share d_inner; with auto, a layer narrower than headdim is one head."""
     d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":
-        return min(model.headdim, d_inner)
+        return min(model.headdim, max(1, d_inner))
     if d_inner % model.n_heads:
         raise ConfigError(
             f"model.n_heads is {model.n_heads}: it must divide expand · d_model = {d_inner}"

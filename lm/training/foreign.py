@@ -119,6 +119,8 @@ def _config_of_transformers(c: FPRNNConfig) -> PretrainedConfig | None:
     kind = layers[0].kind
     if len(layers) > 1 or layers[0].options or kind not in ("mamba", "mamba2"):
         return None
+    if not isinstance(c.expand, int):  # theirs is a whole number
+        return None
     fields = {their: getattr(c, our) for their, our in (*FIELDS, *FIELDS_OF_KIND[kind])}
     fields["max_position_embeddings"] = c.max_position_embeddings
     if kind == "mamba":

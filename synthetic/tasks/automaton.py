@@ -11,7 +11,7 @@ from synthetic import config
 from synthetic.tasks import TaskError, task
 from synthetic.tasks.formal_language import FormalLanguage
 
-MAX_STATES = 6  # of an automaton that is drawn: its monoid has up to 6⁶ maps
+MAX_STATES = 5  # of an automaton that is drawn: its monoid has up to 5⁵ maps
 TRIES = 300
 
 
@@ -24,7 +24,7 @@ class Automaton(FormalLanguage):
     what a parallel model can do (Liu et al. 2023, "Transformers Learn Shortcuts to Automata", arXiv
     2210.10749; Merrill et al. 2024, arXiv 2404.08819):
 
-        aperiodic    no letter, nor any word, permutes states: diagonal recurrences suffice
+        aperiodic    no word permutes any states: counter-free, its languages are star-free
         solvable     all permutation groups in it are solvable, and not all of them trivial: TC⁰
         unsolvable   some is not, as A5 and S5 are not: NC¹-complete
 
@@ -45,6 +45,10 @@ class Automaton(FormalLanguage):
         self.characters = ascii_lowercase[: self.symbols]
         self.vocab_size = max(self.symbols, states) + 1
         self.chance = float(long_run(self.table).max())
+        if self.chance > 1 - 1e-9:
+            raise TaskError(
+                "task.automaton.table ends in one state, for good: there is nothing to be asked"
+            )
 
     def answers(self, ids: np.ndarray) -> np.ndarray:
         state = np.zeros(len(ids), int)
@@ -82,8 +86,8 @@ def _checked(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
 def draw(states: int, letters: int, kind: str, seed: int) -> np.ndarray:
     """A random table (letters,states) of this kind, all of whose states are reached from state 0.
 
-    A letter is a random map, a random map that keeps the order of the states, which makes no
-    permutation, or, unless the kind has none, a random permutation; each as often.
+    A letter of an aperiodic one is a random map that keeps the order of the states, since what such
+    maps make permutes nothing; else it is that, or any map, or a permutation, each as often.
 
     Raises:
         TaskError: none was found.
@@ -101,10 +105,10 @@ def draw(states: int, letters: int, kind: str, seed: int) -> np.ndarray:
     rng = np.random.default_rng([seed, states, letters])
     for _ in range(TRIES):
         table = rng.integers(states, size=(letters, states))
-        for letter, form in enumerate(rng.integers(2 if kind == "aperiodic" else 3, size=letters)):
-            if form == 1:
+        for letter, form in enumerate(rng.integers(3, size=letters)):
+            if form == 0 or kind == "aperiodic":
                 table[letter].sort()
-            elif form == 2:
+            elif form == 1:
                 table[letter] = rng.permutation(states)
         if (long_run(table) > 0).all() and kind_of(table) == kind:
             return table

@@ -16,6 +16,7 @@ class Drawn(NamedTuple):
     input_ids: np.ndarray  # (b,l)
     labels: np.ndarray  # (b,l)
     mask: np.ndarray | None = None  # (b,l), as of Batch
+    sizes: np.ndarray | None = None  # (b,) how many numbers of a content are its own; None: all
 
 
 class DrawnTask(Task):
@@ -28,9 +29,11 @@ class DrawnTask(Task):
     Attributes:
         name: as in a config. shortest, apart: its lengths are shortest, shortest + apart, …
         opening: see above; None: there are too few different sequences of any length.
+        slack: so many numbers more than `content_width` a content may have.
     """
 
     name: str
+    slack = 0
     shortest = 1
     apart = 1
     opening: int | None
@@ -44,7 +47,7 @@ class DrawnTask(Task):
         raise NotImplementedError
 
     def content_width(self, length: int) -> int:
-        """How many numbers the content of a sequence of this length has."""
+        """How many numbers the content of a sequence of this length has, at least."""
         return length
 
     def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Drawn:
@@ -81,15 +84,17 @@ class DrawnTask(Task):
                 lambda rows: arrays_of(self.draw(rng, len(rows), length, split)),
             )
         mask = None if drawn.mask is None or drawn.mask.all() else drawn.mask
-        return Batch(drawn.input_ids, drawn.labels, mask, shared=self._shared(drawn, split))
+        shared = None
+        if split == "train" or not self.held_apart(length):
+            shared = self._shared(drawn, split)
+        return Batch(drawn.input_ids, drawn.labels, mask, shared=shared)
 
-    def _shared(self, drawn: Drawn, split: str) -> np.ndarray | None:
+    def _shared(self, drawn: Drawn, split: str) -> np.ndarray:
         """`Batch.shared`: of training also the short samples that its own begin with, since answers
         may be due inside."""
-        width = drawn.content.shape[1]
         if split == "train":
-            short = width if self.opening is None else min(width, self.opening - 1)
+            short = drawn.content.shape[1]
+            if self.opening is not None:  # longer ones are held apart
+                short = min(short, self.opening - 1 + self.slack)
             return splits.prefix_keys(drawn.content[:, :short]).ravel()
-        if self.opening is not None and width >= self.opening:
-            return None
-        return splits.keys(drawn.content)
+        return splits.keys(drawn.content, drawn.sizes)

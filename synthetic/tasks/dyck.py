@@ -23,7 +23,9 @@ class Dyck(FormalLanguage):
         answers    1  2  1  1  1  0
 
     A bracket is opened or closed with equal probability where both are possible; its kind is
-    uniform. Guessing is to say what is the most frequent answer of long words.
+    uniform. Guessing is to say what is the most frequent answer of long words: after an odd number
+    of brackets one is open, so one of k kinds (with k = 1 nothing is asked there); `chance` is that
+    after an even number.
     """
 
     source = "Hewitt et al. 2020 (arXiv 2010.07515)"
@@ -37,9 +39,19 @@ class Dyck(FormalLanguage):
         self.characters = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
         self.symbols = 2 * self.kinds
         self.vocab_size = self.symbols + 1
-        # A walk on 0 … m that turns at both ends is at an end half as often as at a place inside.
-        closed = 1 / (2 * self.depth)
+        # A walk on 0 … m that turns at both ends is at 0 half as often as at a place inside: of the
+        # places that an even number of steps leads to, in one of m times.
+        closed = 1 / self.depth
         self.chance = max(closed, (1 - closed) / self.kinds)
+        if self.chance == 1:
+            raise TaskError(
+                "task.depth is 1: after an even number of brackets all are closed; it must be 2 or"
+                " more"
+            )
+
+    def chance_at(self, lengths: np.ndarray) -> np.ndarray:
+        odd = 1 / self.kinds if self.kinds > 1 else self.chance
+        return np.where(lengths % 2, odd, self.chance)
 
     def count(self, length: int) -> int:
         words = [1] + [0] * self.depth  # of so many brackets open

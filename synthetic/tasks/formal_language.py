@@ -6,6 +6,7 @@ import ast
 import operator
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -113,10 +114,12 @@ class FormalLanguage(Task):
         last = batch.labels.shape[1] - 1 - (batch.labels != IGNORE)[:, ::-1].argmax(1)
         rows = np.arange(len(last))
         right = (predicted[rows, last] == batch.labels[rows, last]).astype(float)
-        return {
-            "scaled_accuracy": (right - self.chance) / (1 - self.chance),
-            "accuracy": right,
-        }
+        chance = self.chance_at(last + 1)
+        return {"scaled_accuracy": (right - chance) / (1 - chance), "accuracy": right}
+
+    def chance_at(self, lengths: np.ndarray) -> Any:
+        """The accuracy of guessing at the end of sequences of these lengths (b,)."""
+        return self.chance
 
     def token_name(self, number: int) -> str:
         return self.text([number])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, task
+from synthetic.tasks import IGNORE, TaskError, task
 from synthetic.tasks.drawn import Drawn, DrawnTask
+
+MOST_MOTIFS = 10_000
 
 
 @task("mqar")
@@ -38,14 +41,27 @@ class MultiQueryRecall(DrawnTask):
         self.vocab_size = 2 * self.keys
         self.chance = 1 / self.keys
         self.shortest = 4 if self.pairs is None else 4 * self.pairs
+        self.check_length(self.shortest)
         self.find_opening()
 
     def pairs_at(self, length: int) -> int:
         """How many pairs a sequence of this length has."""
-        return min(self.keys, self.pairs or max(1, length // 16))
+        return self.pairs or max(1, length // 16)
+
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        if (pairs := self.pairs_at(length)) > self.keys:
+            raise TaskError(
+                f"mqar: {pairs} pairs, at length {length}, have keys that differ, and task.alphabet"
+                f" is {self.keys}: it must be as large, or task.pairs smaller"
+            )
 
     def count_contents(self, width: int) -> float:
-        return float(self.keys) ** width
+        """Of the first numbers of pairs whose keys differ, and whose values do."""
+        keys, values = (width + 1) // 2, width // 2
+        if keys > self.keys:
+            return 0.0
+        return float(math.perm(self.keys, keys) * math.perm(self.keys, values))
 
     def content_width(self, length: int) -> int:
         return 2 * self.pairs_at(length)
@@ -101,13 +117,17 @@ class InContextRecall(DrawnTask):
         self.letters = task.alphabet
         self.noise = task.noise if self.name == "noisy_recall" else 0.0
         longest = task.ngram if self.name == "fuzzy_recall" else 1
-        self.motifs = _motifs(self.letters, min(longest, self.letters))
+        self.motifs = _motifs(self.letters, longest)
         self.pad = 2 * self.letters + self.noise_tokens
         self.vocab_size = self.pad + 1
-        self.chance = 1 / self.letters
-        longest = self.motifs.shape[1]
+        # The letters of a value differ: after i of them one of the others is guessed.
+        tokens = range(longest)
+        frequencies = [longest - i for i in tokens]
+        guesses = [frequencies[i] / (self.letters - i) for i in tokens]
+        self.chance = sum(guesses) / sum(frequencies)
         self.shortest = 4 * longest  # a pair twice, whatever its size
         self.apart = 2 if longest == 1 else 1
+        self.slack = 0 if longest == 1 else 4 * longest - 3  # tokens of padding at most
         self.find_opening()
 
     def count_contents(self, width: int) -> float:
@@ -115,6 +135,9 @@ class InContextRecall(DrawnTask):
         pairs = min(width // 2, self.letters)
         different_keys = np.prod(np.arange(self.letters, self.letters - pairs, -1.0))
         return float(different_keys * float(self.letters) ** pairs)
+
+    def content_width(self, length: int) -> int:
+        return length - self.slack
 
     def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Drawn:
         longest = self.motifs.shape[1]
@@ -154,7 +177,7 @@ class InContextRecall(DrawnTask):
         is_answer[mask] = due[kept]
         labels = np.full((count, length), IGNORE)
         labels[:, :-1] = np.where(is_answer[:, 1:], ids[:, 1:], IGNORE)
-        return Drawn(ids.copy(), ids, labels, mask)
+        return Drawn(ids.copy(), ids, labels, mask, mask.sum(1))
 
     def token_name(self, number: int) -> str:
         if number == self.pad:
@@ -165,6 +188,11 @@ class InContextRecall(DrawnTask):
 
 def _motifs(letters: int, longest: int) -> np.ndarray:
     """All sequences of 1 to `longest` different letters, shorter ones first, −1 behind them."""
+    if longest > letters or math.perm(letters, longest) > MOST_MOTIFS:
+        raise TaskError(
+            f"task.ngram is {longest}, and task.alphabet {letters}: keys and values of fuzzy_recall"
+            f" are of letters that differ, and at most {MOST_MOTIFS:,} different ones"
+        )
     rows = []
     for size in range(1, longest + 1):
         for motif in itertools.permutations(range(letters), size):

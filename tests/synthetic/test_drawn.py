@@ -13,7 +13,7 @@ HELD = {
     "mqar": ({"name": "mqar", "alphabet": 16, "pairs": 2}, 12, None, (8, 20)),
     "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
     "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
-    "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, None, (14, 24)),
+    "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
     "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
     "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),

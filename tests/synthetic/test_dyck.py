@@ -17,7 +17,7 @@ def open_brackets(text: str) -> str:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("brackets, depth", [(1, 1), (1, 4), (2, 3), (4, 8)])
+@pytest.mark.parametrize("brackets, depth", [(1, 2), (1, 4), (2, 3), (4, 8)])
 def test_the_answer_is_the_innermost_open_bracket(brackets, depth, split):
     task = build(Task(name="dyck", brackets=brackets, depth=depth, supervision="every"))
     batch = task.batch(0, split, 0, 30, (20, 30))
@@ -41,11 +41,22 @@ def test_words_are_counted():
 
 
 def test_guessing_is_the_most_frequent_answer():
-    for brackets, depth in [(1, 3), (2, 8), (3, 1)]:
-        task = build(Task(name="dyck", brackets=brackets, depth=depth, supervision="every"))
-        batch = task.batch(0, "train", 0, 300, (400, 400))
-        share = np.bincount(batch.labels[batch.labels != IGNORE]) / batch.labels.size
-        assert share.max() == pytest.approx(task.chance, abs=0.03)
+    for brackets, depth in [(1, 3), (2, 8), (2, 4), (3, 2)]:
+        task = build(Task(name="dyck", brackets=brackets, depth=depth))
+        for length in (400, 401):
+            batch = task.batch(0, "train", 0, 3000, (length, length))
+            share = np.bincount(batch.labels[:, -1]) / 3000
+            if brackets == 1 and length % 2:
+                continue  # the answer is known
+            assert share.max() == pytest.approx(
+                float(task.chance_at(np.array([length]))[0]), abs=0.04
+            )
+            guess = np.full(batch.labels.shape, share.argmax())
+            assert abs(task.score(guess, batch)["scaled_accuracy"].mean()) < 0.06
+    with pytest.raises(
+        TaskError, match=r"task\.depth is 1: after an even number of brackets all are"
+    ):
+        build(Task(name="dyck", brackets=1, depth=1))
 
 
 def test_words_that_are_typed():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, build
+from synthetic.tasks import IGNORE, TaskError, build
 
 
 def names(task, batch):
@@ -89,6 +89,29 @@ def test_a_key_that_came_before_is_answered_by_its_value(case):
             place = ends[2]
         assert answers == expected
         assert answers, "the last key has come before"
+
+
+def test_sizes_that_cannot_be_are_refused():
+    for section, message in [
+        (
+            {"name": "mqar", "alphabet": 2, "pairs": 4},
+            "mqar: 4 pairs, at length 16, have keys that",
+        ),
+        (
+            {"name": "fuzzy_recall", "alphabet": 3, "ngram": 4},
+            "task.ngram is 4, and task.alphabet 3",
+        ),
+        ({"name": "fuzzy_recall", "alphabet": 26, "ngram": 5}, "at most 10,000 different ones"),
+    ]:
+        with pytest.raises(TaskError, match=message):
+            build(Task(**section))
+    with pytest.raises(TaskError, match="mqar: 8 pairs, at length 128"):
+        build(Task(name="mqar", alphabet=7)).check_length(128)
+
+
+def test_guessing_a_letter_of_a_value_that_did_not_come_yet_is_chance():
+    task = build(Task(name="fuzzy_recall", alphabet=4, ngram=2))
+    assert task.chance == pytest.approx((2 / 4 + 1 / 3) / 3)
 
 
 def test_noise_is_as_frequent_as_is_said():

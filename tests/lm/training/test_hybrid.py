@@ -59,6 +59,8 @@ def test_the_plan_counts_every_layer():
     assert together == [kept for [kept] in alone] * 2
     narrow = kept_by_layers(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
     assert narrow == [alone[0][0] / 4]
+    mlp = [kept_by_layers(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)]
+    assert mlp[0] == mlp[1], "it has no expand"
     found = plan(hybrid(layers="mamba"), 1)
     assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
     assert found["parameters"] == sum(
