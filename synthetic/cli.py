@@ -74,13 +74,16 @@ def _validate(args: argparse.Namespace) -> int:
 
     overrides = [text for text in args.config if "=" in text]
     paths = [text for text in args.config if "=" not in text]
-    made = validate(paths, overrides, args.out_dir, args.jobs, args.quick, args.seeds)
+    out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
+    made = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(table(made))
     shown = ["--quick"] * args.quick
+    if args.out_dir:
+        shown += ["--out-dir", args.out_dir]
     if args.seeds:
         shown += ["--seeds", *map(str, args.seeds)]
     command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
-    drawn = write(made, Path(args.out_dir), command)
+    drawn = write(made, Path(out_dir), command)
     say(f"wrote    {drawn.page}")
     say(f"wrote    {drawn.radar}")
     return 0 if all(row["passed"] for row in made["bars"]) else 2
@@ -212,7 +215,7 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="the profile of models: abilities, over lengths and seeds",
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it at 1 to 64 times the trained length, prints one table, and draws a page"
+        " side), tries it on up to 64 times longer sequences, prints one table, and draws a page"
         " with a radar for each model (DIR/profile.html, DIR/profile.png; numbers in"
         " DIR/validate.json). How long it takes at most is said before it starts. Finished runs are"
         " kept, so a stopped command continues. Exit status 2: a bar was missed.",
@@ -220,7 +223,11 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
     )
-    command.add_argument("--out-dir", default="runs/validate", metavar="DIR")
+    command.add_argument(
+        "--out-dir",
+        metavar="DIR",
+        help="default: runs/validate, of --quick runs/validate_quick",
+    )
     command.add_argument(
         "--quick",
         action="store_true",

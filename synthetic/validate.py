@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from lm.common.console import Progress, say
-from lm.common.errors import ConfigError
+from lm.common.errors import ConfigError, TrainingError
 from lm.common.files import check_file, write_json
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
@@ -58,7 +59,10 @@ def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]
                 " only"
             )
     base.set_overrides(kept, overrides, config.Config)
-    return str(tree.get("name", Path(path).stem)), kept
+    name = tree.get("name", Path(path).stem)
+    if not isinstance(name, str):
+        raise ConfigError(f"{path}: `name` is {name!r}: it must be a text")
+    return name, kept
 
 
 def plan(
@@ -131,15 +135,33 @@ def _lengths(tree: dict, path: str) -> str:
     return ",".join(map(str, sorted(lengths)))
 
 
-def seconds_at_most(waiting: Sequence[config.Config]) -> float:
-    """How long these runs train, one after another, if none of them ends early: two updates of each
-    at its longest length are timed."""
+def seconds_at_most(waiting: dict[Point, config.Config]) -> float:
+    """How long these runs take, one after another, if none of them ends early. Two updates of each
+    ability and model at the longest length are timed; reading a token in an evaluation takes a
+    third of what it takes in an update.
+
+    Raises:
+        TrainingError: an update is not finite; says of which run.
+    """
     from synthetic.train import seconds_an_update
 
+    runs_by_kind: dict[tuple[str, str], list[config.Config]] = {}
+    for point, cfg in waiting.items():
+        runs_by_kind.setdefault(point[:2], []).append(cfg)
     total = 0.0
-    with Progress("timing", total=len(waiting), unit="runs") as bar:
-        for number, cfg in enumerate(waiting, 1):
-            total += cfg.train.steps * seconds_an_update(cfg, TIMED_UPDATES)
+    with Progress("timing", total=len(runs_by_kind), unit="models") as bar:
+        for number, runs in enumerate(runs_by_kind.values(), 1):
+            cfg = runs[0]
+            try:
+                of_update = seconds_an_update(cfg, TIMED_UPDATES)
+            except FloatingPointError as e:
+                raise TrainingError(f"{cfg.name} cannot be trained: {e}") from None
+            longest = cfg.train.lengths[1]
+            lengths = map(int, cfg.eval.lengths.split(","))
+            validations = cfg.train.steps // cfg.eval.every
+            read = cfg.eval.examples * (sum(lengths) + validations * longest)
+            updates = cfg.train.steps + read / (3 * cfg.train.batch_size * longest)
+            total += len(runs) * of_update * updates
             bar.update(number)
     return total
 
@@ -170,11 +192,11 @@ def validate(
                 f"{cfg.run_dir} holds a finished run of another config"
                 f" ({'; '.join(different[:4])}): choose another --out-dir, or delete it"
             )
-    waiting = [cfg for cfg in runs.values() if not is_finished(cfg)]
+    waiting = {point: cfg for point, cfg in runs.items() if not is_finished(cfg)}
     say(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished already")
     if waiting:
         minutes = seconds_at_most(waiting) / 60 / jobs
-        say(f"training takes {minutes:.0f} minutes at most; what is learned ends sooner")
+        say(f"all takes about {minutes:.0f} minutes at most; what is learned ends sooner")
     run_all(list(runs.values()), jobs)
     made = profile(runs)
     write_json(Path(out_dir) / "validate.json", made)
@@ -247,8 +269,8 @@ def _work(results: list[dict], trained_to: int) -> dict:
         "parameters": results[0]["parameters"],
         "updates": _mean(result["updates"] for result in results),
         "seconds": _mean(result["training_seconds"] for result in results),
-        "evaluations": _mean(_mean(row["evaluations"]) for row in rows if "evaluations" in row),
-        "num_iters": _mean(_mean(layers) for layers in iterations),
+        "evaluations": _mean(mean(row["evaluations"]) for row in rows if "evaluations" in row),
+        "num_iters": _mean(mean(layers) for layers in iterations),
         "n": len(results),
     }
 

@@ -13,8 +13,9 @@ RWKV-7 (arXiv 2503.14456) takes off along one key, κ̂, and writes along anothe
 
     S_t = S_{t−1} (diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ.
 
-Both in plain PyTorch, token by token. Their parameters have the names, shapes and meaning of
-flash-linear-attention's layers, but what ends a layer is called `out_proj`, as in all.
+Both in plain PyTorch, token by token. KDA's parameters have the names, shapes and meaning of
+flash-linear-attention's layer, RWKV-7's the meaning; what ends a layer is called `out_proj`, as in
+all.
 
 Shape suffixes: b batch, l length, h heads, k key and v value dimension of a head; d d_model.
 """

@@ -138,7 +138,7 @@ def _initialise_block(module, cfg):
 
 
 def _initialise_rwkv7(layer):
-    """As flash-linear-attention does in the first of many layers."""
+    """As flash-linear-attention does in the first of many layers, but for out_proj and g_norm."""
     d, e = layer.config.d_model, layer.config.d_model // layer.heads
     at = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
     linear = at / max(1, d - 1) - 0.5
