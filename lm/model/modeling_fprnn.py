@@ -37,6 +37,7 @@ from .batch import (
 from .blocks import FPRNN
 from .carried import kernels as carried_kernels
 from .cell import find_root
+from .channel_delta import KDA
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
@@ -53,6 +54,7 @@ from .own_mixers import build_mixer
 from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
 from .scan import selective_scan
+from .slstm import SLSTM
 from .solver import NonFiniteError, all_finite, asserted, explained
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
@@ -67,6 +69,8 @@ from .state import (
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
+    KDA,
+    SLSTM,
     FPRNN,
     GatedDeltaNet,
     Mamba,

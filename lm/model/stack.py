@@ -103,11 +103,9 @@ def initialise(module: nn.Module, config: Any) -> None:
 
 def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
-    divisor = math.sqrt(cfg.n_layer)
+    init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
-        divisor = divisor / cfg.out_start
-    init.copy_(module.out_proj.weight, module.out_proj.weight / divisor)
-    if isinstance(module, FixedPointBlock):
+        init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_start)
         _start_gates(module.mixer, cfg.mixer_gate_start)
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)

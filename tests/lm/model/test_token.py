@@ -21,7 +21,7 @@ def block_of(**kwargs):
     sizes = dict(vocab_size=30, d_model=8, n_layer=1, d_state=4, headdim=4, tol=1e-9, eval_tol=1e-9)
     block = build_block(FPRNNConfig(**{**sizes, "max_iters": 99, **kwargs}))
     with torch.no_grad():
-        block.apply(lambda module: initialise(module))
+        block.apply(lambda module: initialise(module, block.config))
     return block.double().eval()
 
 
