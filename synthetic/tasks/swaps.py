@@ -15,18 +15,22 @@ NAMES = "abcdefghi"
 
 @task("repl")
 class Repl(DrawnTask):
-    """`task.variables` variables hold the numbers 1, 2, …; two of them are swapped, one is printed,
-    again and again. The form is that of `source: traces` of the language models (form `repl`).
+    """`task.variables` variables hold the numbers 1, 2, …; one is printed, then two of them are
+    swapped and one is printed, again and again. The form is that of `source: traces` of the
+    language models (form `repl`).
 
         >>> a, b, c = 2, 3, 1
+        >>> print(a)            at the bracket the answer is due: 2
         >>> a, c = c, a
-        >>> print(b)            at the bracket the answer is due: 3
+        >>> print(b)            3
 
     A token is what Python's own tokenizer would call one, but `>>>` is one, too, and `print(`. The
-    length counts swaps, each with a print behind it; what would be printed is not in the input. So
-    a swap must be put together from eight tokens, and no answer shows the whole state. The state is
-    a permutation: with five variables or more the task is as hard as the word problem of S5 (and so
-    beyond TC⁰, if that is not NC¹).
+    length counts swaps; what would be printed is not in the input. So a swap must be put together
+    from eight tokens, and no answer shows the whole state, a permutation: with five variables or
+    more the task is as hard as the word problem of S5 (and so beyond TC⁰, if that is not NC¹).
+
+    The first print asks for no more than a look-up. Without it no model that was tried learned even
+    one swap.
     """
 
     source = "the form of lm/data/sources/traces.py"
@@ -68,18 +72,24 @@ class Repl(DrawnTask):
         columns += [*listed([n + values[:, i] for i in range(n)]), column(newline)]
         labels = [column(IGNORE) for _ in columns]
 
-        # 2. Swap, print, swap, print, …
+        # 2. Print, swap, print, swap, print, …
+        def ask_for_one() -> None:
+            asked = rng.integers(n, size=count)
+            columns.extend([column(start), column(ask), asked, column(bracket), column(newline)])
+            labels.extend([column(IGNORE)] * 3)
+            labels.extend([n + values[rows, asked], column(IGNORE)])
+
+        ask_for_one()
         for _ in range(length):
             left = rng.integers(n, size=count)
             right = (left + rng.integers(1, n, size=count)) % n
             content.append(np.minimum(left, right) * n + np.maximum(left, right))
             values[rows, left], values[rows, right] = values[rows, right], values[rows, left]
-            asked = rng.integers(n, size=count)
             line = [column(start), *listed([left, right]), column(equals), *listed([right, left])]
-            line += [column(newline), column(start), column(ask), asked, column(bracket)]
-            columns += [*line, column(newline)]
-            labels += [column(IGNORE) for _ in line[1:]]
-            labels += [n + values[rows, asked], column(IGNORE)]
+            line.append(column(newline))
+            columns.extend(line)
+            labels.extend([column(IGNORE)] * len(line))
+            ask_for_one()
         return Drawn(np.stack(content, 1), np.stack(columns, 1), np.stack(labels, 1))
 
     def token_name(self, number: int) -> str:

@@ -20,13 +20,13 @@ def test_the_answers_are_what_python_prints(variables):
             exec(task.text(ids).replace(">>>", ""), {})
         due = np.flatnonzero(labels != IGNORE)
         assert [task.tokens[i] for i in labels[due]] == printed.getvalue().split()
-        assert len(due) == 12 and all(task.tokens[ids[i]] == ")" for i in due)
+        assert len(due) == 13 and all(task.tokens[ids[i]] == ")" for i in due)
 
 
 def test_every_swap_and_every_variable_occurs():
     task = build(Task(name="repl", variables=4))
     ids = task.batch(0, "train", 0, 300, (1, 1)).input_ids
-    swaps = {tuple(sorted(task.text(row).split("\n")[1][3:6:2])) for row in ids}
+    swaps = {tuple(sorted(task.text(row).split("\n")[2][3:6:2])) for row in ids}
     assert len(swaps) == 6
     first = {task.text(row).split("\n")[0] for row in ids}
     assert len(first) == 24  # every order of the values
