@@ -10,6 +10,7 @@ from lm.model.channel_delta import KDA, RWKV7, channel_delta_rule
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
+from lm.training.optim import decays
 from tests.lm.model.test_delta import SIZES, convolved
 
 
@@ -161,3 +162,15 @@ def test_rwkv7_starts_as_its_authors_have_it():
     w = torch.exp(-math.exp(-0.5) * block.w_lora(u).sigmoid())
     assert w.min() > math.exp(-math.exp(-0.5)) and w.max() > 0.99
     assert (block.w_lora(u) == block.w_lora.up.bias).all()  # of no token yet
+
+
+def test_weight_decay_acts_on_maps_alone():
+    for kind in ("kda", "rwkv7", "slstm"):
+        names = dict(layer(kind).named_parameters())
+        decayed = {name for name in names if decays(name)}
+        maps = {
+            name
+            for name, p in names.items()
+            if p.ndim > 1 and not name.endswith(("bias", "r_k")) and "norm" not in name
+        }
+        assert decayed == maps, kind
