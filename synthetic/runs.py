@@ -27,7 +27,6 @@ from synthetic.config import Config
 LINE_EVERY_S = 5.0  # between two lines of progress of several runs
 # What a model without a fixed point reads of the model section.
 OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
-NEWER = ("embedding_start", "out_start")  # of the model, than runs that are there may be
 OF_PLAIN |= {"embedding_start"}
 OF_PLAIN |= {
     name
@@ -70,10 +69,7 @@ def differences(cfg: Config) -> list[str]:
     saved, wanted = _comparable(cfg)
     found = []
     for section in ("model", "solver", "task", "optim", "train", "eval"):
-        # A key that is newer than the run had the effect of its default.
-        fields = type(getattr(cfg, section)).model_fields
-        of_run = {key: field.default for key, field in fields.items() if key in NEWER}
-        for key, was in (of_run | (saved.get(section) or {})).items():
+        for key, was in (saved.get(section) or {}).items():
             of_fprnn = section == "solver" or (section == "model" and key not in OF_PLAIN)
             if of_fprnn and cfg.model.name != "fprnn":
                 continue
@@ -91,7 +87,9 @@ def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     saved = base.without_removed(base.load_tree(path), str(path)) if path.exists() else {}
     wanted = cfg.model_dump(mode="json")
     if "model" in saved:
-        saved = {**saved, "model": settled(saved["model"])}
+        # A key that is newer than the run had the effect of its default.
+        defaults = type(cfg.model)().model_dump(mode="json")
+        saved = {**saved, "model": settled(defaults | saved["model"])}
         wanted = {**wanted, "model": settled(wanted["model"])}
     if section := saved.get("solver"):
         settled_solver = base.build({"solver": section}, str(path), Config).solver.settled()

@@ -15,7 +15,7 @@ from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.abilities import ABILITIES, RECIPES
-from synthetic.results import at_length, error_of_mean, in_training, iterations_of_layers, way_of
+from synthetic.results import error_of_mean, in_training, iterations_of_layers, mean_of, way_of
 from synthetic.runs import differences, is_finished, result_of, run_all
 from synthetic.trained import Spread, spread_of
 
@@ -236,11 +236,9 @@ def _measured(results: list[dict], metric: str, length: int | None) -> dict:
     rows_of_seeds = [
         [row for row in result["eval"] if length in (None, row["length"])] for result in results
     ]
-    pairs = [
-        (at_length(rows, length, metric) or 0.0, error_of_mean(rows, metric))
-        for rows in rows_of_seeds
-    ]
-    spread = spread_of(pairs)
+    spread = spread_of(
+        [(mean_of(rows, metric), error_of_mean(rows, metric)) for rows in rows_of_seeds]
+    )
     rows = [row for rows in rows_of_seeds for row in rows]
     way = way_of(rows[0])
     return {

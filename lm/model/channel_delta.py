@@ -29,7 +29,7 @@ from torch import nn
 
 from .delta import DeltaState, GatedDeltaNet, unit
 from .fields import heads_of
-from .layers import without_autocast
+from .layers import GroupNorm, without_autocast
 from .plain import PlainLayer
 from .state import Sequences, last, shift
 
@@ -81,14 +81,16 @@ class KDA(GatedDeltaNet):
 
     kind = "kda"
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    def _add_decay(self, config: Any) -> None:
+        d, low = config.d_model, config.d_inner // self.heads
+        self.f_proj = nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d, bias=False))
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(d))
+
+    def _output_gate(self, config: Any) -> nn.Module:
         d, d_v = config.d_model, config.d_inner
         low = d_v // self.heads
-        del self.a_proj  # of a gate for a whole head
-        self.f_proj = nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d, bias=False))
-        self.dt_bias = nn.Parameter(torch.empty(d))
-        self.g_proj = nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d_v))
+        return nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d_v))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, DeltaState | None]:
         h = self.heads
@@ -183,7 +185,7 @@ class RWKV7(PlainLayer):
         self.a_lora = LowRankMap(d, low_rank_of(d, 2.5), nn.Identity())
         self.g_lora = LowRankMap(d, low_rank_of(d, 5.0), torch.sigmoid, bias=False)
         # eps as in theirs, 1e-5 times the head's width
-        self.g_norm = nn.GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
+        self.g_norm = GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
         self.out_proj = nn.Linear(d, d, bias=False)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -210,11 +212,8 @@ class RWKV7(PlainLayer):
             o, S = channel_delta_rule(
                 r, log_w.exp(), -read, a * read, k, v, seqs.before("S"), seqs.starts
             )
-            weight, bias = self.g_norm.weight.to(wide), self.g_norm.bias.to(wide)
-            flat = o.flatten(0, 1).flatten(1)
-            o = F.group_norm(flat, h, weight, bias, self.g_norm.eps).view_as(o)
-            o = o + (r * k * self.r_k.to(wide)).sum(-1, keepdim=True) * v
-            o = o.flatten(-2) * gate.to(wide)
+            own = (r * k * self.r_k.to(wide)).sum(-1, keepdim=True) * v
+            o = (self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate.to(wide)
         end = None
         if seqs.return_state:
             before = seqs.before("u")

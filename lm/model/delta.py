@@ -216,15 +216,23 @@ class GatedDeltaProduct(PlainLayer):
         self.v_proj = nn.Linear(d, self.steps * d_v, bias=False)
         self.b_proj = nn.Linear(d, self.steps * self.heads, bias=False)
         if self.gated:
-            self.a_proj = nn.Linear(d, self.heads, bias=False)
-            self.A_log = nn.Parameter(torch.empty(self.heads))
-            self.dt_bias = nn.Parameter(torch.empty(self.heads))
+            self._add_decay(config)
         self.q_conv1d = ShortConv(d, config.d_conv, bias=False)
         self.k_conv1d = ShortConv(self.steps * d, config.d_conv, bias=False)
         self.v_conv1d = ShortConv(self.steps * d_v, config.d_conv, bias=False)
-        self.g_proj = nn.Linear(d, d_v, bias=False)
+        self.g_proj = self._output_gate(config)
         self.o_norm = RMSNorm(d_v // self.heads, config.norm_epsilon)
         self.out_proj = nn.Linear(d_v, d, bias=False)
+
+    def _add_decay(self, config: Any) -> None:
+        """The parameters of α."""
+        self.a_proj = nn.Linear(config.d_model, self.heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+
+    def _output_gate(self, config: Any) -> nn.Module:
+        """The map to z."""
+        return nn.Linear(config.d_model, config.d_inner, bias=False)
 
     @staticmethod
     def steps_of(config: Any) -> int:

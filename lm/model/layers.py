@@ -227,6 +227,16 @@ class LayerNorm(nn.LayerNorm):
         return normed.to(self.weight.dtype)
 
 
+class GroupNorm(nn.GroupNorm):
+    """Every token's groups of channels normalised, (b,l,d) → (b,l,d), in fp32 or wider."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
+        normed = F.group_norm(wide.flatten(0, 1), self.num_groups, weight, bias, self.eps)
+        return normed.view_as(wide)
+
+
 def residual_norm(config: Any) -> nn.Module:
     """The norm of the residual stream, before every block and before the head."""
     kind = RMSNorm if config.rms_norm else LayerNorm

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .fields import heads_of
-from .layers import ShortConv, without_autocast
+from .layers import GroupNorm, ShortConv, without_autocast
 from .plain import PlainLayer
 from .state import Sequences, last
 
@@ -48,7 +48,7 @@ class SLSTM(PlainLayer):
         self.gates = nn.Parameter(torch.empty(4, self.heads, e, e))  # W of i, f, z, o
         self.recurrent = nn.Parameter(torch.empty(4, self.heads, e, e))  # R
         self.gate_bias = nn.Parameter(torch.empty(4, self.heads, e))
-        self.group_norm = nn.GroupNorm(self.heads, d)
+        self.group_norm = GroupNorm(self.heads, d)
         self.out_proj = nn.Linear(d, d, bias=False)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -86,9 +86,7 @@ class SLSTM(PlainLayer):
                 outputs.append(state[0])
             y = torch.stack(outputs).permute(2, 0, 1, 3).flatten(-2)  # (b,l,d)
             # 3. Each head is normalised.
-            norm = self.group_norm
-            weight, bias = norm.weight.to(wide), norm.bias.to(wide)
-            y = F.group_norm(y.flatten(0, 1), h, weight, bias, norm.eps).view_as(y)
+            y = self.group_norm(y)
         end = None
         if seqs.return_state:
             rows = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)

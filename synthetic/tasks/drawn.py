@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,11 @@ class Drawn(NamedTuple):
     sizes: np.ndarray | None = None  # (b,) how many numbers of a content are its own; None: all
 
 
+def name_of_pair(number: int, keys: int) -> str:
+    """k0, k1, … of ids below `keys`, and v0, v1, … of those from there on."""
+    return f"k{number}" if number < keys else f"v{number - keys}"
+
+
 class DrawnTask(Task):
     """A subclass says what a row is (`draw`) and how many different ones there are
     (`count_contents`). All rows of a batch have one length.
@@ -28,7 +34,6 @@ class DrawnTask(Task):
 
     Attributes:
         name: as in a config. shortest, apart: its lengths are shortest, shortest + apart, …
-        opening: see above; None: there are too few different sequences of any length.
         slack: so many numbers more than `content_width` a content may have.
     """
 
@@ -36,11 +41,11 @@ class DrawnTask(Task):
     slack = 0
     shortest = 1
     apart = 1
-    opening: int | None
 
-    def find_opening(self) -> None:
-        """To be called at the end of a subclass's __init__."""
-        self.opening = splits.opening_length(self.count_contents)
+    @cached_property
+    def opening(self) -> int | None:
+        """See above; None: there are too few different sequences of any length."""
+        return splits.opening_length(self.count_contents)
 
     def count_contents(self, width: int) -> float:
         """How many different contents of so many numbers there are."""
@@ -74,8 +79,8 @@ class DrawnTask(Task):
             opening = self.opening
 
             def arrays_of(new: Drawn) -> tuple[np.ndarray, ...]:
-                masks = () if new.mask is None else (new.mask,)
-                return new.content[:, :opening], new.input_ids, new.labels, *masks
+                whole = (array for array in new if array is not None)
+                return new.content[:, :opening].copy(), *whole
 
             splits.hold_apart(
                 split,

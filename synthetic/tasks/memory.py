@@ -6,7 +6,7 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, task
-from synthetic.tasks.drawn import Drawn, DrawnTask
+from synthetic.tasks.drawn import Drawn, DrawnTask, name_of_pair
 
 
 @task("selective_copying")
@@ -34,7 +34,6 @@ class SelectiveCopying(DrawnTask):
         self.vocab_size = self.letters + 2
         self.chance = 1 / self.letters
         self.shortest = 2 * self.content + 1
-        self.find_opening()
 
     def count_contents(self, width: int) -> float:
         return float(self.letters) ** width if width <= self.content else 0.0
@@ -82,7 +81,6 @@ class Memorization(DrawnTask):
         self.vocab_size = 2 * self.keys + 1
         self.chance = 1 / self.keys
         self.value_of = self.keys + np.random.default_rng(0).permutation(self.keys)
-        self.find_opening()
 
     def count_contents(self, width: int) -> float:
         return float(self.keys) ** width
@@ -99,6 +97,4 @@ class Memorization(DrawnTask):
         return Drawn(keys, ids, labels)
 
     def token_name(self, number: int) -> str:
-        if number == self.asked:
-            return "?"
-        return f"k{number}" if number < self.keys else f"v{number - self.keys}"
+        return "?" if number == self.asked else name_of_pair(number, self.keys)

@@ -9,7 +9,7 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, TaskError, task
-from synthetic.tasks.drawn import Drawn, DrawnTask
+from synthetic.tasks.drawn import Drawn, DrawnTask, name_of_pair
 
 MOST_MOTIFS = 10_000
 
@@ -42,7 +42,6 @@ class MultiQueryRecall(DrawnTask):
         self.chance = 1 / self.keys
         self.shortest = 4 if self.pairs is None else 4 * self.pairs
         self.check_length(self.shortest)
-        self.find_opening()
 
     def pairs_at(self, length: int) -> int:
         """How many pairs a sequence of this length has."""
@@ -86,7 +85,7 @@ class MultiQueryRecall(DrawnTask):
         return Drawn(ids[:, : 2 * pairs].copy(), ids, labels)
 
     def token_name(self, number: int) -> str:
-        return f"k{number}" if number < self.keys else f"v{number - self.keys}"
+        return name_of_pair(number, self.keys)
 
 
 @task("in_context_recall", "noisy_recall", "fuzzy_recall")
@@ -128,7 +127,6 @@ class InContextRecall(DrawnTask):
         self.shortest = 4 * longest  # a pair twice, whatever its size
         self.apart = 2 if longest == 1 else 1
         self.slack = 0 if longest == 1 else 4 * longest - 3  # tokens of padding at most
-        self.find_opening()
 
     def count_contents(self, width: int) -> float:
         """At least: of keys and values of one token, the first pairs with keys that differ."""
@@ -182,8 +180,8 @@ class InContextRecall(DrawnTask):
     def token_name(self, number: int) -> str:
         if number == self.pad:
             return "_"
-        kind = "kvn"[number // self.letters] if number < 2 * self.letters else "n"
-        return f"{kind}{number - 'kvn'.index(kind) * self.letters}"
+        noise = number - 2 * self.letters
+        return name_of_pair(number, self.letters) if noise < 0 else f"n{noise}"
 
 
 def _motifs(letters: int, longest: int) -> np.ndarray:

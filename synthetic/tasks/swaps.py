@@ -44,7 +44,6 @@ class Repl(DrawnTask):
         self.tokens += [">>>", ",", "=", "print(", ")", "\n"]
         self.vocab_size = len(self.tokens)
         self.chance = 1 / self.n
-        self.find_opening()
 
     def count_contents(self, width: int) -> float:
         """The content: the first values as one number, then a number for each swap."""

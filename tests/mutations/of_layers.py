@@ -5,6 +5,8 @@ from tests.mutations import Mutation
 ATTENTION = "lm/model/plain.py"
 CHUNKS = "lm/model/delta.py"
 DELTA = "lm/model/delta.py"
+CHANNELS = "lm/model/channel_delta.py"
+SLSTM = "lm/model/slstm.py"
 LSTM = "lm/model/plain.py"
 OF_LSTM = "tests/lm/model/test_lstm.py::"
 DIAGONAL = "lm/model/diagonal.py"
@@ -22,6 +24,10 @@ MAMBA = (TESTS + "test_mamba_is_transformers_mamba",)
 SEGMENTS = (TESTS + "test_segments_and_single_tokens_give_what_the_whole_gives",)
 PADDING = (TESTS + "test_a_state_after_padding_goes_on_as_without",)
 PACKED = (TESTS + "test_packed_documents_are_documents_alone",)
+
+OF_CHANNELS = ("tests/lm/model/test_channel_delta.py",)
+CHANNEL_RULE = (f"{OF_CHANNELS[0]}::test_the_rule_is_its_matrices",)
+OF_SLSTM = ("tests/lm/model/test_slstm.py",)
 
 MUTATIONS = [
     Mutation(
@@ -226,5 +232,89 @@ MUTATIONS = [
         "if n_layer % len(pattern):",
         "if n_layer < len(pattern):",
         (TESTS + "test_what_cannot_be_is_refused",),
+    ),
+    Mutation(
+        "layers: the channel delta rule reads before it writes",
+        CHANNELS,
+        "        o.append(torch.bmm(S, q_t))",
+        "        o.append(torch.bmm(moved, q_t))",
+        CHANNEL_RULE,
+    ),
+    Mutation(
+        "layers: a document of the channel delta rule goes on from the one before",
+        CHANNELS,
+        "w, a = w * goes_on, a * goes_on",
+        "w = w * goes_on",
+        CHANNEL_RULE,
+    ),
+    Mutation(
+        "layers: KDA takes off along what the decay left out",
+        CHANNELS,
+        "-beta * alpha * k, k, k, beta * v",
+        "-beta * k, k, k, beta * v",
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: KDA writes whatever β",
+        CHANNELS,
+        "k, k, beta * v, state",
+        "k, k, v, state",
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: RWKV-7 adds where it should take off",
+        CHANNELS,
+        "r, log_w.exp(), -read, a * read",
+        "r, log_w.exp(), read, a * read",
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: RWKV-7 writes its key as it is read",
+        CHANNELS,
+        "k = k * (1 + (a - 1) * self.k_a.to(wide).view(h, -1))",
+        "k = k * self.k_a.to(wide).view(h, -1)",
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: RWKV-7 forgets the token before a segment",
+        CHANNELS,
+        'change = shift(u, seqs, "u") - u',
+        'change = shift(u, seqs._replace(state=None), "u") - u',
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: RWKV-7 forgets at padding",
+        CHANNELS,
+        "log_w = seqs.masked(-math.exp(-0.5) * self.w_lora",
+        "log_w = (-math.exp(-0.5) * self.w_lora",
+        OF_CHANNELS,
+    ),
+    Mutation(
+        "layers: sLSTM's normaliser does not decay",
+        SLSTM,
+        "n = f * n + i",
+        "n = n + i",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "layers: sLSTM's stabiliser changes the input gate alone",
+        SLSTM,
+        "f = torch.exp(kept - new_m)",
+        "f = torch.exp(kept - m)",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "layers: sLSTM's cell reads the convolution",
+        SLSTM,
+        "torch.stack([convolved, convolved, u, u])",
+        "torch.stack([convolved, convolved, convolved, u])",
+        OF_SLSTM,
+    ),
+    Mutation(
+        "layers: sLSTM's document goes on from the one before",
+        SLSTM,
+        "state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]",
+        "pass",
+        OF_SLSTM,
     ),
 ]

@@ -1,19 +1,13 @@
-"""Mistakes in the suite's tasks and in the layers that its profiles compare with."""
+"""Mistakes in the suite's tasks."""
 
 from tests.mutations import Mutation
 
-CHANNELS = "lm/model/channel_delta.py"
-SLSTM = "lm/model/slstm.py"
 RECALL = "synthetic/tasks/recall.py"
 MEMORY = "synthetic/tasks/memory.py"
 SWAPS = "synthetic/tasks/swaps.py"
 AUTOMATON = "synthetic/tasks/automaton.py"
 DYCK = "synthetic/tasks/dyck.py"
 DRAWN = "synthetic/tasks/drawn.py"
-OF_CHANNELS = "tests/lm/model/test_channel_delta.py"
-RULE = (f"{OF_CHANNELS}::test_the_rule_is_its_matrices",)
-PAPERS = (OF_CHANNELS,)
-OF_SLSTM = ("tests/lm/model/test_slstm.py",)
 OF_RECALL = ("tests/synthetic/test_recall.py",)
 OF_MEMORY = ("tests/synthetic/test_memory.py",)
 OF_SWAPS = ("tests/synthetic/test_swaps.py",)
@@ -22,90 +16,6 @@ OF_DYCK = ("tests/synthetic/test_dyck.py",)
 OF_DRAWN = ("tests/synthetic/test_drawn.py",)
 
 MUTATIONS = [
-    Mutation(
-        "tasks: the channel delta rule reads before it writes",
-        CHANNELS,
-        "        o.append(torch.bmm(S, q_t))",
-        "        o.append(torch.bmm(moved, q_t))",
-        RULE,
-    ),
-    Mutation(
-        "tasks: a document of the channel delta rule goes on from the one before",
-        CHANNELS,
-        "w, a = w * goes_on, a * goes_on",
-        "w = w * goes_on",
-        RULE,
-    ),
-    Mutation(
-        "tasks: KDA takes off along what the decay left out",
-        CHANNELS,
-        "-beta * alpha * k, k, k, beta * v",
-        "-beta * k, k, k, beta * v",
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: KDA writes whatever β",
-        CHANNELS,
-        "k, k, beta * v, state",
-        "k, k, v, state",
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: RWKV-7 adds where it should take off",
-        CHANNELS,
-        "r, log_w.exp(), -read, a * read",
-        "r, log_w.exp(), read, a * read",
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: RWKV-7 writes its key as it is read",
-        CHANNELS,
-        "k = k * (1 + (a - 1) * self.k_a.to(wide).view(h, -1))",
-        "k = k * self.k_a.to(wide).view(h, -1)",
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: RWKV-7 forgets the token before a segment",
-        CHANNELS,
-        'change = shift(u, seqs, "u") - u',
-        'change = shift(u, seqs._replace(state=None), "u") - u',
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: RWKV-7 forgets at padding",
-        CHANNELS,
-        "log_w = seqs.masked(-math.exp(-0.5) * self.w_lora",
-        "log_w = (-math.exp(-0.5) * self.w_lora",
-        PAPERS,
-    ),
-    Mutation(
-        "tasks: sLSTM's normaliser does not decay",
-        SLSTM,
-        "n = f * n + i",
-        "n = n + i",
-        OF_SLSTM,
-    ),
-    Mutation(
-        "tasks: sLSTM's stabiliser changes the input gate alone",
-        SLSTM,
-        "f = torch.exp(kept - new_m)",
-        "f = torch.exp(kept - m)",
-        OF_SLSTM,
-    ),
-    Mutation(
-        "tasks: sLSTM's cell reads the convolution",
-        SLSTM,
-        "torch.stack([convolved, convolved, u, u])",
-        "torch.stack([convolved, convolved, convolved, u])",
-        OF_SLSTM,
-    ),
-    Mutation(
-        "tasks: sLSTM's document goes on from the one before",
-        SLSTM,
-        "state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]",
-        "pass",
-        OF_SLSTM,
-    ),
     Mutation(
         "tasks: MQAR answers the next key's value",
         RECALL,
