@@ -22,9 +22,18 @@ class Traces(Section):
 
     group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
     form: Literal["words", "repl"] = "words"
-    gaps: list[Annotated[int, Field(gt=0, le=2**14)]] = Field([1], min_length=1)
+    gaps: list[Annotated[int, Field(ge=0, le=2**14)]] = Field([1], min_length=1)
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)
+
+    @model_validator(mode="after")
+    def _something_to_answer(self) -> Self:
+        if self.form == "words" and 0 in self.gaps:
+            raise ValueError(
+                "`gaps` of form `words` are at least 1: a product of no elements says nothing; of"
+                " form `repl` a gap of 0 asks for a variable before any swap"
+            )
+        return self
 
 
 def check_source(source: Source | Data) -> None:

@@ -80,6 +80,13 @@ def test_answers_are_right_and_gaps_those_asked_for(form, read):
     assert texts == list(traces.documents(source)), "the same each time"
 
 
+def test_a_session_may_ask_before_any_swap():
+    source = Traces(form="repl", gaps=[0, 2], answers=4, documents=200)
+    gaps = [play(text) for text in traces.documents(source)]
+    assert {0, 2} == {gap for of_document in gaps for gap in of_document}
+    assert {of_document[0] for of_document in gaps} == {0, 2}
+
+
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_too_and_no_document_of_training(form, read):
     turns = list(traces.questions(form, "S3", 20, 60))
@@ -165,6 +172,8 @@ def test_what_cannot_be_is_refused():
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
+    with pytest.raises(ValueError, match="of form `words` are at least 1"):
+        Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="its text is made: leave it out"):
         Data(source="traces", path="x.jsonl")
     with pytest.raises(ValueError, match="`traces` is of source `traces`, not of `builtin`"):
