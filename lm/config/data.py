@@ -17,23 +17,39 @@ LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
 Workers = Annotated[int, Field(gt=0, le=1024)]
 
 
+Gap = Annotated[int, Field(ge=0, le=2**14)]
+
+
 class Traces(Section):
     """Text of `source: traces`, which is made, not read (lm/data/sources/traces.py)."""
 
     group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
     form: Literal["words", "repl"] = "words"
-    gaps: list[Annotated[int, Field(ge=0, le=2**14)]] = Field([1], min_length=1)
+    # a number: up to so many, each next element (or swap) as likely the last as any before it
+    gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (of pydantic)
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)
 
     @model_validator(mode="after")
     def _something_to_answer(self) -> Self:
-        if self.form == "words" and 0 in self.gaps:
+        if self.form == "words" and 0 in (self.gaps, *self.lengths):
             raise ValueError(
                 "`gaps` of form `words` are at least 1: a product of no elements says nothing; of"
                 " form `repl` a gap of 0 asks for a variable before any swap"
             )
         return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """The gaps that occur."""
+        if isinstance(self.gaps, list):
+            return self.gaps
+        return list(range(self.shortest, self.gaps + 1))
+
+    @property
+    def shortest(self) -> int:
+        """A session may be asked before any swap: unless it is, no swap is learned."""
+        return 0 if self.form == "repl" else 1
 
 
 def check_source(source: Source | Data) -> None:

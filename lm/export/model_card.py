@@ -102,7 +102,7 @@ def _source(source: Data) -> str:
         return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
     if source.source == "traces":
         of = source.traces or Traces()
-        gaps = ", ".join(map(str, of.gaps))
+        gaps = ", ".join(map(str, of.gaps)) if isinstance(of.gaps, list) else f"up to {of.gaps}"
         return f"traces of the group {of.group} ({of.form}, gaps of {gaps}), made by fprnn"
     name = Path(source.path or "").name
     return f"{source.source} files, `{name}`"

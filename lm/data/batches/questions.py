@@ -42,12 +42,12 @@ def asked(
 
 
 def _longest_that_fits(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
-    for gap in sorted(set(source.gaps), reverse=True):
+    for gap in sorted(set(source.lengths), reverse=True):
         # Every second question has another before it: these are the longer ones.
         _, longer = traces.questions(source.form, source.group, gap, 2)
         if len(_tokens(longer, tokenizer)[0]) <= seq_len:
             return gap
-    return min(source.gaps)
+    return min(source.lengths)
 
 
 def _tokens(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:

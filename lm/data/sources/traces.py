@@ -88,8 +88,8 @@ FORMS: dict[str, type[Words] | type[Repl]] = {"words": Words, "repl": Repl}
 def documents(traces: Traces) -> Iterator[str]:
     """The documents that a configuration describes, always the same ones.
 
-    A document has 1 to `traces.answers` questions, each after a gap that is drawn from
-    `traces.gaps`. The state goes on from question to question.
+    A document has 1 to `traces.answers` questions, each after a gap of `traces.gaps`. The state
+    goes on from question to question.
 
     Raises:
         DataError: there is no such group, or none of this form.
@@ -97,9 +97,21 @@ def documents(traces: Traces) -> Iterator[str]:
     form = FORMS[traces.form](traces.group)
     for number in range(traces.documents):
         rng = random.Random(f"{traces.form} {traces.group} {traces.gaps} {number}")
-        gaps = [rng.choice(traces.gaps) for _ in range(rng.randint(1, traces.answers))]
+        gaps = [_gap(rng, traces) for _ in range(rng.randint(1, traces.answers))]
         turns = form.turns(rng, gaps)
         yield "".join(turn.question + turn.answer for turn in turns) + form.end
+
+
+def _gap(rng: random.Random, traces: Traces) -> int:
+    """One of a list, each as likely; up to a number n: after every element a question comes with
+    probability 2 / (n + 2), whatever was said before, and after n at the latest. Who reads it gains
+    nothing by counting."""
+    if isinstance(traces.gaps, list):
+        return rng.choice(traces.gaps)
+    gap = traces.shortest
+    while gap < traces.gaps and rng.random() >= 2 / (traces.gaps + 2):
+        gap += 1
+    return gap
 
 
 def questions(form: str, group: str, gap: int, count: int) -> Iterator[Turn]:

@@ -87,6 +87,16 @@ def test_a_session_may_ask_before_any_swap():
     assert {of_document[0] for of_document in gaps} == {0, 2}
 
 
+@pytest.mark.parametrize(("form", "read", "shortest"), [("words", read_words, 1), ("repl", play, 0)])
+def test_gaps_up_to_a_number_reward_no_counting(form, read, shortest):
+    source = Traces(form=form, gaps=6, documents=2000)
+    gaps = [gap for text in traces.documents(source) for gap in read(text)]
+    assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
+    for said in range(shortest, 6):  # of those that are not asked before, how many are asked now
+        left = [gap for gap in gaps if gap >= said]
+        assert left.count(said) / len(left) == pytest.approx(2 / 8, abs=0.04)
+
+
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_too_and_no_document_of_training(form, read):
     turns = list(traces.questions(form, "S3", 20, 60))
@@ -112,7 +122,7 @@ def test_syllables_are_different_words_for_the_largest_group():
 def test_other_traces_are_another_corpus(tmp_path):
     sources = [
         Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
-        Traces(documents=100),
+        Traces(documents=100), Traces(gaps=2),
     ]  # fmt: skip
     contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
@@ -174,6 +184,8 @@ def test_what_cannot_be_is_refused():
         traces.check(Traces(group="Q8"))
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])
+    with pytest.raises(ValueError, match="of form `words` are at least 1"):
+        Traces(gaps=0)
     with pytest.raises(ValueError, match="its text is made: leave it out"):
         Data(source="traces", path="x.jsonl")
     with pytest.raises(ValueError, match="`traces` is of source `traces`, not of `builtin`"):
