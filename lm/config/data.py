@@ -25,7 +25,7 @@ class Traces(Section):
 
     group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
     form: Literal["words", "repl"] = "words"
-    # a number: up to so many, each next element (or swap) as likely the last as any before it
+    # a number: up to so many, the longer the rarer
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (of pydantic)
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)

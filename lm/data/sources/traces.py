@@ -103,15 +103,12 @@ def documents(traces: Traces) -> Iterator[str]:
 
 
 def _gap(rng: random.Random, traces: Traces) -> int:
-    """One of a list, each as likely; up to a number n: after every element a question comes with
-    probability 2 / (n + 2), whatever was said before, and after n at the latest. Who reads it gains
-    nothing by counting."""
+    """One of a list, each as likely. Up to a number n: q^gap as likely, q = n / (n + 2), so that a
+    question is nearly as likely after every element, and who reads it gains little by counting."""
     if isinstance(traces.gaps, list):
         return rng.choice(traces.gaps)
-    gap = traces.shortest
-    while gap < traces.gaps and rng.random() >= 2 / (traces.gaps + 2):
-        gap += 1
-    return gap
+    q = traces.gaps / (traces.gaps + 2)
+    return rng.choices(traces.lengths, [q**gap for gap in traces.lengths])[0]
 
 
 def questions(form: str, group: str, gap: int, count: int) -> Iterator[Turn]:

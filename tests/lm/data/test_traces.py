@@ -88,13 +88,12 @@ def test_a_session_may_ask_before_any_swap():
 
 
 @pytest.mark.parametrize(("form", "read", "shortest"), [("words", read_words, 1), ("repl", play, 0)])
-def test_gaps_up_to_a_number_reward_no_counting(form, read, shortest):
+def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read, shortest):
     source = Traces(form=form, gaps=6, documents=2000)
     gaps = [gap for text in traces.documents(source) for gap in read(text)]
     assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
-    for said in range(shortest, 6):  # of those that are not asked before, how many are asked now
-        left = [gap for gap in gaps if gap >= said]
-        assert left.count(said) / len(left) == pytest.approx(2 / 8, abs=0.04)
+    for gap in range(shortest, 6):
+        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.2)
 
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
