@@ -1,4 +1,4 @@
-"""Mistakes in the suite's tasks."""
+"""Mistakes in the suite's tasks, and in traces, the text that asks for a state."""
 
 from tests.mutations import Mutation
 
@@ -8,12 +8,14 @@ SWAPS = "synthetic/tasks/swaps.py"
 AUTOMATON = "synthetic/tasks/automaton.py"
 DYCK = "synthetic/tasks/dyck.py"
 DRAWN = "synthetic/tasks/drawn.py"
+TRACES = "lm/data/sources/traces.py"
 OF_RECALL = ("tests/synthetic/test_recall.py",)
 OF_MEMORY = ("tests/synthetic/test_memory.py",)
 OF_SWAPS = ("tests/synthetic/test_swaps.py",)
 OF_AUTOMATON = ("tests/synthetic/test_automaton.py",)
 OF_DYCK = ("tests/synthetic/test_dyck.py",)
 OF_DRAWN = ("tests/synthetic/test_drawn.py",)
+OF_TRACES = ("tests/lm/data/test_traces.py",)
 
 MUTATIONS = [
     Mutation(
@@ -120,5 +122,33 @@ MUTATIONS = [
         "return splits.prefix_keys(drawn.content[:, :short]).ravel()",
         "return splits.keys(drawn.content)",
         OF_DRAWN,
+    ),
+    Mutation(
+        "tasks: gaps up to a number are all as likely",
+        TRACES,
+        "[q**gap for gap in traces.lengths]",
+        "[1 for gap in traces.lengths]",
+        OF_TRACES,
+    ),
+    Mutation(
+        "tasks: long gaps are rarer than said",
+        TRACES,
+        "traces.gaps / (traces.gaps + 2)",
+        "traces.gaps / (traces.gaps + 4)",
+        OF_TRACES,
+    ),
+    Mutation(
+        "tasks: a session is never asked before a swap",
+        "lm/config/data.py",
+        'return 0 if self.form == "repl" else 1',
+        "return 1",
+        OF_TRACES,
+    ),
+    Mutation(
+        "tasks: the product of a word is taken from the wrong side",
+        TRACES,
+        "self.group.table[state, element]",
+        "self.group.table[element, state]",
+        OF_TRACES,
     ),
 ]

@@ -93,7 +93,7 @@ def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read, shortest):
     gaps = [gap for text in traces.documents(source) for gap in read(text)]
     assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
     for gap in range(shortest, 6):
-        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.2)
+        assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
