@@ -12,7 +12,7 @@ from lm.config.data import Traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.groups import group
 
-VERSION = 1  # of the text: other text is another number
+VERSION = 2  # of the text: other text is another number
 CONSONANTS = "bcdfghjklmnprstvz"
 VOWELS = "aeiou"
 

@@ -5,10 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lm.cli import sweep
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
+from tests.running import ROOT
 
 YAML = """
 name: s
@@ -111,3 +113,25 @@ def sweep_signals():
 def test_gpus_are_of_run(path, capsys):
     assert main(["sweep", str(path), "--gpus", "2"]) == BAD_CONFIG
     assert "--gpus is of --run" in capsys.readouterr().err
+
+
+def test_a_point_may_start_from_one_before_it(tmp_path):
+    """As in configs/lm/compare/traces.yaml: a layer trained alone, then a Mamba layer behind it."""
+    tree = yaml.safe_load((ROOT / "configs/tiny/lm.yaml").read_text())
+    first = tmp_path / "tiny/000-first"
+    tree |= {"out_dir": str(tmp_path), "eval": {"every": 8}}
+    tree["sweep"] = {
+        "models": {
+            "first": {"model.n_layer": 1},
+            "then": {
+                "model.layers": "fp_mamba1 mamba",
+                "tokenizer.name": str(first / "tokenizer"),
+                "init_from": str(first),
+            },
+        }
+    }
+    path = tmp_path / "chain.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert main(["sweep", str(path), "--run"]) == 0
+    taken = json.loads((tmp_path / "tiny/001-then/init_from.json").read_text())
+    assert taken["path"] == str(first / "checkpoints/step-000008"), taken
