@@ -32,7 +32,7 @@ class Traces(Section):
 
     @model_validator(mode="after")
     def _something_to_answer(self) -> Self:
-        if self.form == "words" and 0 in (self.gaps, *self.lengths):
+        if self.form == "words" and (self.gaps == 0 or 0 in self.lengths):
             raise ValueError(
                 "`gaps` of form `words` are at least 1: a product of no elements says nothing; of"
                 " form `repl` a gap of 0 asks for a variable before any swap"
@@ -48,7 +48,7 @@ class Traces(Section):
 
     @property
     def shortest(self) -> int:
-        """A session may be asked before any swap: unless it is, no swap is learned."""
+        """The shortest of the gaps up to a number: a session may be asked before any swap."""
         return 0 if self.form == "repl" else 1
 
 
