@@ -13,7 +13,7 @@ from torch import nn
 from lm.common.files import read_json
 from lm.model.channel_delta import RWKV7State
 from lm.model.delta import DeltaState
-from lm.model.diagonal import ScanState
+from lm.model.diagonal import ScanState, TrapezoidState
 from lm.model.plain import AttentionState, LSTMState, NoState
 from lm.model.slstm import SLSTMState
 from lm.model.state import BlockState, FPRNNState
@@ -25,7 +25,7 @@ from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
 # What it may hold of a stream that is under way.
-STATES = [FPRNNState, BlockState, ScanState, DeltaState, RWKV7State]
+STATES = [FPRNNState, BlockState, ScanState, TrapezoidState, DeltaState, RWKV7State]
 STATES += [AttentionState, LSTMState, SLSTMState, NoState]
 
 

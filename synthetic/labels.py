@@ -10,6 +10,7 @@ from synthetic.config import Config, Model
 _NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
+    "mamba3": "Mamba-3",
     "transformer": "Transformer",
     "lstm": "LSTM",
     "gated_deltanet": "Gated DeltaNet",
@@ -18,6 +19,7 @@ _NAMES = {
     "kda": "KDA",
     "rwkv7": "RWKV-7",
     "slstm": "sLSTM",
+    "m2rnn": "M²RNN",
 }
 _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN"}
 _RANKED = ("householder", "dplr", "mixture")

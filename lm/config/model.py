@@ -114,6 +114,7 @@ class _Named(Section):
         "fprnn",
         "mamba",
         "mamba2",
+        "mamba3",
         "transformer",
         "lstm",
         "gated_deltanet",
@@ -122,6 +123,7 @@ class _Named(Section):
         "kda",
         "rwkv7",
         "slstm",
+        "m2rnn",
     ] = "fprnn"
     vocab_size: Annotated[int, pydantic.Field(gt=0, le=2**24)] | Literal["auto"] = (
         "auto"  # auto: the tokenizer's, rounded up to 8

@@ -1,10 +1,14 @@
-"""Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024) as layers, on the scans of scan.py.
+"""Mamba (Gu & Dao 2023), Mamba-2 (Dao & Gu 2024) and Mamba-3 (Lahoti et al. 2026) as layers, on the
+scans of scan.py.
 
-Their parameters have the names, shapes and meaning of transformers' MambaMixer and Mamba2Mixer.
+Their parameters have the names, shapes and meaning of transformers' MambaMixer and Mamba2Mixer;
+Mamba-3's the names and meaning of its authors' `Mamba3`.
 
-Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups, k d_conv.
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, p channels of a head,
+g groups, k d_conv, r rotated pairs.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -143,3 +147,136 @@ class Mamba2(DiagonalLayer):
         bc = 2 * c.ngroups * c.d_state
         matrices = c.d_model * (2 * d + bc + self.heads) + d * c.d_model
         return 2 * matrices + 2 * (d + bc) * c.d_conv + 9 * d * c.d_state
+
+
+class TrapezoidState(NamedTuple):
+    """What a Mamba-3 layer leaves behind after a row's last token that is no padding."""
+
+    h: torch.Tensor  # (b,h,p,n)
+    x: torch.Tensor  # (b,d) what that token wrote, which the next one writes once more,
+    k: torch.Tensor  # (b,h,n) and where it wrote it
+    angle: torch.Tensor  # (b,h,r) by which its pairs were turned
+
+    def select(self, rows: torch.Tensor) -> "TrapezoidState":
+        """The state of these rows (k,) of the batch."""
+        return TrapezoidState(*(field[rows] for field in self))
+
+
+class Mamba3(PlainLayer):
+    """Mamba-3 of one input and one output ("SISO"; arXiv 2603.15569). Its three novelties: the
+    exponential-trapezoidal rule, by which a token writes what the one before has written, too,
+
+        h_t = e^(Δ_t A_t) (h_{t−1} + (1 − λ_t) Δ_t x_{t−1} k_{t−1}ᵀ) + λ_t Δ_t x_t k_tᵀ,
+
+    rotations in the place of a complex state, R_t by the angles Σ_{s≤t} Δ_s π tanh(θ_s), and
+    biases on B and C, which stand for the convolution:
+
+        k_t = R_t (RMSNorm(B_t) + b_B);    q_t = R_t (RMSNorm(C_t) + b_C),
+        out_proj((h_t q_t + D x_t) ⊙ silu(z_t)).
+
+    Δ = softplus(· + dt_bias), A = −softplus(·) ≤ −10⁻⁴ and λ = σ(·) are of every head, θ of a
+    quarter of the state's size, whose pairs of channels turn (half of the channels: their default).
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        d, n = config.d_inner, config.d_state
+        self.heads = d // config.headdim
+        self.angles = rotated_pairs(n)
+        self.widths = [d, d, config.ngroups * n, config.ngroups * n, *[self.heads] * 3, self.angles]
+        self.in_proj = nn.Linear(config.d_model, sum(self.widths), bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+        self.B_norm = RMSNorm(n, 1e-5)
+        self.C_norm = RMSNorm(n, 1e-5)
+        self.B_bias = nn.Parameter(torch.empty(self.heads, n))
+        self.C_bias = nn.Parameter(torch.empty(self.heads, n))
+        self.D = nn.Parameter(torch.empty(self.heads))
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
+
+    def state_shapes(self) -> list[tuple[int, ...]]:
+        c, h = self.config, self.heads
+        return [(h, c.headdim, c.d_state), (c.d_inner,), (h, c.d_state), (h, self.angles)]
+
+    def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, TrapezoidState | None]:
+        wide = torch.promote_types(u.dtype, torch.float32)
+        # 1. Project. Padding writes nothing (x = 0) and leaves the state as it is (Δ = 0).
+        z, x, B, C, dt, A, trapezoid, theta = self.in_proj(u).split(self.widths, dim=-1)
+        x = seqs.masked(x).to(wide)
+        dt = seqs.masked(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
+        A = F.softplus(A.to(wide)).clamp_min(1e-4)
+        again = (1 - trapezoid.to(wide).sigmoid()) * dt  # weight of what the token before wrote
+        with without_autocast(u):
+            # 2. Keys and queries (b,l,h,n), turned.
+            turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
+            angle = turn.cumsum(1)
+            before = seqs.before("angle")
+            if before is not None:
+                angle = angle + before.to(wide).unsqueeze(1)
+            key = turned(self._of_heads(B, self.B_norm, self.B_bias), angle)
+            query = turned(self._of_heads(C, self.C_norm, self.C_bias), angle)
+            # 3. The scan. A token's weight is its own and that by which the next one writes it
+            #    again; what the token itself reads of it has the first alone.
+            follows = next_in_document(again, seqs)
+            weight = dt - again + follows
+            decay = (dt * A).clamp_min(1e-30)  # it divides: at padding it is 0
+            heads = x.unflatten(-1, (self.heads, -1))
+            rates = -torch.ones_like(self.D, dtype=wide)
+            written = heads * (weight / decay).unsqueeze(-1)
+            h = self._entering(again, seqs)
+            o, h = ssd_scan(written, decay, rates, key, query, h, keep_of(seqs, wide))
+            own = self.D.to(wide) - follows * (key * query).sum(-1)
+            o = (o + own.unsqueeze(-1) * heads).flatten(-2)
+            o = o * F.silu(z.to(wide))
+        return self.out_proj(o.to(z.dtype)), self._end(h, x, key, angle, seqs)
+
+    def _of_heads(self, projected, norm, bias):
+        """B or C (b,l,g n) normalised and with the bias of each head, (b,l,h,n)."""
+        groups = norm(projected.unflatten(-1, (self.config.ngroups, -1))).to(bias.dtype)
+        return groups.repeat_interleave(self.heads // self.config.ngroups, 2) + bias
+
+    def _entering(self, again, seqs):
+        """The state before the first token, (b,h,p,n), with what that token writes again."""
+        h, x, key = (seqs.before(name) for name in ("h", "x", "k"))
+        if h is None:
+            return None
+        x = x.unflatten(-1, (self.heads, -1)).to(again.dtype)
+        return h + again[:, 0, :, None, None] * x.unsqueeze(-1) * key.unsqueeze(-2)
+
+    def _end(self, h, x, key, angle, seqs):
+        if not seqs.return_state:
+            return None
+        before = [seqs.before(name) for name in ("x", "k", "angle")]
+        ends = [
+            last(t, 1, None if old is None else old.unsqueeze(1), seqs).squeeze(1)
+            for t, old in zip((x, key, angle), before)
+        ]
+        ends[2] = ends[2].remainder(2 * math.pi)
+        return TrapezoidState(h.detach().clone(), *ends)
+
+    def flops_per_token(self, length: int) -> int:
+        c = self.config
+        return 2 * c.d_model * (sum(self.widths) + c.d_inner) + 9 * c.d_inner * c.d_state
+
+
+def rotated_pairs(d_state: int) -> int:
+    """How many pairs of channels of Mamba-3's state turn: of half of its channels."""
+    return d_state // 4
+
+
+def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """x (b,l,h,n) with channels 2i and 2i + 1 turned by angle (b,l,h,r), i < r; the others as they
+    are."""
+    pairs, rest = x.split([2 * angle.shape[-1], x.shape[-1] - 2 * angle.shape[-1]], dim=-1)
+    first, second = pairs[..., 0::2], pairs[..., 1::2]
+    cos, sin = angle.cos(), angle.sin()
+    pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
+    return torch.cat([pairs.flatten(-2), rest], -1)
+
+
+def next_in_document(x: torch.Tensor, seqs: Sequences) -> torch.Tensor:
+    """x (b,l,·) of the token after each one; zero after the last of the batch and of a document."""
+    later = F.pad(x[:, 1:], (0, 0, 0, 1))
+    if seqs.starts is None:
+        return later
+    ends = F.pad(seqs.starts[:, 1:], (0, 1), value=True)
+    return later.masked_fill(ends.unsqueeze(-1), 0)

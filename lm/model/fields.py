@@ -201,10 +201,15 @@ ARCHITECTURE = {
     "headdim": Field(
         64,
         SIZE,
-        "Head dimension of `fp_mamba2` and `mamba2`; divides d_inner. Of layers with `n_heads`: see"
-        " there.",
+        "Head dimension of `fp_mamba2`, `mamba2`, `mamba3` and `m2rnn`; divides d_inner. Of layers"
+        " with `n_heads`: see there.",
     ),
-    "ngroups": Field(1, SIZE, "Groups of B, C of `fp_mamba2` and `mamba2`; divides the heads."),
+    "ngroups": Field(
+        1,
+        SIZE,
+        "Groups of B, C of `fp_mamba2`, `mamba2` and `mamba3`, of keys and queries of `m2rnn`;"
+        " divides the heads.",
+    ),
     "mixer": Field(
         "householder",
         Anything(),
@@ -280,8 +285,8 @@ ARCHITECTURE = {
         "auto",
         SIZE,
         "Heads of `attention`, delta layers, `rwkv7` and `slstm`; divides d_model. Of"
-        " `name: mamba2` too: divides d_inner. `auto`: as many of `headdim` as fit; one where the"
-        " layer is narrower.",
+        " `name: mamba2`, `mamba3` and `m2rnn` too: divides d_inner. `auto`: as many of `headdim`"
+        " as fit; one where the layer is narrower.",
         AUTO,
     ),
     "d_ff": Field(
@@ -445,8 +450,13 @@ def check_sizes(config: Any, kind: str) -> None:
     """
     if "expand" in KINDS[kind]:
         _check_width(config)
-    if kind in ("fp_mamba2", "mamba2"):
-        _check_mamba2(config)
+    if "ngroups" in KINDS[kind]:
+        _check_groups(config)
+    if kind == "mamba3" and config.d_state < 4:
+        raise ValueError(
+            f"d_state is {config.d_state}: mamba3 turns pairs in half of its channels, so it must"
+            " be 4 or more"
+        )
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
     if "n_heads" in KINDS[kind]:
@@ -464,7 +474,7 @@ def _check_width(config):
         )
 
 
-def _check_mamba2(config):
+def _check_groups(config):
     d = config.d_inner
     if d % config.headdim:
         raise ValueError(

@@ -47,6 +47,7 @@ from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .gradient import whole_solve
 from .layers import residual_norm
+from .m2rnn import M2RNN
 from .mixer_base import Mixer
 from .mixers import nrm
 from .opaque import compiling
@@ -70,6 +71,7 @@ from .state import (
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
     KDA,
+    M2RNN,
     SLSTM,
     FPRNN,
     GatedDeltaNet,

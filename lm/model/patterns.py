@@ -44,12 +44,14 @@ KINDS = {
     "fp_rnn": (*_OF_MIXERS, *_OF_BLOCKS),
     "mamba": ("expand", "d_state", "dt_rank", "d_conv", "bias"),
     "mamba2": ("expand", "d_state", "d_conv", "headdim", "ngroups", "bias"),
+    "mamba3": ("expand", "d_state", "headdim", "ngroups"),
     "gated_deltanet": _OF_DELTA,
     "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
     "deltaproduct": (*_OF_DELTA, "n_householder"),
     "kda": _OF_DELTA,
     "rwkv7": ("n_heads", "headdim"),
     "slstm": ("n_heads", "headdim", "d_conv"),
+    "m2rnn": ("expand", "d_state", "d_conv", "headdim", "ngroups"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
     "lstm": (),
@@ -60,6 +62,7 @@ _WIDE_DELTA = ("A_log", "dt_bias")
 STACKS = {
     "mamba": "mamba",
     "mamba2": "mamba2",
+    "mamba3": "mamba3 mlp",
     "transformer": "attention mlp",
     "lstm": "lstm",
     "gated_deltanet": "gated_deltanet mlp",
@@ -68,6 +71,7 @@ STACKS = {
     "kda": "kda mlp",
     "rwkv7": "rwkv7 mlp",
     "slstm": "slstm mlp",
+    "m2rnn": "m2rnn mlp",
 }
 # Parameters whose exp() and softplus() need more digits than half precision has.
 IN_FP32 = {
@@ -78,6 +82,8 @@ IN_FP32 = {
     "gated_deltanet": _WIDE_DELTA,
     "gated_deltaproduct": _WIDE_DELTA,
     "kda": _WIDE_DELTA,
+    "mamba3": ("D", "dt_bias"),
+    "m2rnn": _WIDE_MAMBA2,
 }
 
 

@@ -11,9 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .blocks import FPMamba1, FPMamba2, build_block
 from .channel_delta import KDA, RWKV7
 from .delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
-from .diagonal import Mamba, Mamba2
+from .diagonal import Mamba, Mamba2, Mamba3
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
+from .m2rnn import M2RNN
 from .mixers import Kronecker, Monarch, Reflections
 from .plain import LSTM, Attention, GatedMLP, PlainLayer
 from .slstm import SLSTM
@@ -23,12 +24,14 @@ from .state import Sequences
 PLAIN = {
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "mamba3": Mamba3,
     "gated_deltanet": GatedDeltaNet,
     "gated_deltaproduct": GatedDeltaProduct,
     "deltaproduct": DeltaProduct,
     "kda": KDA,
     "rwkv7": RWKV7,
     "slstm": SLSTM,
+    "m2rnn": M2RNN,
     "attention": Attention,
     "mlp": GatedMLP,
     "lstm": LSTM,
@@ -117,10 +120,17 @@ def _initialise_block(module, cfg):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(1, 16)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
-    elif isinstance(module, GatedDeltaProduct) and module.gated:
+    elif isinstance(module, Mamba3):
+        init.ones_(module.B_bias)
+        init.ones_(module.C_bias)
+        dt_bias = module.dt_bias
+    elif isinstance(module, M2RNN) or (isinstance(module, GatedDeltaProduct) and module.gated):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
+        if isinstance(module, M2RNN):  # a state that is not moved yet
+            identity = torch.eye(cfg.headdim, device=module.state_proj.device)
+            init.copy_(module.state_proj, identity.expand_as(module.state_proj))
     elif isinstance(module, RWKV7):
         return _initialise_rwkv7(module)
     elif isinstance(module, SLSTM):

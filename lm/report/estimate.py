@@ -34,6 +34,7 @@ SENT_LOW = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 KEPT = {
     "mamba": 12.0,
     "mamba2": 21.0,
+    "mamba3": 40.0,
     "attention": 4.5,
     "mlp": 5.5,
     "lstm": 12.0,
@@ -43,6 +44,7 @@ KEPT = {
     "kda": 40.0,
     "rwkv7": 40.0,
     "slstm": 40.0,
+    "m2rnn": 40.0,
 }
 # Of a fixed-point layer, by how it is solved and differentiated.
 KEPT_ONE_BY_ONE = 14.0  # each token exactly, one after the other: what a CPU does

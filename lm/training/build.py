@@ -13,7 +13,7 @@ from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.plugin import is_place, load_class
 from lm.config.schema import Config
-from lm.model.patterns import STACKS
+from lm.model.patterns import KINDS, STACKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,8 +131,8 @@ def stacked(model: Model) -> Model:
     pattern = STACKS[model.name]
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())
-    if model.name == "mamba2":
-        fields["headdim"] = _headdim_of_mamba2(model)
+    if "ngroups" in KINDS[pattern.split()[0]]:
+        fields["headdim"] = _headdim_of_d_inner(model)
     elif "mlp" in pattern and model.n_heads == "auto":
         _check_headdim(model)
     return model.model_copy(update=fields)
@@ -146,7 +146,7 @@ def _check_headdim(model: Model) -> None:
         )
 
 
-def _headdim_of_mamba2(model: Model) -> int:
+def _headdim_of_d_inner(model: Model) -> int:
     """`n_heads` share d_inner; with auto, a layer narrower than headdim is one head."""
     d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":

@@ -18,6 +18,8 @@ BASELINES = {
     "kda": {},
     "rwkv7": {},
     "slstm": {},
+    "mamba3": {},
+    "m2rnn": {},
     "transformer": {"name": "transformer"},
 }
 

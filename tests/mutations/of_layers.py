@@ -28,6 +28,13 @@ PACKED = (TESTS + "test_packed_documents_are_documents_alone",)
 OF_CHANNELS = ("tests/lm/model/test_channel_delta.py",)
 CHANNEL_RULE = (f"{OF_CHANNELS[0]}::test_the_rule_is_its_matrices",)
 OF_SLSTM = ("tests/lm/model/test_slstm.py",)
+M2RNN = "lm/model/m2rnn.py"
+OF_M2RNN = ("tests/lm/model/test_m2rnn.py",)
+OF_MAMBA3 = ("tests/lm/model/test_mamba3.py",)
+GOES_ON = (
+    f"{OF_CHANNELS[0]}::test_padding_leaves_the_state_as_it_is_and_a_text_goes_on",
+    *OF_MAMBA3,
+)
 
 MUTATIONS = [
     Mutation(
@@ -316,5 +323,89 @@ MUTATIONS = [
         "state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]",
         "pass",
         OF_SLSTM,
+    ),
+    Mutation(
+        "layers: M²RNN's gate lets in what it keeps out",
+        M2RNN,
+        "f * H + (1 - f) * torch.tanh",
+        "(1 - f) * H + f * torch.tanh",
+        OF_M2RNN,
+    ),
+    Mutation(
+        "layers: M²RNN writes outside of the tanh",
+        M2RNN,
+        "torch.tanh(H @ W + written)",
+        "(torch.tanh(H @ W) + written)",
+        OF_M2RNN,
+    ),
+    Mutation(
+        "layers: M²RNN moves with the transposed matrix",
+        M2RNN,
+        "H @ W + written",
+        "H @ W.mT + written",
+        OF_M2RNN,
+    ),
+    Mutation(
+        "layers: M²RNN's document goes on from the one before",
+        M2RNN,
+        "H = H * ~starts[:, t, None, None, None]",
+        "pass",
+        OF_M2RNN,
+    ),
+    Mutation(
+        "layers: M²RNN's padding decays the state",
+        M2RNN,
+        "forget = seqs.masked(self._rates(wide) * dt).exp()",
+        "forget = (self._rates(wide) * dt).exp()",
+        GOES_ON,
+    ),
+    Mutation(
+        "layers: Mamba-3 turns the other way",
+        DIAGONAL,
+        "[first * cos - second * sin, first * sin + second * cos]",
+        "[first * cos - second * sin, second * cos - first * sin]",
+        OF_MAMBA3,
+    ),
+    Mutation(
+        "layers: Mamba-3's angles are not of the step",
+        DIAGONAL,
+        "turn = dt.unsqueeze(-1) * math.pi",
+        "turn = math.pi",
+        OF_MAMBA3,
+    ),
+    Mutation(
+        "layers: Mamba-3 is Euler's rule",
+        DIAGONAL,
+        "weight = dt - again + follows",
+        "weight = dt + 0 * follows",
+        OF_MAMBA3,
+    ),
+    Mutation(
+        "layers: a token of Mamba-3 reads what only the next one writes",
+        DIAGONAL,
+        "own = self.D.to(wide) - follows * (key * query).sum(-1)",
+        "own = self.D.to(wide)",
+        OF_MAMBA3,
+    ),
+    Mutation(
+        "layers: Mamba-3's first token of a document writes the last of the one before",
+        DIAGONAL,
+        "return later.masked_fill(ends.unsqueeze(-1), 0)",
+        "return later",
+        OF_MAMBA3,
+    ),
+    Mutation(
+        "layers: a text that goes on does not write Mamba-3's last token again",
+        DIAGONAL,
+        "return h + again[:, 0, :, None, None] * x.unsqueeze(-1) * key.unsqueeze(-2)",
+        "return h",
+        GOES_ON,
+    ),
+    Mutation(
+        "layers: a text that goes on starts Mamba-3's angles anew",
+        DIAGONAL,
+        "angle = angle + before.to(wide).unsqueeze(1)",
+        "pass",
+        GOES_ON,
     ),
 ]

@@ -128,7 +128,7 @@ def test_rwkv7_is_the_papers():
     torch.testing.assert_close(block(u[None])[0][0], expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["kda", "rwkv7", "slstm"])
+@pytest.mark.parametrize("kind", ["kda", "rwkv7", "slstm", "mamba3", "m2rnn"])
 def test_padding_leaves_the_state_as_it_is_and_a_text_goes_on(kind):
     block = layer(kind)
     u = torch.randn(1, 12, 32, dtype=torch.float64)
@@ -165,7 +165,7 @@ def test_rwkv7_starts_as_its_authors_have_it():
 
 
 def test_weight_decay_acts_on_maps_alone():
-    for kind in ("kda", "rwkv7", "slstm"):
+    for kind in ("kda", "rwkv7", "slstm", "mamba3", "m2rnn"):
         names = dict(layer(kind).named_parameters())
         decayed = {name for name in names if decays(name)}
         maps = {

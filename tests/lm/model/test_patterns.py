@@ -31,6 +31,7 @@ HYBRIDS = {
     "delta": dict(layers="gated_deltanet gated_deltaproduct fp_mamba1", n_layer=3),
     "baselines": dict(layers="lstm deltaproduct", n_layer=2),
     "newer": dict(layers="kda rwkv7 slstm fp_mamba1", n_layer=4),
+    "newest": dict(layers="mamba3 m2rnn fp_mamba1", n_layer=3),
     "no fixed point": dict(layers="mamba attention", n_layer=2),
 }  # fmt: skip
 

@@ -1,0 +1,108 @@
+"""Mamba-3 against its equations, written out token by token with rotation matrices."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.diagonal import Mamba3
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import Sequences
+from tests.lm.model.test_channel_delta import layer
+from tests.lm.model.test_delta import SIZES
+
+
+def rotation(angles, n):
+    """The n×n matrix that turns channels 2i and 2i + 1 by angles[i]."""
+    R = torch.eye(n, dtype=angles.dtype)
+    for i, (cos, sin) in enumerate(zip(angles.cos(), angles.sin())):
+        R[2 * i, 2 * i] = R[2 * i + 1, 2 * i + 1] = cos
+        R[2 * i, 2 * i + 1], R[2 * i + 1, 2 * i] = -sin, sin
+    return R
+
+
+def rms(x, norm):
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
+
+
+def written_out(block, u, groups):
+    """A row u (l,32) of eight heads of 8, d_state 16: z, x, B, C, Δ, A, λ, θ in one projection."""
+    n, heads, p = 16, 8, 8
+    projected = u @ block.in_proj.weight.T
+    z, x, B, C, dt, A, trapezoid, theta = projected.split(
+        [64, 64, groups * n, groups * n, 8, 8, 8, 4], dim=-1
+    )
+    dt = F.softplus(dt + block.dt_bias)
+    A = -F.softplus(A).clamp_min(1e-4)
+    lam = torch.sigmoid(trapezoid)
+    out = torch.zeros_like(x)
+    for head in range(heads):
+        group = slice(n * (head // (heads // groups)), n * (head // (heads // groups)) + n)
+        of_head = slice(p * head, p * head + p)
+        b = rms(B[:, group], block.B_norm) + block.B_bias[head]
+        c = rms(C[:, group], block.C_norm) + block.C_bias[head]
+        state, before = torch.zeros(p, n, dtype=u.dtype), torch.zeros(p, n, dtype=u.dtype)
+        angle = torch.zeros(4, dtype=u.dtype)
+        for t in range(len(u)):
+            angle = angle + dt[t, head] * math.pi * torch.tanh(theta[t])
+            R = rotation(angle, n)
+            alpha = torch.exp(dt[t, head] * A[t, head])
+            written = torch.outer(x[t, of_head], R @ b[t])
+            state = (
+                alpha * state
+                + (1 - lam[t, head]) * dt[t, head] * alpha * before
+                + lam[t, head] * dt[t, head] * written
+            )
+            before = written
+            out[t, of_head] = state @ (R @ c[t]) + block.D[head] * x[t, of_head]
+    return (out * F.silu(z)) @ block.out_proj.weight.T
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_the_layer_is_the_papers(groups):
+    block = layer("mamba3", ngroups=groups, d_state=16)
+    assert type(block) is Mamba3
+    u = torch.randn(75, 32, dtype=torch.float64)  # more than one chunk of the scan
+    expected = written_out(block, u, groups)
+    torch.testing.assert_close(block(u[None])[0][0], expected, rtol=0, atol=1e-9)
+
+
+def test_documents_start_from_nothing():
+    block = layer("mamba3")
+    u = torch.randn(1, 11, 32, dtype=torch.float64)
+    starts = torch.zeros(1, 11, dtype=torch.bool)
+    starts[0, [0, 4]] = True
+    _, _, state = block(u, Sequences(return_state=True))
+    packed, _, end = block(u, Sequences(starts=starts, state=state, return_state=True))
+    alone, _, expected = block(u[:, 4:], Sequences(return_state=True))
+    torch.testing.assert_close(packed[:, 4:], alone)
+    torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
+    later = torch.randn(1, 3, 32, dtype=torch.float64)  # the angles differ, what is read does not
+    found, wanted = (block(later, Sequences(state=s))[0] for s in (end, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_step_of_no_size_divides_nothing_by_zero():
+    block = layer("mamba3").float()
+    with torch.no_grad():
+        block.dt_bias.fill_(-200.0)  # Δ = 0 in fp32
+    u = torch.randn(2, 9, 32, requires_grad=True)
+    out = block(u)[0]
+    out.square().sum().backward()
+    assert out.isfinite().all() and u.grad.isfinite().all()
+
+
+def test_biases_start_at_one_and_steps_as_mambas():
+    model = FPRNNForCausalLM(FPRNNConfig(**{**SIZES, "d_model": 64}, layers="mamba3"))
+    block = model.backbone.layers[0].block
+    assert block.B_bias.eq(1).all() and block.C_bias.eq(1).all() and block.D.eq(1).all()
+    steps = F.softplus(block.dt_bias)
+    assert steps.min() >= 9.9e-4 and steps.max() <= 0.101
+
+
+def test_a_state_too_small_to_turn_is_refused():
+    with pytest.raises(ValueError, match="d_state is 3: mamba3 turns pairs in half"):
+        FPRNNConfig(**SIZES, layers="mamba3", d_state=3)
