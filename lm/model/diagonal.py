@@ -1,7 +1,7 @@
 """Mamba (Gu & Dao 2023), Mamba-2 (Dao & Gu 2024) and Mamba-3 (Lahoti et al. 2026) as layers.
 
-They run on the scans of scan.py. Their parameters have the names, shapes and meaning of transformers' MambaMixer and Mamba2Mixer;
-Mamba-3's the names and meaning of its authors' `Mamba3`.
+They run on the scans of scan.py. Their parameters have the names, shapes and meaning of
+transformers' MambaMixer and Mamba2Mixer; Mamba-3's the names and meaning of its authors' `Mamba3`.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, p channels of a head,
 g groups, k d_conv, r rotated pairs.
