@@ -127,6 +127,15 @@ class Block:
 class Mamba(Block):
     """What FP-Mamba-1 and FP-Mamba-2 share."""
 
+    def seen(self, before):
+        """sh(y) as all but the output gate reads it."""
+        if not self.c.state_centroids:
+            return before
+        vectors, sharpness = self.p["centroids.vectors"], self.p["centroids.log_sharpness"].exp()
+        far = torch.stack([(before - c).square().sum() for c in vectors]) / len(before)
+        weights = torch.exp(-sharpness * far / 2)
+        return (weights / weights.sum()) @ vectors
+
     def read_from(self, name, rows, before):
         """The rows of a weight-normalised map of sh(y)."""
         return weight_normalised(self.p, name)[rows] @ before
@@ -166,7 +175,7 @@ class Mamba1(Mamba):
         self.delta, self.B, self.C = zip(*parts)
 
     def token(self, t, before, h):
-        c, p, x = self.c, self.p, self.x[t]
+        c, p, x, before = self.c, self.p, self.x[t], self.seen(before)
         mix, (B, C), delta = self.mixed(x, before), self.both(t, before), self.delta[t]
         if c.bc_norm:
             B, C = unit(B, c.eps), unit(C, c.eps)
@@ -198,7 +207,7 @@ class Mamba2(Mamba):
         self.x, self.B, self.C = zip(*[v.split([c.d_inner, bc, bc]) for v in xbc])
 
     def token(self, t, before, h):
-        c, p, x = self.c, self.p, self.x[t]
+        c, p, x, before = self.c, self.p, self.x[t], self.seen(before)
         mix, delta = self.mixed(x, before), self.delta[t]
         B, C = (m.reshape(c.ngroups, c.d_state) for m in self.both(t, before))
         if c.bc_norm:

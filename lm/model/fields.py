@@ -281,6 +281,13 @@ ARCHITECTURE = {
     "bc_norm": Field(True, SWITCH, "B and C are normalised."),
     "glu_in_loop": Field(False, SWITCH, "The output gate is inside the iteration."),
     "use_short_conv": Field(False, SWITCH, "A causal convolution on x."),
+    "state_centroids": Field(
+        0,
+        Number(0, 65_536, whole=True),
+        "k > 0: mixer, B and C read, in the place of sh(y), the nearest of k learned vectors,"
+        " softly, which pulls a state back to where it was. Of `fp_mamba1` and `fp_mamba2`; no"
+        " compiled kernel has it.",
+    ),
     "n_heads": Field(
         "auto",
         SIZE,
@@ -459,6 +466,7 @@ def check_sizes(config: Any, kind: str) -> None:
         )
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
+        _check_centroids(config, kind)
     if "n_heads" in KINDS[kind]:
         _check_heads(config, kind)
 
@@ -523,6 +531,21 @@ def _check_mixer(config, kind):
         )
     if config.mixer_proj_rank is not None and config.mixer not in ("householder", "dplr"):
         raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
+
+
+def _check_centroids(config, kind):
+    k = config.state_centroids
+    if k and "state_centroids" not in KINDS[kind]:
+        raise ValueError(
+            f"state_centroids is {k}: it is of fp_mamba1 and fp_mamba2, whose states have one"
+            f" length, not of {kind}: leave it 0"
+        )
+    reads = (config.mixer_h_dep, config.b_h_dep, config.c_h_dep, config.dt_h_dep)
+    if k and not any(reads):
+        raise ValueError(
+            f"state_centroids is {k}, and nothing reads sh(y): set mixer_h_dep, b_h_dep, c_h_dep or"
+            " dt_h_dep"
+        )
 
 
 def _check_heads(config, kind):

@@ -15,6 +15,7 @@ from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .gradient import adjoint_gradient, clipped, implicit_gradient
 from .layers import (
+    Centroids,
     Projection,
     Projections,
     affine_map,
@@ -115,6 +116,9 @@ class FixedPointBlock(nn.Module):
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
         self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+        self.centroids = None
+        if config.state_centroids:
+            self.centroids = Centroids(config.state_centroids, d)
 
     def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         """All that depends on x alone. u: (b,l,d_model) → Prepared."""
@@ -229,6 +233,7 @@ class FixedPointBlock(nn.Module):
         dtype = from_x.dtype if self._reads_narrow(like, seqs) else like.dtype
         mixer = Projection("mixer", from_x, of_y)
         projections = side_by_side([mixer, *others], d, dtype, seqs.kept)
+        projections = projections._replace(centroids=self.centroids)
         return projections.moved(self.in_units_of_y(seqs.noise)), weights
 
     def _mixer_weights(self, x, seqs):
@@ -400,7 +405,9 @@ class FixedPointBlock(nn.Module):
     def kernel_rank(self) -> int:
         """The reflections of a token that a compiled cell knows how to solve; 0: it does not."""
         reflections, reads_y = self.mixer.reflections(), getattr(self.config, "dt_h_dep", False)
-        return 0 if reflections is None or reads_y else reflections[0]
+        if reflections is None or reads_y or self.centroids is not None:
+            return 0
+        return reflections[0]
 
     def solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.
@@ -449,7 +456,7 @@ class FixedPointBlock(nn.Module):
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
-        if reflections is None or s.mixer.extra:
+        if reflections is None or s.mixer.extra or self.centroids is not None:
             return None
         after_padding = None  # the kernel passes y on unmasked: no token may follow padding
         if mask is not None and not compiling():
@@ -568,7 +575,7 @@ class FixedPointBlock(nn.Module):
         if count_iterations or c.token != "exact" or self.width(c, u.shape[1], u) != 1:
             return False
         with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
-        reads_y = own.block != "fp_rnn" and own.dt_h_dep
+        reads_y = own.block != "fp_rnn" and (own.dt_h_dep or own.state_centroids)
         return self.mixer.reflections() is not None and not (with_gradient or reads_y)
 
     @torch.compiler.disable
@@ -671,5 +678,5 @@ class FixedPointBlock(nn.Module):
 
         once += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
-        per_step += product("bc_y_proj") + product("dt_y_proj")
+        per_step += product("bc_y_proj") + product("dt_y_proj") + 4 * c.state_centroids * d
         return once, per_step + scan + 12 * d

@@ -243,6 +243,31 @@ def residual_norm(config: Any) -> nn.Module:
     return kind(config.d_model, config.norm_epsilon)
 
 
+class Centroids(nn.Module):
+    """What is read in the place of a state y: the nearest of k learned vectors, softly,
+
+        r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
+
+    so that a state which lies near a c_i is pulled there, and small errors do not add up: the
+    state-regularised RNN (Wang & Niepert 2019, arXiv 1808.08395, Eq. 4–5) with α of the squared
+    distance. β is learned.
+    """
+
+    def __init__(self, k: int, d: int) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.empty(k, d))  # c
+        self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """y: (…,d) → (…,d) in y's dtype; computed in fp32 or wider."""
+        wide = torch.promote_types(y.dtype, torch.float32)
+        c = self.vectors.to(wide)
+        with without_autocast(y):
+            near = y.to(wide) @ c.t() - c.square().sum(-1) / 2
+            alpha = torch.softmax(self.log_sharpness.to(wide).exp() / y.shape[-1] * near, -1)
+            return (alpha @ c).to(y.dtype)
+
+
 class Projection(NamedTuple):
     """One linear map of what a block reads."""
 
@@ -257,6 +282,8 @@ class Projections(NamedTuple):
     raw: torch.Tensor  # (b,l,m) the x part of all
     columns: dict[str, slice]  # where each lies in raw
     weight_y: torch.Tensor  # (k,d) what the first k columns of raw get from sh(y)
+    centroids: Centroids | None = None  # through which sh(y) is read
+    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) before that
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each projection by name, (b,l,·), in raw's dtype. y_before: (b,l,d) sh(y)."""
@@ -271,6 +298,8 @@ class Projections(NamedTuple):
     def _read(self, y_before):
         """Those columns of raw that read sh(y), with what it gives them."""
         raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
+        if self.centroids is not None:
+            y_before = self.centroids(y_before if self.noise is None else y_before + self.noise)
         y_before = y_before.to(weight.dtype)
         of_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
         if on_cpu(raw) or not of_one_dtype:
@@ -283,12 +312,15 @@ class Projections(NamedTuple):
         k = self.weight_y.shape[0]
         if noise is None or not k:
             return self
+        if self.centroids is not None:
+            return self._replace(noise=noise)
         read = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
         return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
 
     def cut(self, start: int, end: int) -> "Projections":
         """Of the tokens start ≤ t < end."""
-        return self._replace(raw=self.raw[:, start:end])
+        noise = None if self.noise is None else self.noise[:, start:end]
+        return self._replace(raw=self.raw[:, start:end], noise=noise)
 
 
 def side_by_side(

@@ -35,6 +35,7 @@ _OF_FP_MAMBA = (
     "gate_h_dep",
     "bc_norm",
     "glu_in_loop",
+    "state_centroids",
 )
 _OF_DELTA = ("n_heads", "headdim", "expand", "d_conv", "allow_neg_eigval")
 # Every kind of layer, and the fields of FPRNNConfig that it reads: these may be its options.

@@ -110,6 +110,9 @@ def _initialise_block(module, cfg):
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_start)
         _start_gates(module.mixer, cfg.mixer_gate_start)
+        if module.centroids is not None:
+            init.normal_(module.centroids.vectors)  # as long as what the block's norm makes
+            init.constant_(module.centroids.log_sharpness, math.log(16))
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
         init.copy_(module.A_log, n.log().expand(cfg.d_inner, -1))

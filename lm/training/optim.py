@@ -52,12 +52,12 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
 
 def decays(name: str) -> bool:
     """Whether weight decay acts on a parameter: not on A_log, D, biases, norms, the gains of weight
-    normalisation, and the factors x_·, k_k, k_a and r_k of RWKV-7."""
+    normalisation, centroids, and the factors x_·, k_k, k_a and r_k of RWKV-7."""
     *path, leaf = name.split(".")
     owner = path[-1] if path else ""
     kept = leaf in ("A_log", "D", "gain", "k_k", "k_a", "r_k") or leaf.startswith(("bias", "x_"))
     kept = kept or leaf.endswith("bias")
-    return not (kept or "norm" in owner)
+    return not (kept or "norm" in owner or owner == "centroids")
 
 
 def matrices(model: torch.nn.Module) -> set[str]:

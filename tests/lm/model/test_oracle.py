@@ -69,6 +69,8 @@ OF_MAMBA = {
     "dt": dict(dt_h_dep=True),
     "dt_alone": dict(dt_h_dep=True, b_h_dep=False, c_h_dep=False, mixer_h_dep=False),
     "gate_reads_x_alone": dict(gate_h_dep=False),
+    "centroids": dict(state_centroids=5, mixer_rank=2),
+    "centroids_dt_kronecker": dict(state_centroids=4, dt_h_dep=True, mixer="kronecker"),
     "nothing": dict(
         gate_h_dep=False, b_h_dep=False, c_h_dep=False, mixer_h_dep=False, bc_norm=False
     ),
@@ -110,7 +112,7 @@ SOME = {
         "fp_mamba1-householder2_lowrank", "fp_mamba1-everything", "fp_mamba1-kronecker_spectral",
         "fp_mamba1-dplr2", "fp_mamba1-gate_inside_conv", "fp_mamba1-mixture3",
         "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch",
-        "fp_mamba2-one_group", "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker",
+        "fp_mamba2-one_group", "fp_mamba1-centroids", "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker",
         "fp_rnn-selective_dense",
     )
 }  # fmt: skip
