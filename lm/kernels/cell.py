@@ -6,6 +6,7 @@ them that read sh(y).
 Token t, given y_{t−1} and h_{t−1} (docs/model.md derives it):
 
     row = raw_t + [W_y y_{t−1}, 0]                  u_i = nrm(act(·)), a, B, C: parts of the row
+          (through centroids: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
     M v = Σ_i u_i (T U v)_i                         T from a: householder or dplr
     v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     x̃(s) = x + Σ_i u_i (T (s − U x))_i
     s = U norm(v(s)): r equations; y_t = norm(v(s))  γ = dt (B·C) + D
@@ -54,6 +55,15 @@ class Options(NamedTuple):
     norm_eps: float
     adjoint_clip: float  # the most that ‖W_yᵀ …‖ may be, in largest ‖∂y‖ of its sequence; inf: none
     states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
+
+
+class Readout(NamedTuple):
+    """The k centroids through which y_{t−1} is read, as lm/model/layers.py has them."""
+
+    keys: Tensor  # (k,d)
+    key_bias: Tensor  # (k,)
+    values: Tensor  # (k,d)
+    noise: Tensor | None  # (b,l,d)
 
 
 class Sizes(NamedTuple):

@@ -270,7 +270,7 @@ class FPMamba(FixedPointBlock):
             None if y is None else y.to(x.dtype),
             h,
         )
-        return whole_solve(layout, options, tensors, adjoint)
+        return whole_solve(layout, options, tensors, adjoint, s.projections.readout(x.dtype))
 
 
 class FPMamba1(FPMamba):

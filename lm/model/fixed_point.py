@@ -400,14 +400,14 @@ class FixedPointBlock(nn.Module):
     def _has_kernel(self, like):
         """Whether a kernel of `like`'s device computes the whole solve."""
         r, kernel = self.kernel_rank(), backend("cell", like)
-        return bool(r) and kernel is not None and kernel.fits(r, self.config.d_inner)
+        if kernel is None or not r or (self.centroids is not None and not kernel.CENTROIDS):
+            return False
+        return kernel.fits(r, self.config.d_inner)
 
     def kernel_rank(self) -> int:
         """The reflections of a token that a compiled cell knows how to solve; 0: it does not."""
         reflections, reads_y = self.mixer.reflections(), getattr(self.config, "dt_h_dep", False)
-        if reflections is None or reads_y or self.centroids is not None:
-            return 0
-        return reflections[0]
+        return 0 if reflections is None or reads_y else reflections[0]
 
     def solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
         """How a solve in this mode goes, for labels.
@@ -456,7 +456,9 @@ class FixedPointBlock(nn.Module):
 
     def _solve_compiled(self, s):
         reflections, mask = self.mixer.reflections(), s.seqs.mask
-        if reflections is None or s.mixer.extra or self.centroids is not None:
+        if reflections is None or s.mixer.extra:
+            return None
+        if self.centroids is not None and not self._has_kernel(s.x):
             return None
         after_padding = None  # the kernel passes y on unmasked: no token may follow padding
         if mask is not None and not compiling():

@@ -155,6 +155,7 @@ def whole_solve(
     options: tuple[Any, ...],
     tensors: tuple[Any, ...],
     adjoint: Tensor | None,
+    readout: tuple[Tensor | None, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """y (b,l,d), the state after the last token, and the outcome (b,l), see solver.py;
     None: there is no kernel.
@@ -164,22 +165,25 @@ def whole_solve(
         tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
         there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
         adjoint: as there; left as it is under a compiler.
+        readout: as there, a Readout; not under a compiler.
     """
     if compiling():
         y, h, outcome = _operator(*tensors, list(layout), *options)
         return y, h.detach(), outcome
-    return _by_kernel(layout, options, tensors, adjoint)
+    return _by_kernel(layout, options, tensors, adjoint, readout)
 
 
-def _by_kernel(layout, options, tensors, adjoint):
+def _by_kernel(layout, options, tensors, adjoint, readout=None):
     raw, weight_y, x, dt, A, keep, *others, y0, h0 = tensors
     *most, clip, states = options
     options = (*most, float("inf") if clip is None else clip, states)
     if A.dim() == 3:
         given = raw, weight_y, x, A, dt, keep, y0, h0, adjoint
         return faster("cell", "cell_rnn", x, layout, options, *given)
-    given = raw, weight_y, x, dt, A, keep, *others, y0, h0, adjoint
-    return faster("cell", "cell", x, layout, options, *given)
+    others = [*others, y0, h0, adjoint]
+    if readout is not None:
+        others.append(readout)
+    return faster("cell", "cell", x, layout, options, raw, weight_y, x, dt, A, keep, *others)
 
 
 def _whole_solve(

@@ -258,14 +258,19 @@ class Centroids(nn.Module):
         self.vectors = nn.Parameter(torch.empty(k, d))  # c
         self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
 
+    def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """keys (k,d), key_bias (k,) and values (k,d): r(y) = softmax(keys y + key_bias) values."""
+        c = self.vectors.to(dtype)
+        scale = self.log_sharpness.to(dtype).exp() / c.shape[-1]
+        return scale * c, -scale * c.square().sum(-1) / 2, c
+
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         """y: (…,d) → (…,d) in y's dtype; computed in fp32 or wider."""
         wide = torch.promote_types(y.dtype, torch.float32)
-        c = self.vectors.to(wide)
         with without_autocast(y):
-            near = y.to(wide) @ c.t() - c.square().sum(-1) / 2
-            alpha = torch.softmax(self.log_sharpness.to(wide).exp() / y.shape[-1] * near, -1)
-            return (alpha @ c).to(y.dtype)
+            keys, key_bias, values = self.maps(wide)
+            alpha = torch.softmax(F.linear(y.to(wide), keys, key_bias), -1)
+            return (alpha @ values).to(y.dtype)
 
 
 class Projection(NamedTuple):
@@ -316,6 +321,13 @@ class Projections(NamedTuple):
             return self._replace(noise=noise)
         read = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
         return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
+
+    def readout(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
+        """What lm.kernels.cell calls a Readout; None without centroids."""
+        if self.centroids is None:
+            return None
+        noise = None if self.noise is None else self.noise.to(dtype)
+        return *self.centroids.maps(dtype), noise
 
     def cut(self, start: int, end: int) -> "Projections":
         """Of the tokens start ≤ t < end."""

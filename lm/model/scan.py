@@ -32,7 +32,7 @@ from .opaque import compiling, opaque
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 2)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 3)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20

@@ -213,7 +213,8 @@ def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     """The layers of a model, which may lie on the meta device, where it trains: `auto` on a GPU is
     token by token where its kernel can (lm/model/fixed_point.py, `width`)."""
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
-    fitting = [b for b in blocks if (r := b.kernel_rank()) and fits_a_gpu(r, b.config.d_inner)]
+    known = [block for block in blocks if block.centroids is None]
+    fitting = [b for b in known if (r := b.kernel_rank()) and fits_a_gpu(r, b.config.d_inner)]
     by_token = []
     if solver["token"] == "exact" and solver["schedule"] == "sequential":
         by_token = blocks

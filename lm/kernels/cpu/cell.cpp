@@ -9,12 +9,14 @@ template <class T> struct Forward {
     int64_t width;               // of a row of y_before: whole vectors
     std::vector<Token<T>> token;
     T *rows, *y_before, *h, *inflow, *B_before, *c, *m, *v;
+    T *alpha, *read;             // of the centroids: (sequence, k), (sequence, width)
     Arena<T> arena;
 
     static int64_t size(const Cell &p, int64_t count) {
         const auto whole = Arena<T>::whole;
         const int64_t d = whole(p.channels), state = whole(p.states * p.channels);
-        const int64_t each = whole(p.columns) + 2 * d + state + whole(p.groups * p.states);
+        const int64_t each = whole(p.columns) + 3 * d + state + whole(p.groups * p.states) +
+                             whole(p.centroids);
         return count * (each + Token<T>::size(p)) + (p.rank + 2) * d;
     }
     Forward(const Cell &p, int64_t count)
@@ -28,6 +30,8 @@ template <class T> struct Forward {
         c = arena.take(p.channels);
         m = arena.take(p.rank * p.channels);
         v = arena.take(p.channels);
+        alpha = arena.take(count * p.centroids);
+        read = arena.take(count * width);
     }
 };
 
@@ -171,9 +175,45 @@ template <class T> void start(const Cell &p, int64_t first, int64_t count, Forwa
     if (p.h0) std::memcpy(f.h, in<T>(p.h0) + first * state, count * state * sizeof(T));
 }
 
+// softmax of k numbers, in place.
+template <class T> void soften(int64_t k, T *alpha) {
+    const T most = *std::max_element(alpha, alpha + k);
+    Vec<T> sums{};
+    blocks<T>(k, [&](int64_t j, int64_t lanes) {
+        const Vec<T> e = exponential<T>(load<T>(alpha + j, lanes) - most);
+        store<T>(alpha + j, e, lanes);
+        sums += first_lanes<T>(e, lanes);
+    });
+    const T times = 1 / across<T>(sums);
+    for (int64_t j = 0; j < k; ++j) alpha[j] *= times;
+}
+
+// What token t of all sequences reads through the centroids in the place of y_before: Σ_i α_i c_i.
+template <class T>
+void read_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
+                    Forward<T> &f) {
+    const int64_t k = p.centroids, d = p.channels, tokens = first * p.length + t;
+    T *alphas = p.alphas ? out<T>(p.alphas) + tokens * k : f.alpha;
+    const int64_t step = p.alphas ? p.length * k : k;
+    for (int64_t i = 0; i < count; ++i) std::memcpy(alphas + i * step, p.key_bias, k * sizeof(T));
+    by_parts(count, [&](int64_t i, auto S) {
+        const T *y = f.y_before + i * f.width;
+        project_some<T, decltype(S)::value>(maps.keys, k, f.width, y, alphas + i * step, step);
+    });
+    for (int64_t i = 0; i < count; ++i) soften<T>(k, alphas + i * step);
+    by_parts(count, [&](int64_t i, auto S) {
+        T *read = f.read + i * f.width;
+        gather_some<T, decltype(S)::value>(maps.values, k, f.width, alphas + i * step, step, read);
+    });
+    for (int64_t i = 0; i < count && p.reads; ++i)
+        std::memcpy(out<T>(p.reads) + (tokens + i * p.length) * d, f.read + i * f.width,
+                    d * sizeof(T));
+}
+
 // The rows of raw of token t of all sequences, with what they read of y.
 template <class T>
-void rows_of(const Cell &p, int64_t first, int64_t count, int64_t t, const T *W, Forward<T> &f) {
+void rows_of(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
+             Forward<T> &f) {
     T *rows = p.kept_rows ? out<T>(p.kept_rows) + (first * p.length + t) * p.columns : f.rows;
     const int64_t step = p.kept_rows ? p.length * p.columns : p.columns;
     for (int64_t i = 0; i < count; ++i) {
@@ -182,21 +222,25 @@ void rows_of(const Cell &p, int64_t first, int64_t count, int64_t t, const T *W,
         if (p.keep && in<T>(p.keep)[at] != T(1))
             for (int64_t c = 0; c < p.channels; ++c)
                 f.y_before[i * f.width + c] *= in<T>(p.keep)[at];
+        for (int64_t c = 0; c < p.channels && p.noise; ++c)
+            f.y_before[i * f.width + c] += in<T>(p.noise)[at * p.channels + c];
     }
+    if (p.centroids) read_centroids<T>(p, first, count, t, maps, f);
+    const T *before = p.centroids ? f.read : f.y_before;
     // Rows of the weight by the quarter of an L2 cache: read from memory once for all sequences.
     const int64_t most = std::max<int64_t>(16, (1 << 18) / (f.width * sizeof(T)) / 16 * 16);
     for (int64_t j = 0; j < p.reading; j += most) {
         const int64_t here = std::min(most, p.reading - j);
         by_parts(count, [&](int64_t i, auto S) {
-            const T *y = f.y_before + i * f.width;
+            const T *y = before + i * f.width, *W = maps.W + j * f.width;
             T *to = rows + i * step + j;
-            project_some<T, decltype(S)::value>(W + j * f.width, here, f.width, y, to, step);
+            project_some<T, decltype(S)::value>(W, here, f.width, y, to, step);
         });
     }
 }
 
 template <class T, int R>
-void group(const Cell &p, int64_t first, int64_t count, const T *W) {
+void group(const Cell &p, int64_t first, int64_t count, const Maps<T> &maps) {
     const int64_t state = p.states * p.channels, chunks = (p.length + p.every - 1) / p.every;
     Forward<T> f(p, count);
     start<T>(p, first, count, f);
@@ -209,7 +253,7 @@ void group(const Cell &p, int64_t first, int64_t count, const T *W) {
         if (p.checkpoints && t % p.every == 0)
             for (int64_t i = 0; i < count; ++i)
                 settled(i, out<T>(p.checkpoints) + ((first + i) * chunks + t / p.every) * state);
-        rows_of<T>(p, first, count, t, W, f);
+        rows_of<T>(p, first, count, t, maps, f);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t at = (first + i) * p.length + t;
             const T *row = p.kept_rows ? in<T>(p.kept_rows) + at * p.columns : f.rows + i * p.columns;
@@ -220,13 +264,12 @@ void group(const Cell &p, int64_t first, int64_t count, const T *W) {
 }
 
 template <class T> void forward(const Cell &p) {
-    std::vector<T> copy;
-    const T *W = whole_rows<T>(p, copy);
+    const Maps<T> maps(p);
     by_rank(p, [&](auto R) {
         // A weight that the L2 cache cannot hold is read for more sequences at once.
         const bool large = p.reading * p.channels * int64_t(sizeof(T)) > (1 << 19);
         by_groups(p, large ? 4 * TOGETHER : TOGETHER, [&](int64_t first, int64_t count) {
-            group<T, decltype(R)::value>(p, first, count, W);
+            group<T, decltype(R)::value>(p, first, count, maps);
         });
     });
 }

@@ -26,21 +26,25 @@ enum Act { SILU, RELU, IDENTITY };
 struct Cell {
     int64_t rows, length, channels, states, kind, heads, groups;
     int64_t rank, act, sequential, bc_norm, norm;
-    int64_t columns, reading, vectors, gates, B_at, C_at, raw_step, every, threads;
+    int64_t columns, reading, vectors, gates, B_at, C_at, centroids, raw_step, every, threads;
     double scale, eps, kappa, norm_eps, adjoint_clip;  // kappa: 0 for none
     const void *raw, *weight;                          // (b,l,K) (reading,d)
     const void *x, *dt, *A;                            // (b,l,d) (b,l,d) (n,d)
     const void *keep, *gate, *D;                       // (b,l) or null, (b,l,d) or null, (d)
     const void *norm_weight, *norm_bias;               // (d) each, or null
     const void *y0, *h0;                               // (b,d) (b,n,d), RNN: (b,d); or null
+    // k centroids, through which y_{t−1} + noise is read, or null: (k,d) (k) (k,d), (b,l,d) or null
+    const void *keys, *key_bias, *values, *noise;
     void *y, *final;                                   // (b,l,d) (b,n,d), RNN: (b,d)
     uint8_t *outcome;                                  // (b,l)
     // For the way back, or null: (b,l,K), (b,l,r), and the state entering every `every`-th token.
     void *kept_rows, *roots, *checkpoints;
+    void *alphas, *reads;                              // (b,l,k) (b,l,d) of the centroids
     const void *grad_y;                                // (b,l,d); from here on backward only
     void *adjoint;                                     // (b) or null
     void *d_raw, *d_weight, *dx, *ddt, *dA;            // like theirs, raw's contiguous
     void *d_gate, *dD, *d_norm_weight, *d_norm_bias;   // like theirs, null where those are
+    void *d_logits, *d_reads, *d_noise;                // (b,l,k), (b,l,d), (b,l,d) or null
 };
 
 namespace {
@@ -323,15 +327,27 @@ template <class Run> void by_groups(const Cell &p, int64_t together, Run run) {
     }
 }
 
-// The weight with rows of whole vectors; itself where d fills them.
-template <class T> const T *whole_rows(const Cell &p, std::vector<T> &copy) {
+// A matrix (rows,d) with rows of whole vectors; itself where d fills them.
+template <class T>
+const T *whole_rows(const Cell &p, const void *matrix, int64_t rows, std::vector<T> &copy) {
     const int64_t d = p.channels, width = Arena<T>::whole(d);
-    if (width == d) return in<T>(p.weight);
-    copy.assign(p.reading * width, T(0));
-    for (int64_t j = 0; j < p.reading; ++j)
-        std::memcpy(&copy[j * width], in<T>(p.weight) + j * d, d * sizeof(T));
+    if (width == d) return in<T>(matrix);
+    copy.assign(rows * width, T(0));
+    for (int64_t j = 0; j < rows; ++j)
+        std::memcpy(&copy[j * width], in<T>(matrix) + j * d, d * sizeof(T));
     return copy.data();
 }
+
+// What y_{t−1} is multiplied by, with rows of whole vectors.
+template <class T> struct Maps {
+    std::vector<T> copies[3];
+    const T *W, *keys, *values;
+
+    explicit Maps(const Cell &p)
+        : W(whole_rows<T>(p, p.weight, p.reading, copies[0])),
+          keys(whole_rows<T>(p, p.keys, p.centroids, copies[1])),
+          values(whole_rows<T>(p, p.values, p.centroids, copies[2])) {}
+};
 
 // call.template operator()<R>() with the rank as a constant where there is code made for it.
 template <class Call> inline void by_rank(const Cell &p, Call call) {

@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import cell as arguments
-from lm.kernels.cell import ACTS, NORMS, Layout, Options, shapes_of, sizes_of
+from lm.kernels.cell import ACTS, NORMS, Layout, Options, Readout, shapes_of, sizes_of
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import DTYPES, address, check, functions, token_step
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
-_SIZES, _NUMBERS, _ADDRESSES = 21, 5, 29
+_SIZES, _NUMBERS, _ADDRESSES = 22, 5, 38
 NARROW = False  # all tensors have one dtype
+CENTROIDS = True  # it reads through them
+NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
 _pack = struct.Struct(f"{_SIZES}q{_NUMBERS}d{_ADDRESSES}q").pack
 _KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
 _NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))
@@ -54,7 +56,8 @@ def _self_check() -> float:
     errors = []
     for dtype in DTYPES:
         layout, options, inputs = arguments.small_problem(dtype)
-        ours = _Cell.apply(*inputs, (layout, options, "mamba1", None, None, None, None))[0]
+        others = layout, options, "mamba1", None, None, None, None
+        ours = _Cell.apply(*inputs, *NO_READOUT, others)[0]
         theirs = arguments.plain_loop(*inputs)
         grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
         pairs = [(ours, theirs), *zip(*grads)]
@@ -74,7 +77,9 @@ def _settled(layout, options, kind, d, n, heads, columns, reading):
     return (d, n, _KINDS[kind], heads, groups), equation, row, numbers
 
 
-def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0):
+def _prepare(
+    layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0, readout
+):
     """Check the arguments; see _Problem."""
     sizes = sizes_of(kind, layout, options, raw, weight_y, x, A)
     b, length, d = sizes.b, sizes.length, sizes.d
@@ -89,6 +94,9 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
     given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
     shapes = shapes_of(sizes)
     check(x.dtype, *((name, t, shapes[name]) for name, t in zip(shapes, given)))
+    centroids = 0 if readout.keys is None else len(readout.keys)
+    wanted = (centroids, d), (centroids,), (centroids, d), (b, length, d)
+    check(x.dtype, *zip(readout._fields, readout, wanted))
     raw, raw_step = token_step(raw)
     if kind == "mamba1" and A.stride() != (1, d):
         A = A.t().contiguous().t()
@@ -98,8 +106,9 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
         h0 = _stored(h0, kind)
     tensors = raw, *map(_contiguous, (weight_y, x, dt)), A, keep
     tensors = (*tensors, *map(_contiguous, (gate, D, weight, bias, y0)), h0)
+    tensors = (*tensors, *map(_contiguous, readout))
     threads = torch.get_num_threads()
-    fields = (b, length, *model, *equation, *row, raw_step, _every(length), threads)
+    fields = (b, length, *model, *equation, *row, centroids, raw_step, _every(length), threads)
     return _Problem(fields, numbers, tensors)
 
 
@@ -148,9 +157,9 @@ def _call(name, problem, *results):
 
 class _Cell(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, raw, weight_y, x, dt, A, gate, D, weight, bias, others):
-        layout, options, kind, keep, y0, h0, adjoint = others
-        given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
+    def forward(ctx, raw, weight_y, x, dt, A, gate, D, weight, bias, *rest):
+        *readout, (layout, options, kind, keep, y0, h0, adjoint) = rest
+        given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0, Readout(*readout)
         problem = _prepare(layout, options, kind, *given)
         b, length, d, n = problem.sizes[:4]
         results = y, final, outcome = _results(problem)
@@ -158,13 +167,16 @@ class _Cell(torch.autograd.Function):
         roots = x.new_empty(b, length, options.rank)
         chunks = -(-length // problem.sizes[-2])
         checkpoints = None if kind == "rnn" else x.new_empty(b, chunks, n, d)
-        _call("cell", problem, *results, rows, roots, checkpoints)
+        alphas = reads = None
+        if centroids := problem.sizes[-4]:
+            alphas, reads = x.new_empty(b, length, centroids), x.new_empty(b, length, d)
+        _call("cell", problem, *results, rows, roots, checkpoints, alphas, reads)
         ctx.mark_non_differentiable(final, outcome)
         ctx.set_materialize_grads(False)
         kept = problem.tensors
         if rows is not None:  # raw is in them, and is not needed any more
             kept = (None, *kept[1:])
-        ctx.save_for_backward(*kept, y, outcome, rows, roots, checkpoints)
+        ctx.save_for_backward(*kept, y, outcome, rows, roots, checkpoints, alphas, reads)
         ctx.problem = problem._replace(tensors=())
         ctx.adjoint = adjoint
         return results
@@ -172,10 +184,10 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
-        *tensors, y, outcome, rows, roots, checkpoints = ctx.saved_tensors
+        *tensors, y, outcome, rows, roots, checkpoints, alphas, reads = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(y)
-        raw, weight_y, x, dt, A, _keep, gate, D, weight, bias, *_ = tensors
+        raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, *_, noise = tensors
         problem = ctx.problem._replace(tensors=tuple(tensors))
         d_raw = x.new_empty((raw if rows is None else rows).shape)
         adjoint = x.new_empty(len(x))
@@ -184,21 +196,41 @@ class _Cell(torch.autograd.Function):
         ends = [None if t is None else torch.empty_like(t) for t in (gate, D, weight, bias)]
         d_weight_y = torch.empty_like(weight_y) if ctx.needs_input_grad[1] else None
         grads = d_raw, d_weight_y, *like, dA, *ends
-        kept = y, None, outcome, rows, roots, checkpoints
-        _call("cell_backward", problem, *kept, grad_y.contiguous(), adjoint, *grads)
+        d_logits, d_reads, d_noise = (
+            None if t is None else torch.empty_like(t) for t in (alphas, reads, noise)
+        )
+        kept = y, None, outcome, rows, roots, checkpoints, alphas, reads
+        of_reading = d_logits, d_reads, d_noise
+        _call("cell_backward", problem, *kept, grad_y.contiguous(), adjoint, *grads, *of_reading)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
-        return *grads, None
+        d_readout: tuple[Tensor | None, ...] = NO_READOUT
+        if d_logits is not None:
+            before = _before(y, keep, y0, noise)
+            d_keys = torch.einsum("blk,bld->kd", d_logits, before)
+            d_values = torch.einsum("blk,bld->kd", alphas, d_reads)
+            d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
+        return *grads, *d_readout, None
+
+
+def _before(y, keep, y0, noise):
+    """What is read of the token before every token, (b,l,d)."""
+    first = torch.zeros_like(y[:, :1]) if y0 is None else y0.unsqueeze(1)
+    before = torch.cat([first, y[:, :-1]], 1)
+    if keep is not None:
+        before = before * keep.unsqueeze(-1)
+    return before if noise is None else before + noise
 
 
 def _run(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, *rest):
-    y0, h0, adjoint = rest
+    y0, h0, adjoint, readout = rest
+    readout = readout or NO_READOUT
     if torch.is_grad_enabled():
-        inputs = (raw, weight_y, x, dt, A, gate, D, weight, bias)
+        inputs = (raw, weight_y, x, dt, A, gate, D, weight, bias, *readout)
         if any(t is not None and t.requires_grad for t in inputs):
             others = layout, options, kind, keep, y0, h0, adjoint
             return _Cell.apply(*inputs, others)
-    given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
+    given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0, readout
     problem = _prepare(layout, options, kind, *given)
     results = _results(problem)
     _call("cell", problem, *results)
@@ -221,6 +253,7 @@ def cell(
     y0: Tensor | None,
     h0: Tensor | None,
     adjoint: Tensor | None,
+    readout: Readout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The solve of an FP-Mamba-1 or 2 layer, token by token; differentiable once.
 
@@ -236,6 +269,7 @@ def cell(
         differentiated.
         adjoint: None or (b,), which the backward fills with max_t ‖λ_t‖ / max_t ‖∂y_t‖, λ_t being
         ∂y_t with what W_y carries back to it.
+        readout: of which sh(y) is read through centroids; None: as it is.
     Returns:
         y (b,l,d); the state after the last token; the outcome (b,l) of each token's search,
         uint8, see lm/model/solver.py. Only y is differentiable.
@@ -243,8 +277,9 @@ def cell(
         TypeError, ValueError: devices, shapes, names. Unsupported: dtypes, rank.
     """
     layout, options = Layout(*layout), Options(*options)
+    readout = None if readout is None else Readout(*readout)
     kind = "mamba1" if A.dim() == 2 else "mamba2"
-    given = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint
+    given = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint, readout
     return _run(layout, options, kind, *given)
 
 
@@ -270,5 +305,5 @@ def cell_rnn(
         As `cell`; the state is (b,d).
     """
     layout, options = Layout(*layout), Options(*options)._replace(norm="none", groups=1)
-    given = raw, weight_y, x, fresh, decay, keep, None, None, None, None, y0, h0, adjoint
+    given = raw, weight_y, x, fresh, decay, keep, None, None, None, None, y0, h0, adjoint, None
     return _run(layout, options, "rnn", *given)

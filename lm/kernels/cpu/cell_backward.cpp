@@ -50,16 +50,55 @@ void token_back(const Cell &p, int64_t row, int64_t t, int64_t i, const Token<T>
     }
 }
 
-// carried of token t − 1 from the rows' gradients at t: through the weight, kept, no longer than
-// its limit.
+// carried, the gradient of what token t has read, through the centroids to y_{t−1}.
 template <class T>
-void carry(const Cell &p, int64_t first, int64_t count, int64_t t, const T *W, Backward<T> &f) {
+void through_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
+                       Backward<T> &f) {
+    const int64_t k = p.centroids, d = p.channels, tokens = first * p.length + t;
+    const int64_t step = p.length * k;
+    T *d_logits = out<T>(p.d_logits) + tokens * k;
+    for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(out<T>(p.d_reads) + (tokens + i * p.length) * d, f.carried + i * f.width,
+                    d * sizeof(T));
+        std::fill(d_logits + i * step, d_logits + i * step + k, T(0));
+    }
+    by_parts(count, [&](int64_t i, auto S) {
+        const T *carried = f.carried + i * f.width;
+        T *to = d_logits + i * step;
+        project_some<T, decltype(S)::value>(maps.values, k, f.width, carried, to, step);
+    });
+    for (int64_t i = 0; i < count; ++i) {
+        const T *alpha = in<T>(p.alphas) + tokens * k + i * step;
+        T *d_logit = d_logits + i * step;
+        Vec<T> sums{};
+        blocks<T>(k, [&](int64_t j, int64_t lanes) {
+            sums += load<T>(alpha + j, lanes) * load<T>(d_logit + j, lanes);
+        });
+        const T mean = across<T>(sums);
+        for (int64_t j = 0; j < k; ++j) d_logit[j] = alpha[j] * (d_logit[j] - mean);
+    }
+    by_parts(count, [&](int64_t i, auto S) {
+        T *carried = f.carried + i * f.width;
+        const T *from = d_logits + i * step;
+        gather_some<T, decltype(S)::value>(maps.keys, k, f.width, from, step, carried);
+    });
+    for (int64_t i = 0; i < count && p.d_noise; ++i)
+        std::memcpy(out<T>(p.d_noise) + (tokens + i * p.length) * d, f.carried + i * f.width,
+                    d * sizeof(T));
+}
+
+// carried of token t − 1 from the rows' gradients at t: through the weight and the centroids, kept,
+// no longer than its limit.
+template <class T>
+void carry(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
+           Backward<T> &f) {
     const int64_t step = p.length * p.columns;
     const T *rows = in<T>(p.d_raw) + (first * p.length + t) * p.columns;
     by_parts(count, [&](int64_t i, auto S) {
-        gather_some<T, decltype(S)::value>(W, p.reading, f.width, rows + i * step, step,
+        gather_some<T, decltype(S)::value>(maps.W, p.reading, f.width, rows + i * step, step,
                                            f.carried + i * f.width);
     });
+    if (p.centroids) through_centroids<T>(p, first, count, t, maps, f);
     for (int64_t i = 0; i < count; ++i) {
         T *carried = f.carried + i * f.width;
         T times = p.keep ? in<T>(p.keep)[(first + i) * p.length + t] : T(1);
@@ -77,7 +116,7 @@ void carry(const Cell &p, int64_t first, int64_t count, int64_t t, const T *W, B
 }
 
 template <class T, int R>
-void group_back(const Cell &p, int64_t first, int64_t count, const T *W, Sums<T> &sums) {
+void group_back(const Cell &p, int64_t first, int64_t count, const Maps<T> &maps, Sums<T> &sums) {
     const int64_t d = p.channels, chunks = (p.length + p.every - 1) / p.every;
     Backward<T> f(p, count);
     std::vector<double> d_bc(p.groups), most(count);
@@ -107,7 +146,8 @@ void group_back(const Cell &p, int64_t first, int64_t count, const T *W, Sums<T>
                 const Token<T> &k = f.tokens[i * p.every + t];
                 token_back<T, R>(p, first + i, start + t, i, k, H_of(i, t), f, sums, d_bc);
             }
-            if (start + t > 0) carry<T>(p, first, count, start + t, W, f);
+            // Centroids are read before the first token, too.
+            if (start + t > 0 || p.centroids) carry<T>(p, first, count, start + t, maps, f);
         }
     }
     for (int64_t i = 0; i < count && p.adjoint; ++i)
@@ -127,7 +167,8 @@ template <class T> void add_up(void *to, const std::vector<T> &from, int64_t row
 template <class T> void read_before(const Cell &p, int64_t at, int64_t c, int64_t wide, T *to) {
     const int64_t d = p.channels, here = std::min(wide, d - c), t = at % p.length;
     const T *before = t ? in<T>(p.y) + (at - 1) * d : p.y0 ? in<T>(p.y0) + at / p.length * d : nullptr;
-    const T kept = p.keep ? in<T>(p.keep)[at] : T(1);
+    if (p.reads) before = in<T>(p.reads) + at * d;
+    const T kept = p.keep && !p.reads ? in<T>(p.keep)[at] : T(1);
     for (int64_t i = 0; i < wide; ++i) to[i] = before && i < here ? before[c + i] * kept : T(0);
 }
 
@@ -158,12 +199,11 @@ template <class T> void of_weight(const Cell &p) {
 }
 
 template <class T> void backward(const Cell &p) {
-    std::vector<T> copy;
-    const T *W = whole_rows<T>(p, copy);
+    const Maps<T> maps(p);
     Sums<T> sums(p);
     by_rank(p, [&](auto R) {
         by_groups(p, TOGETHER, [&](int64_t first, int64_t count) {
-            group_back<T, decltype(R)::value>(p, first, count, W, sums);
+            group_back<T, decltype(R)::value>(p, first, count, maps, sums);
         });
     });
     if (p.d_weight) of_weight<T>(p);

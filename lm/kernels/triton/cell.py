@@ -38,6 +38,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 fits = arguments.fits_a_gpu
 NARROW = True  # raw and weight_y may be narrower than the rest
+CENTROIDS = False
 
 
 def usable() -> tuple[bool, str]:
