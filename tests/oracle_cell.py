@@ -153,17 +153,28 @@ def clipped(y, options, limit):
     return y
 
 
-def begin(t, keep, y, y0, raw, weight_y, options, limit):
+def nearest(before, t, readout):
+    """What is read through the centroids, each weighed by hand. readout: a Readout of lm.kernels."""
+    if readout is None:
+        return before
+    keys, key_bias, values, noise = readout
+    if noise is not None:
+        before = before + noise[:, t]
+    weights = torch.stack([(before * key).sum(-1) + b for key, b in zip(keys, key_bias)]).exp()
+    return sum(w.unsqueeze(-1) * v for w, v in zip(weights / weights.sum(0), values))
+
+
+def begin(t, keep, y, y0, raw, weight_y, options, limit, readout=None):
     """The row of token t, and what is kept of what was before it (b,1)."""
     kept = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
     before = y if t == 0 else clipped(y, options, limit)
-    read = (before * kept) @ weight_y.t()
+    read = nearest(before * kept, t, readout) @ weight_y.t()
     row = raw[:, t] + F.pad(read, (0, raw.shape[-1] - read.shape[-1]))
     return row, kept
 
 
 def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0,
-         limit=None, tol=1e-14):  # fmt: skip
+         limit=None, tol=1e-14, readout=None):  # fmt: skip
     """As lm.kernels.cpu.cell.cell; limit: max_t ‖∂y_t‖ (b,), where adjoint_clip is finite."""
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
@@ -173,7 +184,7 @@ def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, n
     h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
     ys, failures = [], []
     for t in range(length):
-        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit)
+        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit, readout)
         reflect = Reflect(row, d, layout, options)
         B, C = (
             row[:, at : at + options.groups * n].unflatten(-1, (options.groups, n))

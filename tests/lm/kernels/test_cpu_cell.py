@@ -195,6 +195,77 @@ def test_rnn(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, **others}), rnn=True)
 
 
+# Through centroids.
+
+
+def with_centroids(k, without=(), **others):
+    """`problem`, whose y is read through k centroids; their tensors have names of their own."""
+    layout, options, tensors = problem(without=without, **others)
+    b, length, d = tensors["x"].shape
+    generator = torch.Generator().manual_seed(k)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    readout = dict(keys=draw(k, d) / d**0.5, key_bias=draw(k), values=draw(k, d))
+    noise = None if "noise" in without else 0.3 * draw(b, length, d)
+    return layout, options, {**tensors, **readout, "noise": noise}
+
+
+def through_centroids(compute):
+    """compute, which takes the tensors of `with_centroids`."""
+
+    def run(layout, options, keys, key_bias, values, noise, **given):
+        readout = cpu_cell.Readout(keys, key_bias, values, noise)
+        return compute(layout, options, **given, readout=readout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        dict(k=1),
+        dict(k=5),
+        dict(k=33, rank=2, length=9),
+        dict(k=16, d=64),
+        dict(k=7, without=("noise",)),
+        dict(k=7, without=("keep", "y0", "h0"), b=3),
+        dict(k=9, adjoint_clip=0.2),
+        dict(k=9, d=24, heads=4, groups=2, norm="rms", without=("norm_bias",)),
+    ],
+    ids=str,
+)
+def test_centroids(others):
+    given = with_centroids(**others)
+    limit = torch.linalg.vector_norm(cotangent(given[2]["x"]), dim=-1).amax(-1)
+    ours, theirs = through_centroids(cpu_cell.cell), through_centroids(oracle_cell.cell)
+    expected = results(theirs, given, limit=limit)
+    assert_close(results(ours, given, adjoint=None), expected, 1e-9)
+    assert_close(results(ours, given, torch.float32, adjoint=None), expected, 3e-4)
+
+
+def test_centroids_token_by_token_are_the_whole_bit_for_bit():
+    layout, options, tensors = with_centroids(k=21, b=3, length=9, d=83)
+    solve = through_centroids(cpu_cell.cell)
+    y, h, _ = solve(layout, options, **tensors, adjoint=None)
+    shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
+    y_before, state, ys = tensors["y0"], tensors["h0"], []
+    for t in range(9):
+        part = cut({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
+        y_part, state, _ = solve(layout, options, **part, **shared, adjoint=None)
+        y_before = y_part[:, -1]
+        ys.append(y_part)
+    assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h)
+
+
+def test_centroids_of_another_width_are_refused():
+    layout, options, tensors = with_centroids(k=5)
+    tensors["values"] = tensors["values"][:, :-1]
+    with pytest.raises(ValueError, match="values is"):
+        through_centroids(cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+
+
 # Which root.
 
 
@@ -396,6 +467,9 @@ def test_memory_that_was_in_use_before_changes_nothing():
         " without=('norm_bias',))):\n"
         "    found = results(cpu_cell.cell, given, torch.float32, adjoint=None)\n"
         "    print([v.double().sum().item().hex() for v in found.values()])\n"
+        "given = with_centroids(k=7)\n"
+        "found = results(through_centroids(cpu_cell.cell), given, torch.float32, adjoint=None)\n"
+        "print([v.double().sum().item().hex() for v in found.values()])\n"
     )
     said = []
     for filled in ("0", "1", "85"):
