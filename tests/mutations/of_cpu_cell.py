@@ -17,6 +17,8 @@ VECTOR = (f"{TESTS}rnn",)
 PICARD = (f"{TESTS}it_is_the_root_that_picard_runs_into",)
 FOLD = (f"{TESTS}near_a_fold_the_gradient_is_limited",)
 ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
+CENTROIDS = (f"{TESTS}centroids",)
+KERNEL = "lm/kernels/cpu/cell.py"
 PIECES = (f"{TESTS}token_by_token_is_the_whole_bit_for_bit",)
 
 MUTATIONS = [
@@ -233,5 +235,42 @@ MUTATIONS = [
         "for (int64_t row = 0; row < rows; ++row)\n        for (int64_t i = 0; i < size; ++i) sum",
         "for (int64_t row = 1; row < rows; ++row)\n        for (int64_t i = 0; i < size; ++i) sum",
         LOOP,
+    ),
+    # Centroids.
+    Mutation(
+        "compiled cell: the noise is not read through the centroids",
+        FORWARD, "+= in<T>(p.noise)[at * p.channels + c];",
+        "+= 0 * in<T>(p.noise)[at * p.channels + c];",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: the centroids' softmax has no normaliser in its gradient",
+        BACKWARD, "alpha[j] * (d_logit[j] - mean)", "alpha[j] * d_logit[j]",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: the weight's gradient is of y, not of what is read of it",
+        BACKWARD, "if (p.reads) before = in<T>(p.reads) + at * d;", "",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: what the first token reads has no gradient",
+        BACKWARD, "if (start + t > 0 || p.centroids)", "if (start + t > 0)",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: the keys' gradient is of the y of the document before",
+        KERNEL, "before = before * keep.unsqueeze(-1)", "pass",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: the keys' gradient is of y without its noise",
+        KERNEL, "return before if noise is None else before + noise", "return before",
+        CENTROIDS,
+    ),
+    Mutation(
+        "compiled cell: padding lanes count in the centroids' softmax",
+        FORWARD, "sums += first_lanes<T>(e, lanes);", "sums += e;",
+        CENTROIDS,
     ),
 ]  # fmt: skip

@@ -400,4 +400,25 @@ MUTATIONS = [
         "        x, parts, rows = self._mixed(s, y)",
         ("tests/lm/model/test_causal.py::test_later_tokens_change_no_other_schedules_result[fp_rnn-window:4]",),
     ),
+    Mutation(
+        "centroids: the longest is nearest",
+        LAYERS,
+        "-scale * c.square().sum(-1) / 2",
+        "-scale * c.square().sum(-1) * 0",
+        (f"{ORACLE} -k centroids",),
+    ),
+    Mutation(
+        "centroids: the noise is lost",
+        LAYERS,
+        "y_before if self.noise is None else y_before + self.noise",
+        "y_before",
+        ("tests/lm/model/test_centroids.py",),
+    ),
+    Mutation(
+        "centroids: a window reads the noise of the first tokens",
+        LAYERS,
+        "noise = None if self.noise is None else self.noise[:, start:end]",
+        "noise = None if self.noise is None else self.noise[:, : end - start]",
+        ("tests/lm/model/test_centroids.py",),
+    ),
 ]  # fmt: skip

@@ -1,0 +1,110 @@
+"""sh(y) read through centroids: what is read, by every schedule alike, and what is refused.
+
+The equations are in test_oracle.py's cases, the compiled cell's in tests/lm/kernels.
+"""
+
+import math
+
+import pytest
+import torch
+
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fixed_point import FixedPointBlock
+from lm.model.layers import Centroids
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.state import BlockState, Sequences, Solving
+from lm.training.optim import decays, matrices
+
+SIZES = dict(vocab_size=24, d_model=20, d_state=5, n_layer=1, headdim=10, expand=1)
+
+
+def small(**fields):
+    torch.manual_seed(0)
+    return FPRNNForCausalLM(FPRNNConfig(**{**SIZES, "state_centroids": 13, **fields}))
+
+
+def test_a_sharp_reading_is_the_nearest_vector_not_the_longest():
+    reading = Centroids(3, 2)
+    with torch.no_grad():
+        reading.vectors.copy_(torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0]]))
+        reading.log_sharpness.fill_(math.log(1e4))
+    near = torch.tensor([[1.2, 0.3], [0.2, 1.4], [7.0, 8.0]])
+    torch.testing.assert_close(reading(near), reading.vectors[[0, 2, 1]])
+    with torch.no_grad():
+        reading.log_sharpness.fill_(-30.0)
+    torch.testing.assert_close(reading(near), reading.vectors.mean(0).expand(3, 2))
+
+
+def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
+    """Output, state and every gradient, that of the noise among them, by the kernel or without."""
+    calls = []
+    plain = FixedPointBlock._solve_sequential
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            FixedPointBlock, "_solve_sequential", lambda *a: (calls.append(1), plain(*a))[1]
+        )
+        if not kernel:
+            patch.setattr(FixedPointBlock, "_has_kernel", lambda *a: False)
+        block, u = model.backbone.layers[0].block, u.clone().requires_grad_()
+        noise = torch.randn(
+            *u.shape[:2], 20, generator=torch.Generator().manual_seed(3), dtype=u.dtype
+        ).requires_grad_()
+        solving = Solving(draw_noise=lambda *_: noise)
+        with model.solving(schedule=schedule, tol=1e-12):
+            out, _, end = block(u, seqs._replace(solving=solving))
+        wanted = [u, noise, *block.parameters()]
+        grads = torch.autograd.grad(out.sin().sum(), wanted)
+    if schedule == "sequential":
+        assert len(calls) == (not kernel)
+    return [out.detach(), end.y, end.h, *grads]
+
+
+@pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2"])
+def test_kernel_and_loop_agree_with_noise_documents_and_a_state(block, monkeypatch):
+    model = small(block=block, mixer_rank=2).double().train()
+    u = torch.randn(3, 9, 20, dtype=torch.float64)
+    starts = torch.zeros(3, 9, dtype=torch.bool)
+    starts[0, 4] = starts[1, 0] = True
+    h = torch.randn(3, 20, 5) if block == "fp_mamba1" else torch.randn(3, 2, 10, 5)
+    y = torch.randn(3, 20, dtype=torch.float64)
+    seqs = Sequences(starts=starts, state=BlockState(y, y, h.double(), ()), return_state=True)
+    given = model, u, seqs, monkeypatch
+    ours, theirs = solved(*given, kernel=True), solved(*given, kernel=False)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_windows_read_the_noise_of_their_own_tokens(monkeypatch):
+    model = small(mixer_rank=2).double().train()
+    u = torch.randn(2, 8, 20, dtype=torch.float64)
+    given = model, u, Sequences(return_state=True), monkeypatch
+    expected = solved(*given, kernel=False)
+    for schedule in ("window:3", "parallel"):
+        found = solved(*given, kernel=False, schedule=schedule)
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
+
+
+def test_vectors_start_as_long_as_a_state_and_do_not_decay():
+    model = small(state_centroids=500)
+    reading = model.backbone.layers[0].block.centroids
+    assert abs(reading.vectors.square().mean() - 1) < 0.05
+    assert reading.log_sharpness.exp().item() == pytest.approx(16)
+    names = [name for name, _ in model.named_parameters() if "centroids" in name]
+    assert len(names) == 2 and not any(map(decays, names))
+    assert not matrices(model) & set(names)
+
+
+def test_what_cannot_read_through_them_is_refused():
+    with pytest.raises(ValueError, match="state_centroids is 4: it is of fp_mamba1 and fp_mamba2"):
+        FPRNNConfig(**SIZES, block="fp_rnn", state_centroids=4)
+    alone = dict(mixer_h_dep=False, b_h_dep=False, c_h_dep=False)
+    with pytest.raises(ValueError, match=r"nothing reads sh\(y\)"):
+        FPRNNConfig(**SIZES, **alone, state_centroids=4)
+    with pytest.raises(ValueError, match="state_centroids"):
+        FPRNNConfig(**SIZES, layers=[{"mamba": {"state_centroids": 4}}])
+
+
+def test_operations_count_them():
+    without, with_them = (small(state_centroids=k).backbone.layers[0].block for k in (0, 13))
+    more = with_them.flops_per_token()[1] - without.flops_per_token()[1]
+    assert more == 2 * 2 * 13 * 20  # two products of 13 vectors
