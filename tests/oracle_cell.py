@@ -154,7 +154,7 @@ def clipped(y, options, limit):
 
 
 def nearest(before, t, readout):
-    """What is read through the centroids, each weighed by hand. readout: a Readout of lm.kernels."""
+    """What is read through the centroids, each weighed by hand. readout: of lm.kernels.cell."""
     if readout is None:
         return before
     keys, key_bias, values, noise = readout

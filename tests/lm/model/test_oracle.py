@@ -112,8 +112,8 @@ SOME = {
         "fp_mamba1-householder2_lowrank", "fp_mamba1-everything", "fp_mamba1-kronecker_spectral",
         "fp_mamba1-dplr2", "fp_mamba1-gate_inside_conv", "fp_mamba1-mixture3",
         "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch",
-        "fp_mamba2-one_group", "fp_mamba1-centroids", "fp_rnn-householder4", "fp_rnn-conv", "fp_rnn-kronecker",
-        "fp_rnn-selective_dense",
+        "fp_mamba2-one_group", "fp_mamba1-centroids", "fp_rnn-householder4", "fp_rnn-conv",
+        "fp_rnn-kronecker", "fp_rnn-selective_dense",
     )
 }  # fmt: skip
 INTERPRETED = ("fp_mamba1-everything", "fp_mamba1-householder2_lowrank", "fp_mamba2-householder4")
