@@ -12,7 +12,8 @@ from lm.runs.checkpoint import listed
 from lm.runs.run_dir import RunDir
 from lm.training import upcycle
 from lm.training.foreign import Source, SourceError, settled
-from synthetic.build import load_run, trained_on
+from synthetic.build import Loaded, load_run, trained_on
+from synthetic.centroids import start_centroids
 from synthetic.config import Config, Task
 
 
@@ -45,7 +46,7 @@ class Start:
             raise ConfigError(
                 f"init_from.path is {wanted.path}, which is this run itself: choose another `name`"
             )
-        self.source = _read(wanted.path)
+        self.source, self.loaded = _read(wanted.path)
         self.model = model
         task, seen = trained_on(self.source.path)
         other_task = _other_task(task, cfg.task)
@@ -62,14 +63,16 @@ class Start:
     def apply(self) -> list[str]:
         """Give the model the weights → what was taken, in words."""
         upcycle.apply(self.found, self.source, self.model)
-        return upcycle.described(self.found, self.source, self.model.config)
+        described = upcycle.described(self.found, self.source, self.model.config)
+        found = self.found
+        return described + start_centroids(self.model, found.new, found.pairs, self.loaded)
 
     def write(self, run: RunDir) -> None:
         """Write down what was taken."""
         write_json(run.init_from, upcycle.record(self.found, self.source, self.model.config))
 
 
-def _read(path: str) -> Source:
+def _read(path: str) -> tuple[Source, Loaded]:
     """The model of a trained synthetic run."""
     run = RunDir(Path(path).expanduser())
     if not run.holds_run:
@@ -79,7 +82,7 @@ def _read(path: str) -> Source:
         loaded = load_run(run.path)
     config = loaded.model.config
     weights = settled(loaded.model.state_dict(), config, run.path)
-    return Source(run.path, "a synthetic run", config, weights, None)
+    return Source(run.path, "a synthetic run", config, weights, None), loaded
 
 
 def _other_task(theirs: Task, ours: Task) -> str:

@@ -23,7 +23,7 @@ Gap = Annotated[int, Field(ge=0, le=2**14)]
 class Traces(Section):
     """Text of `source: traces`, which is made, not read (lm/data/sources/traces.py)."""
 
-    group: str = Field("S3", min_length=1)  # S5, A5, Z60, A4_x_Z5, …; of a repl S2 to S9
+    group: str = Field("S3", min_length=1)  # S5, A5, D4, Z60, A4_x_Z5, …; of a repl S2 to S9
     form: Literal["words", "repl"] = "words"
     # a number: up to so many, the longer the rarer
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (of pydantic)

@@ -54,7 +54,7 @@ def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengt
 
 
 def test_names_of_elements_multiply_as_permutations_do():
-    for name in ("S4", "A5"):
+    for name in ("S4", "A5", "D4"):
         names, of = element_names(name), group(name)
         assert len(set(names)) == of.order and names[of.identity] == "12345"[: int(name[1])]
         rng = np.random.default_rng(0)

@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.sources.groups import group
+from lm.data.sources.groups import element_names, group
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import TaskError
 
 NAMES = ["S2", "S3", "A3", "A4", "S4", "A5", "S5", "Z1", "Z7", "Z60", "A4_x_Z5", "S3_x_Z2_x_Z2"]
+NAMES += ["D4", "D7", "D3_x_Z2"]
 
 
 @settings(max_examples=25, deadline=None)
@@ -26,6 +27,18 @@ def test_targets_are_running_products(name, seed, length, rows):
         for t in range(1, length):
             state = table[state, x[t]]
             assert y[t] == state
+
+
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_the_symmetries_of_a_polygon_keep_neighbours_and_are_all(n):
+    corners = [set(map(int, name)) for name in element_names(f"D{n}")]
+    assert all(found == set(range(1, n + 1)) for found in corners)
+    images = {name for name in element_names(f"D{n}")}
+    assert len(images) == group(f"D{n}").order == 2 * n
+    for name in images:
+        round_it = [int(c) for c in name]
+        steps = {(b - a) % n for a, b in zip(round_it, round_it[1:] + round_it[:1])}
+        assert steps in ({1}, {n - 1})
 
 
 def test_the_same_arguments_give_the_same_batch_and_others_another():
@@ -46,7 +59,7 @@ def test_accuracies():
     assert score["token_accuracy"].mean() == 19 / 20
 
 
-@pytest.mark.parametrize("name", ["B3", "S8"])
+@pytest.mark.parametrize("name", ["B3", "S8", "D2", "D10"])
 def test_a_group_that_is_none_is_refused(name):
     with pytest.raises(TaskError, match=r"unknown group|more than 5040 elements"):
         tasks.build(Task(name="word_problem", group=name))

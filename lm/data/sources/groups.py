@@ -50,6 +50,15 @@ def permutations(n: int, even: bool = False) -> np.ndarray:
     return p[inversions % 2 == 0] if n > 1 else p
 
 
+def symmetries(n: int) -> np.ndarray:
+    """What the symmetries of a regular n-gon, n > 2, do to its corners, in lexicographic order →
+    (2n,n)."""
+    corners = np.arange(n)
+    turned = (corners + corners[:, None]) % n
+    both = np.concatenate([turned, turned[:, ::-1]]).astype(np.int8)
+    return both[np.lexsort(both.T[::-1])]
+
+
 def _of_permutations(name: str, p: np.ndarray) -> Group:
     """p·q is 'first p, then q': (p·q)[i] = q[p[i]]."""
     n = p.shape[1]
@@ -69,19 +78,22 @@ def _product(a: Group, b: Group) -> Group:
 
 
 def _order(name: str) -> int:
-    """The number of elements of S_n, A_n, Z_n or a product; beyond MAX_ORDER at least that many."""
+    """The number of elements of S_n, A_n, D_n, Z_n or a product; beyond MAX_ORDER at least that many."""
     order = 1
     for part in name.split("_x_"):
-        found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})", part)
+        found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})|(D)([3-9])", part)
         if not found:
             raise DataError(
                 f"unknown group `{name}`: groups are S<n> (all permutations of n), A<n> (the even"
-                " ones), Z<n> (addition modulo n) and their products, as in S5, A5, Z60, A4_x_Z5"
+                " ones), D<n> (the symmetries of a polygon of 3 to 9 corners), Z<n> (addition"
+                " modulo n) and their products, as in S5, A5, D4, Z60, A4_x_Z5"
             )
-        kind = found[1]
-        n = int(found[2])
+        kind = found[1] or found[3]
+        n = int(found[2] or found[4])
         if kind == "Z":
             factor = n
+        elif kind == "D":
+            factor = 2 * n
         else:  # n!, of the even ones half
             factor = 1
             for k in range(2 if kind == "S" else 3, n + 1):
@@ -92,9 +104,15 @@ def _order(name: str) -> int:
     return order
 
 
+def _permutations_of(part: str) -> np.ndarray:
+    """Of S_n, A_n or D_n."""
+    n = int(part[1:])
+    return symmetries(n) if part[0] == "D" else permutations(n, even=part[0] == "A")
+
+
 @lru_cache(maxsize=8)
 def group(name: str) -> Group:
-    """The group of a name: S5, A5, Z60, A4_x_Z5.
+    """The group of a name: S5, A5, D4, Z60, A4_x_Z5.
 
     Raises:
         DataError: no such group, or one whose table would be too large.
@@ -109,7 +127,7 @@ def group(name: str) -> Group:
             numbers = np.arange(n, dtype=np.int32)
             parts.append(Group(part, (numbers[:, None] + numbers) % n))
         else:
-            parts.append(_of_permutations(part, permutations(n, even=part[0] == "A")))
+            parts.append(_of_permutations(part, _permutations_of(part)))
     whole = parts[0]
     for factor in parts[1:]:
         whole = _product(whole, factor)
@@ -125,7 +143,7 @@ def element_names(name: str) -> list[str]:
         if part[0] == "Z":
             own = [str(i) for i in range(n)]
         else:
-            ordered = permutations(n, even=part[0] == "A") + 1
+            ordered = _permutations_of(part) + 1
             own = ["".join(map(str, p)) for p in ordered]
         names = [f"{left},{right}" if left else right for left in names for right in own]
     return names
