@@ -33,7 +33,7 @@ def test_targets_are_running_products(name, seed, length, rows):
 def test_the_symmetries_of_a_polygon_keep_neighbours_and_are_all(n):
     corners = [set(map(int, name)) for name in element_names(f"D{n}")]
     assert all(found == set(range(1, n + 1)) for found in corners)
-    images = {name for name in element_names(f"D{n}")}
+    images = set(element_names(f"D{n}"))
     assert len(images) == group(f"D{n}").order == 2 * n
     for name in images:
         round_it = [int(c) for c in name]
