@@ -1,4 +1,4 @@
-"""The centroids of a model that starts from a run without: zero, and its states' means by answer."""
+"""The centroids of a model that starts from a run without: zero, and the mean of each answer."""
 
 from __future__ import annotations
 

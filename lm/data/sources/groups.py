@@ -78,7 +78,7 @@ def _product(a: Group, b: Group) -> Group:
 
 
 def _order(name: str) -> int:
-    """The number of elements of S_n, A_n, D_n, Z_n or a product; beyond MAX_ORDER at least that many."""
+    """The number of elements; beyond MAX_ORDER at least that many."""
     order = 1
     for part in name.split("_x_"):
         found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})|(D)([3-9])", part)
