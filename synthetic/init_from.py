@@ -12,8 +12,8 @@ from lm.runs.checkpoint import listed
 from lm.runs.run_dir import RunDir
 from lm.training import upcycle
 from lm.training.foreign import Source, SourceError, settled
+from synthetic import centroids
 from synthetic.build import Loaded, load_run, trained_on
-from synthetic.centroids import start_centroids
 from synthetic.config import Config, Task
 
 
@@ -46,7 +46,7 @@ class Start:
             raise ConfigError(
                 f"init_from.path is {wanted.path}, which is this run itself: choose another `name`"
             )
-        self.source, self.loaded = _read(wanted.path)
+        self.source, loaded = _read(wanted.path)
         self.model = model
         task, seen = trained_on(self.source.path)
         other_task = _other_task(task, cfg.task)
@@ -59,13 +59,14 @@ class Start:
             model.config.vocab_size,
             other_task,
         )
+        found = self.found
+        self.centroids = centroids.new_centroids(model, found.new, found.pairs, loaded)
 
     def apply(self) -> list[str]:
         """Give the model the weights → what was taken, in words."""
         upcycle.apply(self.found, self.source, self.model)
         described = upcycle.described(self.found, self.source, self.model.config)
-        found = self.found
-        return described + start_centroids(self.model, found.new, found.pairs, self.loaded)
+        return described + centroids.start(self.model, self.centroids)
 
     def write(self, run: RunDir) -> None:
         """Write down what was taken."""

@@ -16,6 +16,7 @@ OF_AUTOMATON = ("tests/synthetic/test_automaton.py",)
 OF_DYCK = ("tests/synthetic/test_dyck.py",)
 OF_DRAWN = ("tests/synthetic/test_drawn.py",)
 OF_TRACES = ("tests/lm/data/test_traces.py",)
+INIT_FROM = "tests/synthetic/test_synthetic_init_from.py"
 
 MUTATIONS = [
     Mutation(
@@ -150,5 +151,26 @@ MUTATIONS = [
         "self.group.table[state, element]",
         "self.group.table[element, state]",
         OF_TRACES,
+    ),
+    Mutation(
+        "centroids: an answer's mean is of smaller answers, too",
+        "synthetic/centroids.py",
+        "states[partner][answers == name].mean(0)",
+        "states[partner][answers <= name].mean(0)",
+        (INIT_FROM,),
+    ),
+    Mutation(
+        "centroids: zero comes last",
+        "synthetic/centroids.py",
+        "vectors = torch.cat([torch.zeros_like(means[:1]), means])",
+        "vectors = torch.cat([means, torch.zeros_like(means[:1])])",
+        (INIT_FROM,),
+    ),
+    Mutation(
+        "D4: the mirror images are missing",
+        "lm/data/sources/groups.py",
+        "np.concatenate([turned, turned[:, ::-1]])",
+        "np.concatenate([turned, turned])",
+        ("tests/synthetic/test_word_problem.py -k symmetries",),
     ),
 ]

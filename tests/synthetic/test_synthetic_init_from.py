@@ -104,6 +104,42 @@ def test_what_does_not_fit_is_refused(args, tmp_path, capsys, overrides, words):
     assert not (tmp_path / "t").exists()
 
 
+THROUGH = "model.layers=[mamba, {fp_mamba1: {state_centroids: 4}}, mamba]"
+
+
+def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
+    cfg = config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true"))
+    started = Training(cfg)
+    said = started.init_from.apply()
+    assert said[-1].startswith("layer 1: 4 centroids, zero and the means of 8,192 states")
+    centroids = started.model.backbone.layers[1].block.centroids
+    assert centroids.vectors[0].eq(0).all()
+    assert centroids.log_sharpness.exp().item() == pytest.approx(64)
+    # Z3: the answer is the sum modulo 3. One sequence at a time, one token at a time.
+    loaded, sums, states = load_run(source), [], []
+    for number in range(16):
+        for ids in torch.from_numpy(loaded.task.batch(0, "train", number, 512, (4, 4)).input_ids):
+            sums.append(int(ids.sum()) % 3)
+            states.append(tuple(ids.tolist()))
+    means, state_of = torch.zeros(3, 32), {}
+    for word in set(states):
+        state = None
+        for token in word:
+            with torch.no_grad():
+                ids = torch.tensor([[token]])
+                state = loaded.model(input_ids=ids, state=state, return_state=True).state
+        state_of[word] = state.layers[0].y[0]
+    for answer, word in zip(sums, states):
+        means[answer] += state_of[word] / sums.count(answer)
+    torch.testing.assert_close(centroids.vectors[1:], means, rtol=0, atol=1e-4)
+
+
+def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, capsys):
+    more = THROUGH.replace("4", "9"), "init_from.partial=true"
+    assert "has 3 answers: set 4" in refused(capsys, *args, *more)
+    assert not (tmp_path / "t").exists()
+
+
 def test_a_run_is_no_start_of_itself(source, capsys):
     at_home = f"out_dir={source.parent}", f"init_from={source}"
     config_file = source.parent / "c.yaml"
