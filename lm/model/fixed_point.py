@@ -400,9 +400,10 @@ class FixedPointBlock(nn.Module):
     def _has_kernel(self, like):
         """Whether a kernel of `like`'s device computes the whole solve."""
         r, kernel = self.kernel_rank(), backend("cell", like)
-        if kernel is None or not r or (self.centroids is not None and not kernel.CENTROIDS):
+        if kernel is None or not r:
             return False
-        return kernel.fits(r, self.config.d_inner)
+        known = self.centroids is None or kernel.CENTROIDS
+        return known and kernel.fits(r, self.config.d_inner)
 
     def kernel_rank(self) -> int:
         """The reflections of a token that a compiled cell knows how to solve; 0: it does not."""
