@@ -22,22 +22,28 @@ class NewCentroids(NamedTuple):
     """What the centroids of a layer start as."""
 
     layer: int
-    vectors: torch.Tensor  # (k,d)
+    vectors: torch.Tensor | None  # (k,d); None: as those of any new layer
     said: str  # what they are, in words
 
 
 def new_centroids(
-    model: torch.nn.Module, new: list[str], pairs: list[int | None], source: Loaded
+    model: torch.nn.Module,
+    new: list[str],
+    pairs: list[int | None],
+    source: Loaded,
+    other_task: str,
 ) -> list[NewCentroids]:
     """Of every layer that has centroids where its partner has none: zero, which is read where there
-    is no token before, then for each answer the mean of the partner's states.
+    is no token before, then for each answer the mean of the partner's states. They stay random
+    where the partner has no such states, or answers something else.
 
     A layer that answers right need not be an automaton yet: its states after two sequences of the
     same answer differ, and what differs is carried on. From the mean of them it goes on rightly.
 
     Args:
         new: names of the model's parameters that the source has not. pairs: of every layer the
-        number of its partner in the source, or None.
+        number of its partner in the source, or None. other_task: in what the tasks differ; "": in
+        nothing.
     Raises:
         ConfigError: another number of centroids than answers, or no answer at a sequence's end.
     """
@@ -48,11 +54,20 @@ def new_centroids(
     }
     if not partners:
         return []
+    if other_task:
+        return [
+            NewCentroids(index, None, f"layer {index}: random centroids: {other_task}")
+            for index in partners
+        ]
     answers, states = _states(source)
     names = torch.unique(answers)
     found = []
     for index, partner in partners.items():
-        k = len(model.backbone.layers[index].block.centroids.vectors)
+        k, width = model.backbone.layers[index].block.centroids.vectors.shape
+        if partner not in states or states[partner].shape[1] != width:
+            why = f"its partner, layer {partner}, has no states of {width} channels"
+            found.append(NewCentroids(index, None, f"layer {index}: random centroids: {why}"))
+            continue
         if k != 1 + len(names):
             raise ConfigError(
                 f"model.state_centroids is {k}: where a run starts from one without, they are zero"
@@ -70,6 +85,8 @@ def new_centroids(
 def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
     """Give them to the model → what was done, in words."""
     for layer, vectors, _ in found:
+        if vectors is None:
+            continue
         centroids = model.backbone.layers[layer].block.centroids
         centroids.vectors.copy_(vectors)
         centroids.log_sharpness.fill_(math.log(SHARPNESS))
@@ -81,12 +98,15 @@ def _states(source: Loaded) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The answers at the ends of training sequences (n,), and of every fixed-point layer the states
     there, (n,d)."""
     cfg, task, model = source.cfg, source.task, source.model
+    device = next(model.parameters()).device
     answers: list[torch.Tensor] = []
     states: dict[int, list[torch.Tensor]] = {}
     for number in range(BATCHES):
         batch = task.batch(cfg.seed, "train", number, SEQUENCES, cfg.train.lengths)
-        ids, labels, mask = as_tensors(batch, "cpu")
-        ends = torch.full((len(ids),), ids.shape[1] - 1) if mask is None else mask.sum(1) - 1
+        ids, labels, mask = as_tensors(batch, device)
+        ends = labels.new_full((len(ids),), ids.shape[1] - 1)
+        if mask is not None:
+            ends = mask.sum(1) - 1
         last = labels.gather(1, ends.unsqueeze(1)).squeeze(1)
         asked = last != IGNORE
         answers.append(last[asked])

@@ -60,7 +60,7 @@ class Start:
             other_task,
         )
         found = self.found
-        self.centroids = centroids.new_centroids(model, found.new, found.pairs, loaded)
+        self.centroids = centroids.new_centroids(model, found.new, found.pairs, loaded, other_task)
 
     def apply(self) -> list[str]:
         """Give the model the weights → what was taken, in words."""

@@ -217,7 +217,7 @@ class Mamba3(PlainLayer):
             #    again; what the token itself reads of it has the first alone.
             follows = next_in_document(again, seqs)
             weight = dt - again + follows
-            decay = (dt * A).clamp_min(1e-30)  # it divides: at padding it is 0
+            decay = (dt * A).clamp_min(1e-16)  # it divides, in the gradient squared; 0 at padding
             heads = x.unflatten(-1, (self.heads, -1))
             rates = -torch.ones_like(self.D, dtype=wide)
             written = heads * (weight / decay).unsqueeze(-1)

@@ -284,9 +284,9 @@ ARCHITECTURE = {
     "state_centroids": Field(
         0,
         Number(0, 65_536, whole=True),
-        "k > 0: mixer, B and C read, in the place of sh(y), the nearest of k learned vectors,"
-        " softly, which pulls a state back to where it was. Of `fp_mamba1` and `fp_mamba2`; no"
-        " compiled kernel has it.",
+        "k > 0: what reads sh(y), but for the output gate, reads the nearest of k learned vectors"
+        " in its place, softly, which pulls a state back to where it was. Of `fp_mamba1` and"
+        " `fp_mamba2`; on a GPU no kernel has it.",
     ),
     "n_heads": Field(
         "auto",
@@ -540,11 +540,11 @@ def _check_centroids(config, kind):
             f"state_centroids is {k}: it is of fp_mamba1 and fp_mamba2, whose states have one"
             f" length, not of {kind}: leave it 0"
         )
-    reads = (config.mixer_h_dep, config.b_h_dep, config.c_h_dep, config.dt_h_dep)
-    if k and not any(reads):
+    mixer_reads = config.mixer_h_dep and config.mixer != "nonselective"
+    if k and not (mixer_reads or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
         raise ValueError(
-            f"state_centroids is {k}, and nothing reads sh(y): set mixer_h_dep, b_h_dep, c_h_dep or"
-            " dt_h_dep"
+            f"state_centroids is {k}, and nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep, or"
+            " mixer_h_dep of a mixer that is not nonselective"
         )
 
 

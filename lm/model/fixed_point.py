@@ -49,8 +49,8 @@ from .state import BlockState, Sequences, last, once, shift, state_shapes
 COARSE, FINE = 0.01, {torch.float32: 1e-5, torch.float64: 1e-9}
 NOT_EXPORTED = (
     "torch.export takes a solve that is one operator: `token: exact`, one token after the other"
-    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, the"
-    " exact gradient if there is one, no count of iterations"
+    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, no"
+    " centroids, the exact gradient if there is one, no count of iterations"
 )
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 

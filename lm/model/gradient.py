@@ -168,6 +168,7 @@ def whole_solve(
         readout: as there, a Readout; not under a compiler.
     """
     if compiling():
+        assert readout is None  # such a layer is computed outside
         y, h, outcome = _operator(*tensors, list(layout), *options)
         return y, h.detach(), outcome
     return _by_kernel(layout, options, tensors, adjoint, readout)

@@ -258,17 +258,19 @@ class Centroids(nn.Module):
         self.vectors = nn.Parameter(torch.empty(k, d))  # c
         self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
 
-    def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """keys (k,d), key_bias (k,) and values (k,d): r(y) = softmax(keys y + key_bias) values."""
+    def _maps(self, dtype):
         c = self.vectors.to(dtype)
         scale = self.log_sharpness.to(dtype).exp() / c.shape[-1]
         return scale * c, -scale * c.square().sum(-1) / 2, c
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """y: (…,d) → (…,d) in y's dtype; computed in fp32 or wider."""
+    def forward(self, y: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        """y: (…,d) → (…,d) in y's dtype; computed in fp32 or wider. Of nothing, the keys (k,d),
+        key_bias (k,) and values (k,d), in dtype: r(y) = softmax(keys y + key_bias) values."""
+        if y is None:
+            return self._maps(dtype)
         wide = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):
-            keys, key_bias, values = self.maps(wide)
+            keys, key_bias, values = self._maps(wide)
             alpha = torch.softmax(F.linear(y.to(wide), keys, key_bias), -1)
             return (alpha @ values).to(y.dtype)
 
@@ -327,7 +329,7 @@ class Projections(NamedTuple):
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)
-        return *self.centroids.maps(dtype), noise
+        return *self.centroids(dtype=dtype), noise
 
     def cut(self, start: int, end: int) -> "Projections":
         """Of the tokens start ≤ t < end."""

@@ -261,10 +261,10 @@ def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) 
     """The last n positions of each row that are not padding, zero where another document's.
 
     Args:
-        x: (b,l,·), padded on the right where seqs.mask says so.
-        before: (b,n,·) the positions before x; zero if None.
+        x: (b,l,…), padded on the right where seqs.mask says so.
+        before: (b,n,…) the positions before x; zero if None.
     Returns:
-        (b,n,·), detached, and a copy: keeping it does not keep x.
+        (b,n,…), detached, and a copy: keeping it does not keep x.
     """
     x = x.detach()
     if seqs.mask is None and seqs.starts is None and n <= x.shape[1]:
@@ -283,7 +283,8 @@ def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) 
     # `before` is of the document that the first token goes on with, unless that one starts another.
     document = F.pad(seqs.starts.long().cumsum(1), (n, 0))
     document = taken(document, at)
-    return tail * (document == document[:, -1:]).unsqueeze(-1)
+    alive = document == document[:, -1:]
+    return tail * alive.reshape(*alive.shape, *[1] * (tail.dim() - 2))
 
 
 def padding_to_the_right(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ SENT_LOW = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 KEPT = {
     "mamba": 12.0,
     "mamba2": 21.0,
-    "mamba3": 40.0,
+    "mamba3": 22.9,
     "attention": 4.5,
     "mlp": 5.5,
     "lstm": 12.0,
@@ -44,8 +44,9 @@ KEPT = {
     "kda": 40.0,
     "rwkv7": 40.0,
     "slstm": 40.0,
-    "m2rnn": 40.0,
+    "m2rnn": 25.8,
 }
+KEPT_BY_STATE = {"mamba3": 0.71, "m2rnn": 2.18}  # more for each number of d_state
 # Of a fixed-point layer, by how it is solved and differentiated.
 KEPT_ONE_BY_ONE = 14.0  # each token exactly, one after the other: what a CPU does
 KEPT_ONE_STEP = 20.0  # the gradient of one evaluation
@@ -134,6 +135,7 @@ def _kept_by(layer: Layer, m: Model, solver: dict, on_gpu: bool) -> float:
     """Of one layer. m: the model's."""
     own = m.model_copy(update=layer.options)
     kept = KEPT.get(layer.kind) or _kept_by_solved(own, solver, on_gpu)
+    kept += KEPT_BY_STATE.get(layer.kind, 0.0) * own.d_state
     expand = own.expand if "expand" in KINDS[layer.kind] else 2.0  # at which KEPT was measured
     return kept * expand / m.expand
 
@@ -145,7 +147,8 @@ def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:
     has_low_rank = m.mixer in ("householder", "dplr")
     one_by_one = ("sequential",) if on_gpu else ("sequential", "auto")
     if has_low_rank and solver["token"] == "exact" and solver["schedule"] in one_by_one:
-        return KEPT_ONE_BY_ONE + m.mixer_rank - 1
+        through_centroids = 1 + m.state_centroids / (m.expand * m.d_model)  # what is read, and α
+        return KEPT_ONE_BY_ONE + m.mixer_rank - 1 + bool(m.state_centroids) * through_centroids
     if has_low_rank:
         return KEPT_WINDOWS + KEPT_REFLECTION * (m.mixer_rank - 1)
     return KEPT_WINDOWS_FULL_MATRIX

@@ -34,7 +34,13 @@ OF_THE_SOLUTION = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_ma
 # Mixers that `_start_at_identity` knows.
 AT_IDENTITY = ("householder", "dplr", "kronecker", "monarch", "nonselective", "mixture")
 # Off, or the identity, first.
-NEW_IN_FP = ("block.mixer.", "block.bc_y_proj.", "block.dt_y_proj.", "block.z_y_proj.")
+NEW_IN_FP = (
+    "block.mixer.",
+    "block.bc_y_proj.",
+    "block.dt_y_proj.",
+    "block.z_y_proj.",
+    "block.centroids.",
+)
 
 
 @dataclass

@@ -140,6 +140,21 @@ def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, cap
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.parametrize(
+    "others, why",
+    [
+        (["task.group=S3"], "it was trained on another task (task.group Z3 there, S3 here)"),
+        ([THROUGH.replace("4}", "4, expand: 1}")], "layer 0, has no states of 16 channels"),
+    ],
+)
+def test_centroids_without_states_to_start_from_stay_random(args, others, why):
+    cfg = config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true", *others))
+    started = Training(cfg)
+    before = started.model.backbone.layers[1].block.centroids.vectors.clone()
+    assert why in started.init_from.apply()[-1]
+    assert torch.equal(started.model.backbone.layers[1].block.centroids.vectors, before)
+
+
 def test_a_run_is_no_start_of_itself(source, capsys):
     at_home = f"out_dir={source.parent}", f"init_from={source}"
     config_file = source.parent / "c.yaml"

@@ -100,6 +100,9 @@ def test_what_cannot_read_through_them_is_refused():
     alone = dict(mixer_h_dep=False, b_h_dep=False, c_h_dep=False)
     with pytest.raises(ValueError, match=r"nothing reads sh\(y\)"):
         FPRNNConfig(**SIZES, **alone, state_centroids=4)
+    blind = dict(mixer="nonselective", b_h_dep=False, c_h_dep=False)
+    with pytest.raises(ValueError, match=r"nothing reads sh\(y\)"):
+        FPRNNConfig(**SIZES, **blind, state_centroids=4)
     with pytest.raises(ValueError, match="state_centroids"):
         FPRNNConfig(**SIZES, layers=[{"mamba": {"state_centroids": 4}}])
 
@@ -108,3 +111,14 @@ def test_operations_count_them():
     without, with_them = (small(state_centroids=k).backbone.layers[0].block for k in (0, 13))
     more = with_them.flops_per_token()[1] - without.flops_per_token()[1]
     assert more == 2 * 2 * 13 * 20  # two products of 13 vectors
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "window:3"])
+def test_they_are_called_as_a_module_by_every_schedule(schedule):
+    """Adapters and offloading act on nothing else."""
+    model, calls = small().eval(), []
+    reading = model.backbone.layers[0].block.centroids
+    reading.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad(), model.solving(schedule=schedule):
+        model(torch.arange(8).view(1, 8))
+    assert calls

@@ -72,27 +72,38 @@ def test_the_layer_is_the_papers(groups):
 
 def test_documents_start_from_nothing():
     block = layer("mamba3")
-    u = torch.randn(1, 11, 32, dtype=torch.float64)
-    starts = torch.zeros(1, 11, dtype=torch.bool)
-    starts[0, [0, 4]] = True
+    u = torch.randn(3, 11, 32, dtype=torch.float64)
+    starts = torch.zeros(3, 11, dtype=torch.bool)
+    starts[:, [0, 4]] = True
     _, _, state = block(u, Sequences(return_state=True))
     packed, _, end = block(u, Sequences(starts=starts, state=state, return_state=True))
     alone, _, expected = block(u[:, 4:], Sequences(return_state=True))
     torch.testing.assert_close(packed[:, 4:], alone)
     torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
-    later = torch.randn(1, 3, 32, dtype=torch.float64)  # the angles differ, what is read does not
+    assert [t.shape[1:] for t in end] == block.state_shapes()
+    later = torch.randn(3, 3, 32, dtype=torch.float64)  # the angles differ, what is read does not
     found, wanted = (block(later, Sequences(state=s))[0] for s in (end, expected))
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_step_of_no_size_divides_nothing_by_zero():
-    block = layer("mamba3").float()
+@pytest.mark.parametrize("bias", [-200.0, -60.0, -45.0, -35.0])  # Δ = 0 in fp32; 1e-26; …
+def test_steps_of_nearly_no_size_divide_nothing_by_zero(bias):
+    block = layer("mamba3")
+    at = sum(block.widths[:4])
     with torch.no_grad():
-        block.dt_bias.fill_(-200.0)  # Δ = 0 in fp32
-    u = torch.randn(2, 9, 32, requires_grad=True)
-    out = block(u)[0]
-    out.square().sum().backward()
-    assert out.isfinite().all() and u.grad.isfinite().all()
+        block.in_proj.weight[at : at + block.heads] = 0
+        block.in_proj.weight[at : at + block.heads, 0] = 1
+    u = torch.randn(2, 9, 32, dtype=torch.float64)
+    u[:, :, 0] = bias
+    u[:, ::3, 0] = 1.0  # a step of a size after those
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        block, x = block.to(dtype), u.to(dtype, copy=True).requires_grad_()
+        out = block(x)[0]
+        out.square().sum().backward()
+        found.append((out.detach().double(), x.grad.double()))
+    for wide, narrow in zip(*found):
+        torch.testing.assert_close(narrow, wide, rtol=1e-3, atol=1e-3 * wide.abs().max().item())
 
 
 def test_biases_start_at_one_and_steps_as_mambas():
