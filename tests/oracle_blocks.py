@@ -129,7 +129,7 @@ class Mamba(Block):
 
     def seen(self, before):
         """sh(y) as all but the output gate reads it."""
-        if not self.c.state_centroids:
+        if not getattr(self.c, "state_centroids", 0):  # vectors of the paper have none
             return before
         vectors, sharpness = self.p["centroids.vectors"], self.p["centroids.log_sharpness"].exp()
         far = torch.stack([(before - c).square().sum() for c in vectors]) / len(before)

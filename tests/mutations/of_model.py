@@ -390,7 +390,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a segment's last inputs reach into the document before",
-        STATE, "return tail * (document == document[:, -1:]).unsqueeze(-1)", "return tail",
+        STATE, "return tail * alive.reshape(*alive.shape, *[1] * (tail.dim() - 2))", "return tail",
         ("tests/lm/model/test_state.py::test_last_takes_the_last_tokens_of_each_row_within_its_document",),
     ),
     Mutation(
