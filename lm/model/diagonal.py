@@ -215,7 +215,8 @@ class Mamba3(PlainLayer):
             query = turned(self._of_heads(C, self.C_norm, self.C_bias), angle)
             # 3. The scan. A token's weight is its own and that by which the next one writes it
             #    again; what the token itself reads of it has the first alone.
-            follows = next_in_document(again, seqs)
+            #    (At the end of a document it writes into a state that nobody reads.)
+            follows = F.pad(again[:, 1:], (0, 0, 0, 1))
             weight = dt - again + follows
             decay = (dt * A).clamp_min(1e-16)  # it divides, in the gradient squared; 0 at padding
             heads = x.unflatten(-1, (self.heads, -1))
@@ -270,12 +271,3 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     cos, sin = angle.cos(), angle.sin()
     pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
     return torch.cat([pairs.flatten(-2), rest], -1)
-
-
-def next_in_document(x: torch.Tensor, seqs: Sequences) -> torch.Tensor:
-    """x (b,l,·) of the token after each one; zero after the last of the batch and of a document."""
-    later = F.pad(x[:, 1:], (0, 0, 0, 1))
-    if seqs.starts is None:
-        return later
-    ends = F.pad(seqs.starts[:, 1:], (0, 1), value=True)
-    return later.masked_fill(ends.unsqueeze(-1), 0)

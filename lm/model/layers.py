@@ -249,7 +249,7 @@ class Centroids(nn.Module):
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
     so that a state which lies near a c_i is pulled there, and small errors do not add up: the
-    state-regularised RNN (Wang & Niepert 2019, arXiv 1808.08395, Eq. 4–5) with α of the squared
+    state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817) with α of the squared
     distance. β is learned.
     """
 

@@ -147,8 +147,10 @@ def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:
     has_low_rank = m.mixer in ("householder", "dplr")
     one_by_one = ("sequential",) if on_gpu else ("sequential", "auto")
     if has_low_rank and solver["token"] == "exact" and solver["schedule"] in one_by_one:
-        through_centroids = 1 + m.state_centroids / (m.expand * m.d_model)  # what is read, and α
-        return KEPT_ONE_BY_ONE + m.mixer_rank - 1 + bool(m.state_centroids) * through_centroids
+        kept = KEPT_ONE_BY_ONE + m.mixer_rank - 1
+        if m.state_centroids:
+            kept += 1 + m.state_centroids / (m.expand * m.d_model)  # what is read, and α
+        return kept
     if has_low_rank:
         return KEPT_WINDOWS + KEPT_REFLECTION * (m.mixer_rank - 1)
     return KEPT_WINDOWS_FULL_MATRIX

@@ -322,7 +322,7 @@ MUTATIONS = [
         SLSTM,
         "state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]",
         "pass",
-        OF_SLSTM,
+        OF_CHANNELS,
     ),
     Mutation(
         "layers: M²RNN's gate lets in what it keeps out",
@@ -350,7 +350,7 @@ MUTATIONS = [
         M2RNN,
         "H = H * ~starts[:, t, None, None, None]",
         "pass",
-        OF_M2RNN,
+        OF_CHANNELS,
     ),
     Mutation(
         "layers: M²RNN's padding decays the state",
@@ -385,13 +385,6 @@ MUTATIONS = [
         DIAGONAL,
         "own = self.D.to(wide) - follows * (key * query).sum(-1)",
         "own = self.D.to(wide)",
-        OF_MAMBA3,
-    ),
-    Mutation(
-        "layers: Mamba-3's first token of a document writes the last of the one before",
-        DIAGONAL,
-        "return later.masked_fill(ends.unsqueeze(-1), 0)",
-        "return later",
         OF_MAMBA3,
     ),
     Mutation(

@@ -143,6 +143,22 @@ def test_padding_leaves_the_state_as_it_is_and_a_text_goes_on(kind):
     torch.testing.assert_close(found, last)
 
 
+@pytest.mark.parametrize("kind", ["kda", "rwkv7", "slstm", "mamba3", "m2rnn"])
+def test_documents_start_from_nothing_and_leave_their_state(kind):
+    block = layer(kind)
+    u = torch.randn(3, 11, 32, dtype=torch.float64)
+    starts = torch.zeros(3, 11, dtype=torch.bool)
+    starts[:, [0, 4]] = True
+    _, _, state = block(u, Sequences(return_state=True))
+    packed, _, end = block(u, Sequences(starts=starts, state=state, return_state=True))
+    alone, _, expected = block(u[:, 4:], Sequences(return_state=True))
+    torch.testing.assert_close(packed[:, 4:], alone)
+    torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
+    later = torch.randn(3, 3, 32, dtype=torch.float64)
+    found, wanted = (block(later, Sequences(state=s))[0] for s in (end, expected))
+    torch.testing.assert_close(found, wanted)  # the states themselves may differ: Mamba-3's angles
+
+
 @pytest.mark.parametrize("kind", ["kda", "rwkv7"])
 def test_flops_are_those_of_its_operations(kind):
     """Two a multiply-add of every weight, but of what is no map; and the recurrence's own."""

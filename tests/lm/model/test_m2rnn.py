@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.m2rnn import M2RNN
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences
 from tests.lm.model.test_channel_delta import layer
 from tests.lm.model.test_delta import SIZES
 from tests.lm.model.test_slstm import convolved
@@ -42,16 +41,6 @@ def test_the_layer_is_the_papers(groups):
     torch.testing.assert_close(
         block(u[None])[0][0], written_out(block, u, groups), rtol=0, atol=1e-9
     )
-
-
-def test_documents_start_from_nothing():
-    block = layer("m2rnn")
-    u = torch.randn(1, 11, 32, dtype=torch.float64)
-    starts = torch.zeros(1, 11, dtype=torch.bool)
-    starts[0, 4] = True
-    packed = block(u, Sequences(starts=starts))[0]
-    torch.testing.assert_close(packed[:, 4:], block(u[:, 4:])[0])
-    torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
 
 
 def test_a_state_starts_unmoved_and_gates_as_gated_deltanets():

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.diagonal import Mamba3
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences
 from tests.lm.model.test_channel_delta import layer
 from tests.lm.model.test_delta import SIZES
 
@@ -68,22 +67,6 @@ def test_the_layer_is_the_papers(groups):
     u = torch.randn(75, 32, dtype=torch.float64)  # more than one chunk of the scan
     expected = written_out(block, u, groups)
     torch.testing.assert_close(block(u[None])[0][0], expected, rtol=0, atol=1e-9)
-
-
-def test_documents_start_from_nothing():
-    block = layer("mamba3")
-    u = torch.randn(3, 11, 32, dtype=torch.float64)
-    starts = torch.zeros(3, 11, dtype=torch.bool)
-    starts[:, [0, 4]] = True
-    _, _, state = block(u, Sequences(return_state=True))
-    packed, _, end = block(u, Sequences(starts=starts, state=state, return_state=True))
-    alone, _, expected = block(u[:, 4:], Sequences(return_state=True))
-    torch.testing.assert_close(packed[:, 4:], alone)
-    torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
-    assert [t.shape[1:] for t in end] == block.state_shapes()
-    later = torch.randn(3, 3, 32, dtype=torch.float64)  # the angles differ, what is read does not
-    found, wanted = (block(later, Sequences(state=s))[0] for s in (end, expected))
-    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("bias", [-200.0, -60.0, -45.0, -35.0])  # Δ = 0 in fp32; 1e-26; …

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.slstm import SLSTM
-from lm.model.state import Sequences
 from tests.lm.model.test_channel_delta import layer
 from tests.lm.model.test_delta import SIZES
 
@@ -65,16 +64,6 @@ def test_gates_that_no_exponential_holds_stay_finite():
     out.square().sum().backward()
     assert out.isfinite().all() and u.grad.isfinite().all()
     assert all(p.grad.isfinite().all() for p in block.parameters())
-
-
-def test_documents_start_from_nothing():
-    block = layer("slstm")
-    u = torch.randn(1, 11, 32, dtype=torch.float64)
-    starts = torch.zeros(1, 11, dtype=torch.bool)
-    starts[0, 4] = True
-    packed = block(u, Sequences(starts=starts))[0]
-    torch.testing.assert_close(packed[:, 4:], block(u[:, 4:])[0])
-    torch.testing.assert_close(packed[:, :4], block(u[:, :4])[0])
 
 
 def test_forget_gates_start_open_and_nothing_is_read_of_the_output_before():

@@ -37,7 +37,7 @@ def test_the_plain_loop_is_the_kernel_with_its_gradients(name, fields, documents
     torch.nn.init.normal_(model.backbone.embeddings.weight)
     x = ids(2, 7)
     model(x, seq_idx=torch.arange(7)[None] // 3 if documents else None, labels=x)
-    layout, options, tensors, _ = solves[-1]
+    layout, options, tensors, *_ = solves[-1]
     kept = [
         t if t is None else t.detach().clone().requires_grad_(t.is_floating_point())
         for t in tensors
