@@ -231,13 +231,12 @@ ARCHITECTURE = {
         " (docs/language-model.md#who-speaks-first).",
     ),
     "mixer_gate_start": Field(
-        -3.0,
+        0.0,
         Number(-20, 20),
         "The bias that the gates of the mixer start with (of `householder`, `dplr`, `kronecker`,"
-        " `monarch`, `mixture`). At −3 they are 0.05 at first: the layer starts nearly as a"
-        " diagonal one, and learns to mix (docs/fixed-point.md#near-the-identity-at-first). The"
-        " paper's code has 0, gates of 0.5. A layer that `init_from` converts starts at the"
-        " identity itself, whatever this is.",
+        " `monarch`, `mixture`). At −3 they are 0.05 at first instead of 0.5: the layer starts"
+        " nearly as a diagonal one, and learns to mix. A layer that `init_from` converts starts at"
+        " the identity itself, whatever this is (docs/language-model.md#one-change-at-a-time).",
     ),
     "eigen_range": Field(
         "signed", Choice(("signed", "positive")), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
@@ -515,11 +514,10 @@ def _check_mixer(config, kind):
             "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads x"
             " alone as it is; leave gate_h_dep True (in this layer's options)"
         )
-    default = FIELDS["mixer_gate_start"].default
-    if config.mixer not in GATED and config.mixer_gate_start not in (0, default):
+    if config.mixer_gate_start and config.mixer not in GATED:
         raise ValueError(
             f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
-            f" ({', '.join(GATED)}), not for {config.mixer}: leave it out (of this layer's options)"
+            f" ({', '.join(GATED)}), not for {config.mixer}: leave it 0 (in this layer's options)"
         )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(

@@ -43,7 +43,6 @@ every_model = pytest.mark.parametrize("name", MODELS)
 def model_of(name, schedule="sequential", dtype=torch.float64, **kwargs):
     torch.manual_seed(0)
     sizes = dict(vocab_size=30, d_model=8, n_layer=2, d_state=4, headdim=4, eos_token_id=EOS)
-    sizes["mixer_gate_start"] = 0  # so that tokens depend on each other a lot
     fields = {**sizes, **EXACT, **MODELS[name], "schedule": schedule, **kwargs}
     return FPRNNForCausalLM(FPRNNConfig(**fields)).to(dtype).eval()
 

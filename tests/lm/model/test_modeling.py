@@ -186,7 +186,7 @@ def test_initialisation_is_mambas():
     assert block.out_proj.weight.abs().max() > bound * 0.9
     weight = block.bc_y_proj
     torch.testing.assert_close(weight.matrix(), weight.direction)  # gain is the row's norm
-    assert (block.mixer.alpha_proj.bias == -3).all()
+    assert (block.mixer.alpha_proj.bias == 0).all()
 
 
 def test_what_is_loud_at_first_is_as_said():
@@ -305,7 +305,7 @@ def test_a_loaded_gate_does_not_start_again(tmp_path):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        (dict(mixer="nonselective", mixer_gate_start=-2), "is for mixers with gates .householder,"),
+        (dict(mixer="nonselective", mixer_gate_start=-3), "is for mixers with gates .householder,"),
         (dict(mixer_gate_start=-21), "must be a number from -20 to 20"),
         (dict(mixer_gate_start="auto"), "must be a number from -20 to 20"),
     ],

@@ -116,7 +116,7 @@ def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
     skip_where_missing(cpu_cell)
     torch.manual_seed(0)
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1, "d_state": 4}
-    model = FPRNNForCausalLM(FPRNNConfig(**sizes, mixer_rank=rank, mixer_gate_start=0)).double()
+    model = FPRNNForCausalLM(FPRNNConfig(**sizes, mixer_rank=rank)).double()
     ids, answers = words(6, 12)
     found = {}
     for kernels in ("plain", "auto"):
