@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
 from benchmarks.harness import numbers, ratio, show
+from lm.kernels import available
 from lm.kernels.triton import launches, step
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -188,6 +189,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--json", type=Path, help="also write the numbers here")
     a = p.parse_args()
+    print(f"kernels: {available(a.device)}", flush=True)
     found = measure(a)
     rates = found["rates"]
     rows = [

@@ -1,7 +1,7 @@
 """The demo model trained in bf16 by a plain loop, with kernels, and for a few updates without; then
 saved, loaded and generating. A part of `make gpu-check`.
 
-python -m benchmarks.gpu_training [--device cuda --updates 200 --plain 20 --json FILE]
+python -m benchmarks.gpu_training [--device cuda --updates 200 --plain 3 --json FILE]
 
 It needs torch, transformers, tokenizers and PyYAML alone. Exits with 1 when a check fails.
 """
@@ -229,7 +229,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--updates", type=int, default=200)
-    p.add_argument("--plain", type=int, default=20, help="updates without kernels")
+    p.add_argument("--plain", type=int, default=3, help="updates without kernels, token by token")
     p.add_argument("--kernels", default="triton", help="FPRNN_KERNELS of the others")
     p.add_argument("--fall", type=float, default=2.5, help="the loss must fall by so much")
     p.add_argument("--new", type=int, default=24, help="tokens to generate")

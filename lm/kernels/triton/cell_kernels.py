@@ -60,7 +60,7 @@ def address(table, slot: tl.constexpr, DTYPE: tl.constexpr = FP32):
 # A token's products with y: rows = raw + W_y y_{t−1}, and their transpose.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def product_kernel(
     table, step, b, columns, raw_step, d: tl.constexpr, reading: tl.constexpr,
     KEEP: tl.constexpr, KEPT: tl.constexpr, RAW: tl.constexpr, WEIGHT: tl.constexpr,
@@ -103,7 +103,7 @@ def product_kernel(
     tl.store(address(table, AT_ROWS, ROWS) + to[:, None] * columns + col[None, :], found, mask=some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def product_back_kernel(
     table, step, b, columns, d: tl.constexpr, reading: tl.constexpr,
     KEEP: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
@@ -231,7 +231,7 @@ def _kept(table, at, KEEP: tl.constexpr):
 # The token.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def token_kernel(
     table, step, columns, vectors, gates, B_at, C_at, scale, eps, kappa, norm_eps, headdim,
     d: tl.constexpr, n: tl.constexpr, r: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
@@ -462,7 +462,7 @@ def _through_units(
         tl.store(d_row + column + i, (gradient - dot * unit) * times, mask=some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def token_back_kernel(
     table, step, columns, vectors, gates, B_at, C_at, scale, eps, kappa, norm_eps, headdim, chunk,
     d: tl.constexpr, n: tl.constexpr, r: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,

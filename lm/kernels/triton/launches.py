@@ -43,8 +43,8 @@ class Schedule:
         self.recordable = table.is_cuda
 
     def point(self, values: list[int]) -> None:
-        """Write the table. No one waits for the GPU."""
-        numbers = torch.tensor(values, dtype=torch.int64)
+        """Write the table, whatever torch's default device is. No one waits for the GPU."""
+        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.table.is_cuda:
             numbers = numbers.pin_memory()  # its memory is not used again before it is read
         self.table.copy_(numbers, non_blocking=True)

@@ -85,7 +85,8 @@ def cast(tensors, dtype):
 
 
 def cotangent(y):
-    return torch.linspace(-1, 1, y.numel(), dtype=torch.float64).reshape(y.shape).sin() + 0.3
+    wave = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device)
+    return wave.reshape(y.shape).sin() + 0.3
 
 
 def results(compute, given, dtype=torch.float64, fails=False, **others):

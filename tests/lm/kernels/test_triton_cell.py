@@ -424,6 +424,14 @@ def test_schedules_are_dropped_above_their_number(monkeypatch):
     assert launches.schedule("b", object) is not made[1]
 
 
+def test_the_table_is_written_under_any_default_device():
+    """A self-check computes under that of the GPU."""
+    made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
+    with torch.device("meta"):
+        made.point([3, 4])
+    assert made.table.tolist() == [3, 4]
+
+
 def test_no_one_waits_for_the_device(monkeypatch):
     """Nothing reads a tensor's number on the host, forwards or back."""
 

@@ -135,7 +135,7 @@ def test_parts_of_wider_tensors_and_no_gradient_of_what_wants_none():
     found = results(ours, options, on_gpu(apart), torch.float32)
     assert_close(found, expected, 1e-6)
     for alone in NAMES:
-        given = on_gpu({k: t.detach().requires_grad_(k == alone) for k, t in tensors.items()})
+        given = {k: t.detach().requires_grad_(k == alone) for k, t in on_gpu(tensors).items()}
         y, _ = ours(options, given)
         weights = torch.linspace(-3, 9, y.numel(), device=y.device).sin().view_as(y)
         y.backward(weights)
@@ -149,7 +149,7 @@ def test_rows_and_x_may_be_narrow_and_their_gradients_are():
     expected = results(plain, options, half)
     given = {k: t.float() for k, t in half.items()}
     given.update({k: given[k].bfloat16() for k in ("rows", "x", "z")})
-    given = on_gpu({k: t.detach().requires_grad_() for k, t in given.items()})
+    given = {k: t.detach().requires_grad_() for k, t in on_gpu(given).items()}
     y, _ = ours(options, given)
     weights = torch.linspace(-3, 9, y.numel(), device=y.device).sin().view_as(y)
     y.backward(weights)
@@ -251,7 +251,7 @@ def launched(d, heads, rank, dtype):
     tensors["rows"] = tensors["rows"].to(dtype)
     if tensors["z"] is not None:
         tensors["z"] = tensors["z"].to(dtype)
-    tensors = {k: None if t is None else t.requires_grad_() for k, t in tensors.items()}
+    tensors = {k: None if t is None else t.requires_grad_() for k, t in on_gpu(tensors).items()}
     with recorded_launches(triton_tokens) as cases:
         ours(options, tensors)[0].sum().backward()
         given = [None if t is None else t.detach() for t in tensors.values()]

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from lm import kernels as backends
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import assert_close
@@ -116,6 +117,14 @@ def test_kernels_need_as_many_iterations(name, kernels):
     plain, ours = (stats.token_iters.double().mean((1, 2)) for stats in found)
     torch.testing.assert_close(ours, plain, rtol=0.1, atol=0.0)
     assert max(stats.failed.max() for stats in found) < 0.01
+
+
+@pytest.mark.skipif(not ON_GPU, reason="of a CPU's kernels other tests know")
+def test_a_card_computes_with_every_triton_kernel():
+    """None fails its self-check, after which plain PyTorch would be used."""
+    chosen = backends.choice("cuda")
+    missing = [name for name in backends.MODULES["triton"] if "triton" not in chosen[name]]
+    assert not missing, backends.available("cuda")
 
 
 def logits(model, tokens):
