@@ -85,7 +85,8 @@ class Plan(NamedTuple):
             kappa=o.contractive or 0.0, headdim=d // self.heads, d=d, n=self.n, r=o.rank,
             KIND=self.kind, GROUPS=o.groups, ACT=o.act, SEQUENTIAL=o.sequential,
             BC_NORM=o.bc_norm, ROWS=DTYPES[self.raw], R=triton.next_power_of_2(o.rank),
-            D=triton.next_power_of_2(d), NB=min(4, triton.next_power_of_2(self.n)),
+            D=triton.next_power_of_2(d), N=triton.next_power_of_2(self.n),
+            NB=min(4, triton.next_power_of_2(self.n)),
         )  # fmt: skip
 
     def of_norm(self) -> dict[str, Any]:
@@ -94,12 +95,15 @@ class Plan(NamedTuple):
         return dict(
             **there, norm_eps=self.options.norm_eps, NORM=self.options.norm,
             SKIP="D" in self.given, WEIGHTED="norm_weight" in self.given,
-            BIASED="norm_bias" in self.given, num_warps=self.warps(),
+            BIASED="norm_bias" in self.given,
         )  # fmt: skip
 
-    def warps(self) -> int:
-        """Of a program that holds a whole token."""
-        return max(1, min(16, triton.next_power_of_2(self.d) // 128))
+    def warps(self, most: int) -> int:
+        """Of a program that holds a whole token: `most` channels a warp, fewer where there are
+        several reflections, whose vectors it holds as well. Fewer warps wait less for each other,
+        as long as nothing spills (benchmarks/README.md, "On a card")."""
+        channels = max(128, min(most, 2 * most // self.options.rank))
+        return max(1, min(16, triton.next_power_of_2(self.d) // channels))
 
 
 def _products(plan, deep):
@@ -134,8 +138,10 @@ def forward_launches(plan: Plan) -> list[Launch]:
         b=plan.b, d=plan.d, columns=plan.columns, reading=plan.reading, raw_step=plan.raw_step,
         KEPT=plan.kept, RAW=DTYPES[plan.raw], **products,
     )  # fmt: skip
-    of_token = {**plan.shared(), **plan.of_norm(), "KEPT": plan.kept}
-    of_token["WEIGHT"] = DTYPES[plan.weight]
+    of_token = dict(
+        KEPT=plan.kept, WEIGHT=DTYPES[plan.weight], num_warps=plan.warps(512),
+        **plan.shared(), **plan.of_norm(),
+    )  # fmt: skip
     for step in range(plan.chunk):
         grid = _blocks(plan, plan.columns)
         launches.append(Launch(cell_kernels.product_kernel, grid, dict(step=step, **of_product)))
@@ -159,7 +165,7 @@ def backward_launches(plan: Plan) -> list[Launch]:
     shared = plan.shared()
     launches = []
     if plan.kind != "rnn":
-        again = dict(chunk=plan.chunk, num_warps=plan.warps(), **shared)
+        again = dict(chunk=plan.chunk, num_warps=plan.warps(512), **shared)
         launches.append(Launch(cell_kernels.again_kernel, (plan.b, plan.chunk), again))
         grid, wide = _channels(plan)
         states = dict(
@@ -168,7 +174,10 @@ def backward_launches(plan: Plan) -> list[Launch]:
             KEEP="keep" in plan.given, D=wide, NB=triton.next_power_of_2(plan.n),
         )  # fmt: skip
         launches.append(Launch(cell_kernels.states_kernel, grid, states))
-    of_token = {**shared, **plan.of_norm(), "chunk": plan.chunk, "START": "h0" in plan.given}
+    of_token = dict(
+        chunk=plan.chunk, START="h0" in plan.given, num_warps=plan.warps(256),
+        **shared, **plan.of_norm(),
+    )  # fmt: skip
     of_product = dict(b=plan.b, d=plan.d, columns=plan.columns, reading=plan.reading)
     of_product.update(_products(plan, plan.reading))
     for step in reversed(range(plan.chunk)):

@@ -153,37 +153,23 @@ def _vector(table, slot: tl.constexpr, at, live, GIVEN: tl.constexpr, missing: t
 
 
 @triton.jit
-def _unit_lengths(row, bc_at, group, eps, n, NB: tl.constexpr):
-    """The length of a group's entries of B or C, at least eps."""
-    squares = 0.0
-    for first in range(0, n, NB):
-        i = first + tl.arange(0, NB)
-        v = tl.load(row + bc_at + group * n + i, mask=i < n, other=0.0).to(tl.float32)
-        squares += tl.sum(v * v, 0)
-    return at_least(tl.sqrt(squares), eps)
-
-
-@triton.jit
 def _units(
     row, to, B_at, C_at, col, wide, eps, n,
-    BC_NORM: tl.constexpr, GROUPS: tl.constexpr, NB: tl.constexpr,
+    BC_NORM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """B and C normalised into `to` (2,g·n); B·C of every channel's group (D,)."""
+    """B and C normalised into `to` (2,g·n); B·C of every channel's group (D,). N: at or above n."""
     bc = col * 0.0
+    i = tl.arange(0, N)
+    some = i < n
     for g in tl.static_range(GROUPS):
-        B_times, C_times = 1.0, 1.0
+        B = tl.load(row + B_at + g * n + i, mask=some, other=0.0).to(tl.float32)
+        C = tl.load(row + C_at + g * n + i, mask=some, other=0.0).to(tl.float32)
         if BC_NORM:
-            B_times = 1.0 / _unit_lengths(row, B_at, g, eps, n, NB)
-            C_times = 1.0 / _unit_lengths(row, C_at, g, eps, n, NB)
-        dot = 0.0
-        for first in range(0, n, NB):
-            i = first + tl.arange(0, NB)
-            B = tl.load(row + B_at + g * n + i, mask=i < n, other=0.0).to(tl.float32) * B_times
-            C = tl.load(row + C_at + g * n + i, mask=i < n, other=0.0).to(tl.float32) * C_times
-            tl.store(to + g * n + i, B, mask=i < n)
-            tl.store(to + GROUPS * n + g * n + i, C, mask=i < n)
-            dot += tl.sum(B * C, 0)
-        bc = tl.where(col // wide == g, dot, bc)
+            B /= at_least(tl.sqrt(tl.sum(B * B, 0)), eps)
+            C /= at_least(tl.sqrt(tl.sum(C * C, 0)), eps)
+        tl.store(to + g * n + i, B, mask=some)
+        tl.store(to + GROUPS * n + g * n + i, C, mask=some)
+        bc = tl.where(col // wide == g, tl.sum(B * C, 0), bc)
     return bc
 
 
@@ -238,7 +224,7 @@ def token_kernel(
     ACT: tl.constexpr, SEQUENTIAL: tl.constexpr, BC_NORM: tl.constexpr, NORM: tl.constexpr,
     KEEP: tl.constexpr, GATE: tl.constexpr, SKIP: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, WEIGHT: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence, its program's: from rows and the state to y and the next state."""
     t = tl.load(table + AT_FIRST) + step
@@ -270,7 +256,7 @@ def token_kernel(
     else:
         here = units + (t % 2) * (2 * GROUPS * n)
         B_before = units + ((t + 1) % 2) * (2 * GROUPS * n)
-        bc = _units(row, here, B_at, C_at, col, wide, eps, n, BC_NORM, GROUPS, NB)
+        bc = _units(row, here, B_at, C_at, col, wide, eps, n, BC_NORM, GROUPS, N)
         tl.debug_barrier()  # what one thread has written the others read
         inflow = tl.load(inflow_at, mask=live, other=0.0)
         history = tl.zeros([D], tl.float32)
@@ -343,7 +329,7 @@ def again_kernel(
     table, columns, vectors, gates, B_at, C_at, scale, eps, kappa, headdim, chunk,
     d: tl.constexpr, n: tl.constexpr, r: tl.constexpr, KIND: tl.constexpr, GROUPS: tl.constexpr,
     ACT: tl.constexpr, SEQUENTIAL: tl.constexpr, BC_NORM: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Of one token of the chunk: what it has added to the state, `inflows` (b,c,d) and `all_units`
     (b,c,2,g·n)."""
@@ -368,7 +354,7 @@ def again_kernel(
     to = b * chunk + step
     tl.store(address(table, AT_INFLOWS) + to * d + col, dt * mixed, mask=live)
     units = address(table, AT_ALL_UNITS) + to * (2 * GROUPS * n)
-    _units(row, units, B_at, C_at, col, d // GROUPS, eps, n, BC_NORM, GROUPS, NB)
+    _units(row, units, B_at, C_at, col, d // GROUPS, eps, n, BC_NORM, GROUPS, N)
 
 
 @triton.jit
@@ -433,33 +419,21 @@ def _add(table, slot: tl.constexpr, at, value, live):
 @triton.jit
 def _through_units(
     row, d_row, sums, units, column, own: tl.constexpr, group, d_bc, eps, n,
-    GROUPS: tl.constexpr, BC_NORM: tl.constexpr, NB: tl.constexpr,
+    GROUPS: tl.constexpr, BC_NORM: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of a group's B (own 0) or C (own 1), with that of B·C, to its part of the
-    row. sums, units: (2,g·n) of the token. column: of B or C."""
-    base = group * n
-    dot = 0.0
-    for first in range(0, n, NB):
-        i = base + first + tl.arange(0, NB)
-        some = first + tl.arange(0, NB) < n
-        unit = tl.load(units + own * GROUPS * n + i, mask=some, other=0.0)
-        other = tl.load(units + (1 - own) * GROUPS * n + i, mask=some, other=0.0)
-        gradient = tl.load(sums + own * GROUPS * n + i, mask=some, other=0.0) + d_bc * other
-        dot += tl.sum(gradient * unit, 0)
-    times = 1.0
+    row. sums, units: (2,g·n) of the token. column: of B or C. N: at or above n."""
+    some = tl.arange(0, N) < n
+    i = group * n + tl.arange(0, N)
+    unit = tl.load(units + own * GROUPS * n + i, mask=some, other=0.0)
+    other = tl.load(units + (1 - own) * GROUPS * n + i, mask=some, other=0.0)
+    gradient = tl.load(sums + own * GROUPS * n + i, mask=some, other=0.0) + d_bc * other
     if BC_NORM:
-        length = _unit_lengths(row, column, group, 0.0, n, NB)
-        dot = tl.where(length < eps, 0.0, dot)
-        times = 1.0 / at_least(length, eps)
-    else:
-        dot = 0.0
-    for first in range(0, n, NB):
-        i = base + first + tl.arange(0, NB)
-        some = first + tl.arange(0, NB) < n
-        unit = tl.load(units + own * GROUPS * n + i, mask=some, other=0.0)
-        other = tl.load(units + (1 - own) * GROUPS * n + i, mask=some, other=0.0)
-        gradient = tl.load(sums + own * GROUPS * n + i, mask=some, other=0.0) + d_bc * other
-        tl.store(d_row + column + i, (gradient - dot * unit) * times, mask=some)
+        before = tl.load(row + column + i, mask=some, other=0.0).to(tl.float32)
+        length = tl.sqrt(tl.sum(before * before, 0))
+        dot = tl.where(length < eps, 0.0, tl.sum(gradient * unit, 0))
+        gradient = (gradient - dot * unit) / at_least(length, eps)
+    tl.store(d_row + column + i, gradient, mask=some)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -469,7 +443,7 @@ def token_back_kernel(
     ACT: tl.constexpr, SEQUENTIAL: tl.constexpr, BC_NORM: tl.constexpr, NORM: tl.constexpr,
     KEEP: tl.constexpr, GATE: tl.constexpr, SKIP: tl.constexpr, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, START: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence: from the gradients of y_t and of the state after it to those of
     all that it was made of, and of the state before. START: an FP-RNN's `state` (b,d) is h_0."""
@@ -529,12 +503,10 @@ def token_back_kernel(
                 tl.store(sums + g * n + i, tl.sum(of_group, 1), mask=i < n)
         bc = col * 0.0
         for g in tl.static_range(GROUPS):
-            dot = 0.0
-            for first in range(0, n, NB):
-                i = first + tl.arange(0, NB)
-                B = tl.load(units + g * n + i, mask=i < n, other=0.0)
-                dot += tl.sum(B * tl.load(units + (GROUPS + g) * n + i, mask=i < n, other=0.0), 0)
-            bc = tl.where(col // wide == g, dot, bc)
+            all_of = tl.arange(0, N)
+            B = tl.load(units + g * n + all_of, mask=all_of < n, other=0.0)
+            C = tl.load(units + (GROUPS + g) * n + all_of, mask=all_of < n, other=0.0)
+            bc = tl.where(col // wide == g, tl.sum(B * C, 0), bc)
     # 3. Through the token.
     e, d_gain, d_gate, dx, d_before, d_a, d_weight, d_bias, mixed = transposed(
         lambda_, dt * mu_B, failed, u, before, size, a, gram, own, map, shrink, seen, s,
@@ -583,5 +555,5 @@ def token_back_kernel(
         tl.debug_barrier()  # what one thread has written the others read
         for g in tl.static_range(GROUPS):
             d_bc = tl.sum(tl.where(col // wide == g, d_gain * dt, 0.0), 0)
-            _through_units(row, d_row, sums, units, B_at, 0, g, d_bc, eps, n, GROUPS, BC_NORM, NB)
-            _through_units(row, d_row, sums, units, C_at, 1, g, d_bc, eps, n, GROUPS, BC_NORM, NB)
+            _through_units(row, d_row, sums, units, B_at, 0, g, d_bc, eps, n, GROUPS, BC_NORM, N)
+            _through_units(row, d_row, sums, units, C_at, 1, g, d_bc, eps, n, GROUPS, BC_NORM, N)

@@ -131,20 +131,27 @@ def _shortcut(s, trying, residual, q, equation, eps, MOST: tl.constexpr, R: tl.c
     start = s
     most = (2.0 * residual / (1.0 - q))[:, None]
     found = trying & (residual < 0.0)  # none yet
+    psi, numerator, slant, inverse, now, scale = _evaluate(s, equation)
+    M = _rest(beta, numerator, slant, inverse, R)
     tries = 0
     while (tries < MOST) & _any(trying):
-        psi, numerator, slant, inverse, before, _ = _evaluate(s, equation)
-        moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
-        near = tl.sum((tl.abs(moved - start) <= most).to(tl.int32), 1) == R
+        # 1. A step, which is taken where it comes closer.
+        ahead = s + _eliminate(M, psi, R)
+        near = tl.sum((tl.abs(ahead - start) <= most).to(tl.int32), 1) == R
         trying = trying & near
-        _, _, _, _, after, _ = _evaluate(moved, equation)
-        halved = after <= before / 2.0
-        taken = trying & (halved | (after < before))
-        s = tl.where(taken[:, None], moved, s)
-        _, numerator, slant, inverse, now, scale = _evaluate(s, equation)
+        psi_there, numerator, slant, inverse, after, scale_there = _evaluate(ahead, equation)
+        halved = after <= now / 2.0
+        taken = trying & (halved | (after < now))
+        s = tl.where(taken[:, None], ahead, s)
+        psi = tl.where(taken[:, None], psi_there, psi)
+        M = tl.where(taken[:, None, None], _rest(beta, numerator, slant, inverse, R), M)
+        now = tl.where(taken, after, now)
+        scale = tl.where(taken, scale_there, scale)
+        # 2. Whether that is a root, and one that attracts.
         at_rounding = (now <= 8.0 * eps * scale) | ((now <= 256.0 * eps * scale) & (halved == 0))
         ended = trying & at_rounding
-        found = found | (ended & _attracts(_rest(beta, numerator, slant, inverse, R), R))
+        if _any(ended):
+            found = found | (ended & _attracts(M, R))
         trying = trying & halved & (ended == 0)
         tries += 1
     return s, found

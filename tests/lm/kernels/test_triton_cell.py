@@ -288,8 +288,9 @@ def test_refuses(change, error, words):
     layout = layout._replace(**change.get("layout", {}))
     options = options._replace(**change.get("options", {}))
     tensors = {**cast(tensors, torch.float32), **change.get("tensors", {})}
+    _, _, tensors = on_gpu((layout, options, tensors))
     with pytest.raises(error, match=words):
-        triton_cell.cell(*on_gpu((layout, options, tensors))[:2], **tensors, adjoint=None)
+        triton_cell.cell(layout, options, **tensors, adjoint=None)
 
 
 def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
