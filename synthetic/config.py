@@ -102,11 +102,13 @@ class Optim(base.Optim):
 
 class Curriculum(Section):
     """Longest training length: `start` at first, `grow` longer whenever the headline metric at that
-    length reaches `at`, up to the upper end of train.length."""
+    length reaches `at`, up to the upper end of train.length. Then, with `letters`, a quarter more
+    letters each time, up to all of them."""
 
     start: int = Field(gt=0)
     grow: int = Field(2, gt=0)
     at: Fraction1 = 0.98
+    letters: int | None = Field(None, gt=1)  # of word_problem: elements at first, of low order
 
 
 class Train(Section):

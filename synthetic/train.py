@@ -134,12 +134,24 @@ class Training(Loop):
         self.shortest, self.full_length = cfg.train.lengths
         start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
+        self._draw_from(cfg.train.curriculum and cfg.train.curriculum.letters)
         self.after_update = (
             self._log_if_due,
             self._probe_if_due,
             self._validate_if_due,
             self.save_if_due,
         )
+
+    def _draw_from(self, letters: int | None) -> None:
+        """Batches are of so many letters from now on, None: of all."""
+        if letters == self.task.vocab_size:
+            letters = None
+        self.letters = letters
+        self.task.draw_from(letters)
+
+    @property
+    def _curriculum_is_over(self) -> bool:
+        return self.longest == self.full_length and self.letters is None
 
     def _build(self) -> None:
         cfg, task = self.cfg, self.task
@@ -211,6 +223,7 @@ class Training(Loop):
             "batch_number": self.batch_number,
             "seconds": self._seconds_so_far(),
             "longest": self.longest,
+            "letters": self.letters,
             "solved_at": self.solved_at,
             "state": self.state,
             "rollbacks": self.rollbacks,
@@ -226,6 +239,7 @@ class Training(Loop):
         self.batch_number = saved.get("batch_number", self.step)
         self.seconds = saved["seconds"]
         self.longest = saved["longest"]
+        self._draw_from(saved.get("letters"))
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
         self.rollbacks = saved.get("rollbacks", 0)
@@ -323,10 +337,9 @@ class Training(Loop):
         def one_pass() -> Pass:
             return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
 
-        at_full_length = self.longest == self.full_length
         try:
             with solving(self.model, max_iters=limit):
-                return backward(one_pass, self.adversary if at_full_length else None)
+                return backward(one_pass, self.adversary if self._curriculum_is_over else None)
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 
@@ -413,28 +426,38 @@ class Training(Loop):
         with self._paused():
             measured = self._measure_validation(self.longest)
             record = {"step": self.step, "valid": measured, "seconds": round(seconds, 1)}
+            if self.letters:
+                record["letters"] = self.letters
             if self.lengths_during:
                 record["over_lengths"] = {
                     length: self._measure_validation(length) for length in self.lengths_during
                 }
             self.write(record)
-            say(f"update {self.step:>6}  length {self.longest}: {_scores(measured)}")
+            of = f", {self.letters} of {self.task.vocab_size} letters" if self.letters else ""
+            say(f"update {self.step:>6}  length {self.longest}{of}: {_scores(measured)}")
             self._grow_or_stop(measured["metrics"][self.task.headline])
 
     def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
+        seen = None if self.letters else self.seen  # words of few letters are not held apart
         return measure(
-            self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=self.seen
+            self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=seen
         )
 
     def _grow_or_stop(self, score: float) -> None:
         """What a score of the headline metric, at the longest length so far, brings about."""
         curriculum = self.cfg.train.curriculum
-        if curriculum and self.longest < self.full_length and score >= curriculum.at:
-            self.longest = min(self.full_length, self.longest + curriculum.grow)
+        if curriculum and not self._curriculum_is_over:
+            if score < curriculum.at:
+                return
+            if self.longest < self.full_length:
+                self.longest = min(self.full_length, self.longest + curriculum.grow)
+            else:
+                more = self.letters + -(-self.letters // 4)
+                self._draw_from(min(more, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
-        elif self.longest == self.full_length and score >= (self.cfg.train.stop_at or float("inf")):
+        elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
     def check_finite(self) -> None:
@@ -450,6 +473,7 @@ class Training(Loop):
     def conclude(self) -> dict:
         """Evaluate the trained model, and write result.json."""
         cfg, task = self.cfg, self.task
+        task.draw_from(None)
         results = evaluate_all(
             self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.seen
         )

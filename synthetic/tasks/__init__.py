@@ -76,6 +76,17 @@ class Task:
         It is False where there are too few different ones."""
         raise NotImplementedError
 
+    def draw_from(self, letters: int | None) -> None:
+        """From now on draw sequences of so many letters alone, the simplest ones; None: of all.
+
+        Raises:
+            TaskError: the task has no letters that could be left out, or not so many.
+        """
+        if letters is not None:
+            raise TaskError(
+                "train.curriculum.letters: of word_problem alone some letters can come later"
+            )
+
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:

@@ -34,6 +34,7 @@ class WordProblem(Task):
         # Words of different splits differ within this many elements; shorter ones are shared.
         self.opening = splits.opening_length(lambda length: self.group.order**length)
         self.names = element_names(task.group)
+        self.letters = np.arange(self.group.order)  # the elements that words are made of
         self.csv = task.csv
         # Of the file: split → inputs and targets, (rows,length) each.
         self.rows: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
@@ -53,7 +54,28 @@ class WordProblem(Task):
                 )
 
     def held_apart(self, length: int) -> bool:
-        return self.opening is not None and length >= self.opening
+        return self._all_letters and self.opening is not None and length >= self.opening
+
+    def draw_from(self, letters: int | None) -> None:
+        """See `Task.draw_from`: elements of low order come first.
+
+        Until there are all, validation draws from training's words as well: it is to say whether
+        words of so few letters are known, of which there may be a hundred beginnings."""
+        if letters is None:
+            self.letters = np.arange(self.group.order)
+            return
+        if self.rows is not None:
+            raise TaskError("train.curriculum.letters: the words of task.csv are as they are")
+        if letters > self.group.order:
+            raise TaskError(
+                f"train.curriculum.letters is {letters}: {self.group.name} has only"
+                f" {self.group.order} elements"
+            )
+        self.letters = self.group.simplest_first()[:letters]
+
+    @property
+    def _all_letters(self) -> bool:
+        return len(self.letters) == self.group.order
 
     def token_name(self, number: int) -> str:
         return self.names[number]
@@ -81,15 +103,18 @@ class WordProblem(Task):
             pick = rng.integers(0, len(x), batch_size)
             x, y = x[pick, :length], y[pick, :length]
             return Batch(x, y, shared=self._shared(x, split))
-        order = self.group.order
-        x = rng.integers(0, order, (batch_size, length))
+
+        def draw(*shape: int) -> np.ndarray:
+            return self.letters[rng.integers(0, len(self.letters), shape)]
+
+        x = draw(batch_size, length)
         opening = self.opening
-        if opening is not None and length >= opening:
+        if opening is not None and length >= opening and (self._all_letters or split == "train"):
             splits.hold_apart(
                 split,
                 (x[:, :opening],),
                 np.ones(batch_size, bool),
-                lambda rows: (rng.integers(0, order, (len(rows), opening)),),
+                lambda rows: (draw(len(rows), opening),),
             )
         return Batch(x, self.group.products(x), shared=self._shared(x, split))
 

@@ -122,6 +122,7 @@ def test_every_key_says_what_a_resumed_run_may_do_with_it():
         "train.curriculum.start",
         "train.curriculum.grow",
         "train.curriculum.at",
+        "train.curriculum.letters",
     }
     noted = {key for key in all_keys(Config) if resume_rule(Config, key) is NOTED}
     assert noted >= {"solver", "solver.gradient", "train.max_iters", "train.gamma_shape"}

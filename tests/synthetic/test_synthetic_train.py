@@ -120,6 +120,7 @@ def babi(tmp_path):
     [
         ("words", ("model.name=fprnn",)),
         ("words", ("train.adversary=0.05", "solver.state_noise=0.2")),
+        ("words", ("train.curriculum={start: 4, at: 0.0, letters: 2}", "eval.every=2")),
         ("stream", ("model.name=fprnn",)),
         ("stream", ("train.adversary=0.05",)),
         ("stream", ("model.name=lstm",)),
@@ -186,6 +187,27 @@ def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
     assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
     again = train(c)
     assert again["solved_at"] == again["updates"] == 6
+
+
+LETTERS = "train.curriculum={start: 2, grow: 2, at: 0.0, letters: 2}"  # goes on whatever the score
+
+
+def test_the_curriculum_adds_letters_once_words_are_long(cfg):
+    words = ("task.group=S3", "eval.every=1", "train.steps=7", LETTERS)
+    c = cfg(*words)
+    train(c)
+    valid = [r for r in read_metrics(c.run_dir) if "valid" in r]
+    assert [r.get("letters") for r in valid] == [2, 2, 3, 4, 5, None]
+    at_once = cfg(
+        *words, "name=b", "train.length=1", "train.curriculum.start=1", "train.stop_at=0.01"
+    )
+    assert train(at_once)["solved_at"] == 5  # not before all letters are there
+
+
+def test_what_is_evaluated_has_all_letters_however_far_the_curriculum_came(cfg):
+    never = LETTERS.replace("at: 0.0", "at: 1.0")
+    result = train(cfg("task.group=S3", "train.steps=2", "eval.every=1", never, "eval.lengths=1"))
+    assert result["eval"][0]["distinct"] == 6
 
 
 def test_an_adversary_works_once_the_curriculum_is_at_its_longest(cfg):
@@ -266,6 +288,8 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["task.name=parety"], ConfigError, "did you mean `parity`"),
         (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
         (["train.length=[5, 3]"], ConfigError, "shortest first"),
+        (["train.curriculum={start: 2, letters: 9}"], TaskError, "only 3 elements"),
+        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], TaskError, "alone"),
         (["train.adversary=-1"], ConfigError, "train.adversary"),
         (["train.adversary=0.1", "model.name=lstm"], ConfigError, "lstm has not: set it to 0"),
         (["eval.lengths=a"], ConfigError, "must be a length"),

@@ -1,5 +1,7 @@
 """Batches against a walk by hand; files, and what is refused."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from lm.data.sources.groups import element_names, group
 from synthetic import tasks
 from synthetic.config import Task
-from synthetic.tasks import TaskError
+from synthetic.tasks import TaskError, splits
 
 NAMES = ["S2", "S3", "A3", "A4", "S4", "A5", "S5", "Z1", "Z7", "Z60", "A4_x_Z5", "S3_x_Z2_x_Z2"]
 NAMES += ["D4", "D7", "D3_x_Z2"]
@@ -39,6 +41,61 @@ def test_the_symmetries_of_a_polygon_keep_neighbours_and_are_all(n):
         round_it = [int(c) for c in name]
         steps = {(b - a) % n for a, b in zip(round_it, round_it[1:] + round_it[:1])}
         assert steps in ({1}, {n - 1})
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_low_orders_and_small_classes_come_first(n):
+    """By the cycles of the permutations, which the multiplication table does not know."""
+
+    def cycles(name):
+        left, found = {int(c) for c in name}, []
+        while left:
+            at, size = left.pop(), 1
+            while (at := int(name[at - 1])) in left:
+                left.remove(at)
+                size += 1
+            found.append(size)
+        return tuple(sorted(found))
+
+    names = element_names(f"S{n}")
+    types = [cycles(name) for name in names]
+    expected = sorted(
+        range(len(names)), key=lambda i: (math.lcm(*types[i]), types.count(types[i]), i)
+    )
+    assert group(f"S{n}").simplest_first().tolist() == expected
+    assert group("Z6").simplest_first().tolist() == [0, 3, 2, 4, 1, 5]
+
+
+def test_words_of_few_letters_are_of_the_simplest_and_not_held_apart():
+    task = tasks.build(Task(name="word_problem", group="S5"))
+    before = task.batch(0, "train", 0, 64, (9, 9))
+    task.draw_from(11)
+    simplest = set(group("S5").simplest_first()[:11].tolist())
+    for split in ("train", "valid"):
+        batch = task.batch(0, split, 0, 64, (9, 9))
+        assert set(batch.input_ids.ravel().tolist()) == simplest
+        assert (batch.labels == group("S5").products(batch.input_ids)).all()
+    assert (
+        not task.held_apart(9) and splits.is_of("train", splits.keys(before.input_ids[:, :2])).all()
+    )
+    openings = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.opening]
+    assert splits.is_of("train", splits.keys(openings)).all()  # those of the test never
+    task.draw_from(None)
+    assert task.held_apart(9)
+    assert (task.batch(0, "train", 0, 64, (9, 9)).input_ids == before.input_ids).all()
+
+
+def test_letters_that_cannot_be_left_out(tmp_path):
+    with pytest.raises(TaskError, match="only 6 elements"):
+        tasks.build(Task(name="word_problem", group="S3")).draw_from(7)
+    with pytest.raises(TaskError, match="of word_problem alone"):
+        tasks.build(Task(name="parity")).draw_from(2)
+    path = tmp_path / "words.csv"
+    rows = [f"0,{i % 6} {i // 6},{i % 6} {(i % 6 + i // 6) % 6}" for i in range(36)]
+    path.write_text("\n".join(["seed,input,target", *rows]))
+    of_file = tasks.build(Task(name="word_problem", group="Z6", csv=str(path)))
+    with pytest.raises(TaskError, match=r"words of task\.csv"):
+        of_file.draw_from(2)
 
 
 def test_the_same_arguments_give_the_same_batch_and_others_another():

@@ -31,6 +31,17 @@ class Group:
         """The number of elements."""
         return len(self.table)
 
+    def simplest_first(self) -> np.ndarray:
+        """The elements (n,): those of low order first, of these those with few conjugates. Of S5:
+        the identity, its 10 transpositions, the 15 pairs of them, the 20 cycles of three, …"""
+        orders = np.ones(self.order, dtype=np.int64)
+        power = np.arange(self.order)
+        while (going := power != self.identity).any():
+            orders += going
+            power = np.where(going, self.table[power, np.arange(self.order)], power)
+        commuting = (self.table == self.table.T).sum(1)
+        return np.lexsort((self.order // commuting, orders))
+
     def products(self, x: np.ndarray) -> np.ndarray:
         """x (b,l) elements → (b,l): x_1 · x_2 ⋯ x_t at every t."""
         y = np.empty_like(x)
