@@ -126,6 +126,20 @@ def layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable
     return both
 
 
+def of_kernels(run: Callable[[], None], device: str) -> dict[str, float]:
+    """Mean seconds of a launch of each of our kernels within `run`, the most costly in all first;
+    none without a GPU."""
+    if device != "cuda":
+        return {}
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    ours = [of for of in profile.key_averages() if of.key.endswith("_kernel")]
+    ours.sort(key=lambda of: -of.self_device_time_total)
+    return {of.key: of.self_device_time_total / of.count / 1e6 for of in ours}
+
+
 def of_tokens(took: dict[int, float], rest: dict[int, float], length: int) -> dict[str, float]:
     """token_s and sequence_s of layers that took so long by batch, all but `rest` for their
     tokens: a line through the smallest batch and the largest."""
@@ -161,9 +175,12 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     rates = {"name": "measured", **ceilings(clock, tokens, d)}
     exact = "exact, token by token: what auto is"
     took: dict[str, dict[str, float]] = {}
+    kernels = {}
     for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
         took.setdefault(str(batch), {})[name] = clock.seconds(layer(fields, a, batch))
         print(f"{batch} sequences, {name}: {took[str(batch)][name] * 1e3:.2f} ms", flush=True)
+    for batch in a.batches:
+        kernels[str(batch)] = of_kernels(layer(LAYERS[exact], a, batch), a.device)
     # What is not a token's: the prediction with tokens that take no time.
     rest = predictions(a, {**rates, "token_s": 0.0, "sequence_s": 0.0})
     by_batch = {b: took[str(b)][exact] for b in a.batches}
@@ -173,6 +190,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
         "rates": rates,
         "columns": widths(clock, tokens, d),
         "nodes": nodes(clock),
+        "kernels": kernels,
         "graphs": f"{sum(graphs)} of {len(graphs)} recorded",
         "layers": took,
         "assumed": predictions(a, ASSUMED),
@@ -206,6 +224,9 @@ def main() -> None:
     show(f"\nA layer, forward and backward, d_model {a.d_model}, bf16, {a.device}", rows)
     for name, value in rates.items():
         print(f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}")
+    for batch, of_batch in found["kernels"].items():
+        times = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in of_batch.items())
+        print(f"{batch} sequences, µs a launch: {times}")
     print(f"columns of a product, seconds: {found['columns']}")
     print(f"nodes of a graph, seconds: {found['nodes']}; graphs: {found['graphs']}")
     token_s, sequence_s = rates["token_s"], rates["sequence_s"]

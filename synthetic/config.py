@@ -102,7 +102,7 @@ class Optim(base.Optim):
 
 class Curriculum(Section):
     """Longest training length: `start` at first, `grow` longer whenever the headline metric at that
-    length reaches `at`, up to the upper end of train.length. Then, with `letters`, a quarter more
+    length reaches `at`, up to the upper end of train.length. Then, with `letters`, twice as many
     letters each time, up to all of them."""
 
     start: int = Field(gt=0)

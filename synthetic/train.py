@@ -453,8 +453,7 @@ class Training(Loop):
             if self.longest < self.full_length:
                 self.longest = min(self.full_length, self.longest + curriculum.grow)
             else:
-                more = self.letters + -(-self.letters // 4)
-                self._draw_from(min(more, self.task.vocab_size))
+                self._draw_from(min(2 * self.letters, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
         elif score >= (self.cfg.train.stop_at or float("inf")):

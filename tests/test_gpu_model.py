@@ -65,7 +65,7 @@ def test_token_by_token_is_two_launches_a_token_each_way_and_nothing_waits():
     assert forward.syncs == both.syncs == 0
     assert both.bytes < 70 * by_token.d_vec
     node_seconds = (cards.TOKEN_S + cards.SEQUENCE_S * 16) * length
-    for made, share in ((forward, 1 / 3), (both, 1.0)):
+    for made, share in ((forward, 1 / 2), (both, 1.0)):
         assert all(s > share * node_seconds for s in made.seconds.values())
     apart = both.seconds["A100"] - both.seconds["H100"]  # nodes take as long on both
     assert 0 < apart < both.seconds["A100"] - node_seconds
