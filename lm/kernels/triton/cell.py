@@ -101,7 +101,7 @@ class Plan(NamedTuple):
     def warps(self, most: int) -> int:
         """Of a program that holds a whole token: `most` channels a warp, fewer where there are
         several reflections, whose vectors it holds as well. Fewer warps wait less for each other,
-        as long as nothing spills (benchmarks/README.md, "On a card")."""
+        as long as nothing spills (docs/kernels.md)."""
         channels = max(128, min(most, 2 * most // self.options.rank))
         return max(1, min(16, triton.next_power_of_2(self.d) // channels))
 
