@@ -122,8 +122,8 @@ class Train(Section):
     max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED] = "config"
     # of ⌈Γ(shape, 1)⌉, drawn anew each update (Fig. 6)
     gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
-    # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
-    # its longest length on.
+    # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum once
+    # that is over.
     adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
     precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU

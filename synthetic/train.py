@@ -144,10 +144,8 @@ class Training(Loop):
 
     def _draw_from(self, letters: int | None) -> None:
         """Batches are of so many letters from now on, None: of all."""
-        if letters == self.task.vocab_size:
-            letters = None
-        self.letters = letters
         self.task.draw_from(letters)
+        self.letters = None if letters == self.task.vocab_size else letters
 
     @property
     def _curriculum_is_over(self) -> bool:

@@ -121,8 +121,9 @@ def resources(cases, targets=TARGETS):
     process that does not interpret them.
 
     Args: cases: of `launch_case`. targets: compute capabilities.
-    Returns: for every case and target {"case", "target", "registers", "warps", "stack", "shared"},
-    the stack being the bytes of a thread that its registers do not hold.
+    Returns: for every case and target {"case", "target", "registers", "warps", "stack", "shared",
+    "copies"}, the stack being the bytes of a thread that its registers do not hold, copies those
+    into shared memory that are under way while it computes.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels"]
@@ -184,7 +185,8 @@ def _resources(cases, targets):
         registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
         found.append(
             {"case": case, "target": target, "registers": registers, "stack": stack,
-             "warps": made.metadata.num_warps, "shared": made.metadata.shared}
+             "warps": made.metadata.num_warps, "shared": made.metadata.shared,
+             "copies": made.asm["ptx"].count("cp.async.c")}
         )  # fmt: skip
     return found
 

@@ -68,8 +68,8 @@ class WordProblem(Task):
             raise TaskError("train.curriculum.letters: the words of task.csv are as they are")
         if letters > self.group.order:
             raise TaskError(
-                f"train.curriculum.letters is {letters}: {self.group.name} has only"
-                f" {self.group.order} elements"
+                f"train.curriculum.letters is {letters}, and the elements of {self.group.name} are"
+                f" only {self.group.order}"
             )
         self.letters = self.group.simplest_first()[:letters]
 

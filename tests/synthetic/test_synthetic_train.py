@@ -210,6 +210,17 @@ def test_what_is_evaluated_has_all_letters_however_far_the_curriculum_came(cfg):
     assert result["eval"][0]["distinct"] == 6
 
 
+def test_an_adversary_waits_for_the_last_letters(cfg):
+    c = cfg("task.group=S3", "train.adversary=0.1", "eval.every=1", LETTERS, "train.steps=7")
+    train(c)
+    records = read_metrics(c.run_dir)
+    assert [r["letters"] for r in records if "letters" in r] == [2, 2, 4]
+    known = [r["valid"]["in_training"]["count"] is not None for r in records if "valid" in r]
+    assert known == [False] * 3 + [True] * 3  # few letters' words are not held apart
+    adversarial = ["adversarial_loss" in r for r in records if "loss" in r]
+    assert adversarial == [False] * 3 + [True] * 4
+
+
 def test_an_adversary_works_once_the_curriculum_is_at_its_longest(cfg):
     easy = ("train.steps=12", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
     easy += ("task.group=Z1", "train.curriculum={start: 1, grow: 1}")
@@ -288,8 +299,9 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         (["task.name=parety"], ConfigError, "did you mean `parity`"),
         (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
         (["train.length=[5, 3]"], ConfigError, "shortest first"),
-        (["train.curriculum={start: 2, letters: 9}"], TaskError, "only 3 elements"),
+        (["train.curriculum={start: 2, letters: 9}"], TaskError, "are only 3"),
         (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], TaskError, "alone"),
+        (["task.name=parity", "train.curriculum={start: 2, letters: 3}"], TaskError, "alone"),
         (["train.adversary=-1"], ConfigError, "train.adversary"),
         (["train.adversary=0.1", "model.name=lstm"], ConfigError, "lstm has not: set it to 0"),
         (["eval.lengths=a"], ConfigError, "must be a length"),

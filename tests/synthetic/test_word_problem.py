@@ -86,7 +86,7 @@ def test_words_of_few_letters_are_of_the_simplest_and_not_held_apart():
 
 
 def test_letters_that_cannot_be_left_out(tmp_path):
-    with pytest.raises(TaskError, match="only 6 elements"):
+    with pytest.raises(TaskError, match="are only 6"):
         tasks.build(Task(name="word_problem", group="S3")).draw_from(7)
     with pytest.raises(TaskError, match="of word_problem alone"):
         tasks.build(Task(name="parity")).draw_from(2)

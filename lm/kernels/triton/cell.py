@@ -101,18 +101,19 @@ class Plan(NamedTuple):
     def warps(self, most: int) -> int:
         """Of a program that holds a whole token: `most` channels a warp, fewer where there are
         several reflections, whose vectors it holds as well. Fewer warps wait less for each other,
-        as long as nothing spills (docs/kernels.md)."""
-        channels = max(128, min(most, 2 * most // self.options.rank))
+        as long as little spills (docs/kernels.md). A power of two."""
+        channels = max(128, min(most, 2 * most // triton.next_power_of_2(self.options.rank)))
         return max(1, min(16, triton.next_power_of_2(self.d) // channels))
 
 
-def _products(plan, deep):
-    """The blocks and the dtypes of the two products. deep: how many entries each sums."""
+def _products(plan, deep, at_once=128):
+    """The blocks and the dtypes of a product. deep: how many entries are summed, and at most how
+    many at once."""
     wide = DTYPES[torch.float32 if INTERPRETED else plan.weight]
     return dict(
         KEEP="keep" in plan.given, WEIGHT=DTYPES[plan.weight], ROWS=DTYPES[plan.raw], WIDE=wide,
         PRECISION=plan.precision, TALL=max(16, min(64, triton.next_power_of_2(plan.b))),
-        COLUMNS=16, DEPTH=max(16, min(128, triton.next_power_of_2(deep))), num_warps=4,
+        COLUMNS=16, DEPTH=max(16, min(at_once, triton.next_power_of_2(deep))), num_warps=4,
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def forward_launches(plan: Plan) -> list[Launch]:
     launches = []
     if plan.kept and plan.kind != "rnn":
         launches.append(_settle(plan, True))
-    products = _products(plan, plan.d)
+    products = _products(plan, plan.d, 512 // plan.weight.itemsize)
     of_product = dict(
         b=plan.b, d=plan.d, columns=plan.columns, reading=plan.reading, raw_step=plan.raw_step,
         KEPT=plan.kept, RAW=DTYPES[plan.raw], **products,

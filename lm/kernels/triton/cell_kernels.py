@@ -54,7 +54,15 @@ FP32 = tl.constexpr(tl.float32)
 @triton.jit
 def address(table, slot: tl.constexpr, DTYPE: tl.constexpr = FP32):
     """The tensor whose address stands in a slot."""
-    return tl.multiple_of(tl.load(table + slot), 16).to(tl.pointer_type(DTYPE), bitcast=True)
+    return tl.load(table + slot).to(tl.pointer_type(DTYPE), bitcast=True)
+
+
+@triton.jit
+def aligned(table, slot: tl.constexpr, DTYPE: tl.constexpr = FP32):
+    """The same, known to begin at a multiple of 16 bytes, so that as many are read at once. Kernels
+    of whole tokens would have three times the barriers then; no card has compared them."""
+    there = tl.load(table + slot).to(tl.pointer_type(DTYPE), bitcast=True)
+    return tl.multiple_of(there, 16)
 
 
 # A token's products with y: rows = raw + W_y y_{t−1}, and their transpose.
@@ -77,7 +85,7 @@ def product_kernel(
     col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     deep = tl.arange(0, DEPTH)
     there, reads = row < b, col < reading
-    before, weight = address(table, AT_BEFORE, WEIGHT), address(table, AT_WEIGHT, WEIGHT)
+    before, weight = aligned(table, AT_BEFORE, WEIGHT), aligned(table, AT_WEIGHT, WEIGHT)
     found = tl.zeros([TALL, COLUMNS], tl.float32)
     if tl.program_id(0) * COLUMNS < reading:
         for first in range(0, d, DEPTH):
@@ -119,7 +127,7 @@ def product_back_kernel(
     deep = tl.arange(0, DEPTH)
     there = row < b
     at = row.to(tl.int64) * length + t
-    d_raw, weight = address(table, AT_D_RAW, ROWS), address(table, AT_WEIGHT, WEIGHT)
+    d_raw, weight = aligned(table, AT_D_RAW, ROWS), aligned(table, AT_WEIGHT, WEIGHT)
     found = tl.zeros([TALL, COLUMNS], tl.float32)
     for first in range(0, reading, DEPTH):
         col = first + deep

@@ -21,6 +21,7 @@ from tests.kernels import (
     launch_case,
     poisoned_memory,
     quicken_interpreter,
+    resources,
     skip_where_missing,
 )
 from tests.lm.kernels.test_cpu_cell import cast, cotangent, cut, problem, results, rnn_problem
@@ -425,6 +426,17 @@ def test_schedules_are_dropped_above_their_number(monkeypatch):
     assert launches.schedule("b", object) is not made[1]
 
 
+@pytest.mark.parametrize("rank", range(1, 9))
+def test_warps_are_a_power_of_two(rank):
+    layout, options, tensors = on_gpu(problem(length=1, rank=rank))
+    given = [t.float() if t is not None else None for t in tensors.values()]
+    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
+    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    for d in (8, 96, 512, 768, 1536, 4096, 65536):
+        warps = [plan._replace(d=d).warps(most) for most in (256, 512)]
+        assert set(warps) <= {1, 2, 4, 8, 16}
+
+
 def test_the_table_is_written_under_any_default_device():
     """A self-check computes under that of the GPU."""
     made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
@@ -469,6 +481,7 @@ def test_on_a_card_graphs_are_replayed_and_equal_the_cpu(monkeypatch):
 DEFAULT = {"d": 1536, "n": 16, "r": 1, "kind": "mamba1"}
 TRAINED = [DEFAULT, {**DEFAULT, "d": 768}, {**DEFAULT, "n": 64, "kind": "mamba2"}]
 TRAINED += [{**DEFAULT, "d": 768, "n": 64}, {"d": 256, "n": 16, "r": 4, "kind": "mamba1"}]
+TRAINED += [{**DEFAULT, "d": 1024, "r": 3}]
 
 
 def launched(d, n, r, kind):
@@ -489,6 +502,13 @@ def launched(d, n, r, kind):
     cases = [launch_case(launch.kernel, table, **launch.args) for launch in made]
     assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
     return cases
+
+
+def test_products_read_ahead(monkeypatch):
+    """In pieces of 16 bytes, while the tensor cores work on what was read before."""
+    monkeypatch.setattr(triton_cell, "INTERPRETED", False)
+    cases = [case for case in launched(**DEFAULT) if "product" in case["kernel"]]
+    assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]
 
 
 @pytest.mark.parametrize(
