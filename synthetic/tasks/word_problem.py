@@ -34,7 +34,7 @@ class WordProblem(Task):
         # Words of different splits differ within this many elements; shorter ones are shared.
         self.opening = splits.opening_length(lambda length: self.group.order**length)
         self.names = element_names(task.group)
-        self.letters = np.arange(self.group.order)  # the elements that words are made of
+        self.elements = np.arange(self.group.order)  # the elements that words are made of
         self.csv = task.csv
         # Of the file: split → inputs and targets, (rows,length) each.
         self.rows: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
@@ -62,7 +62,7 @@ class WordProblem(Task):
         Until there are all, validation draws from training's words as well: it is to say whether
         words of so few letters are known, of which there may be a hundred beginnings."""
         if letters is None:
-            self.letters = np.arange(self.group.order)
+            self.elements = np.arange(self.group.order)
             return
         if self.rows is not None:
             raise TaskError("train.curriculum.letters: the words of task.csv are as they are")
@@ -71,11 +71,11 @@ class WordProblem(Task):
                 f"train.curriculum.letters is {letters}, and the elements of {self.group.name} are"
                 f" only {self.group.order}"
             )
-        self.letters = self.group.simplest_first()[:letters]
+        self.elements = self.group.simplest_first()[:letters]
 
     @property
     def _all_letters(self) -> bool:
-        return len(self.letters) == self.group.order
+        return len(self.elements) == self.group.order
 
     def token_name(self, number: int) -> str:
         return self.names[number]
@@ -105,7 +105,7 @@ class WordProblem(Task):
             return Batch(x, y, shared=self._shared(x, split))
 
         def draw(*shape: int) -> np.ndarray:
-            return self.letters[rng.integers(0, len(self.letters), shape)]
+            return self.elements[rng.integers(0, len(self.elements), shape)]
 
         x = draw(batch_size, length)
         opening = self.opening

@@ -201,8 +201,8 @@ MUTATIONS = [
     ),
     Mutation(
         "roots in Triton: Newton goes back",
-        ROOTS, "        near = tl.sum((tl.abs(moved",
-        "        moved = 2.0 * s - moved\n        near = tl.sum((tl.abs(moved",
+        ROOTS, "        near = tl.sum((tl.abs(ahead",
+        "        ahead = 2.0 * s - ahead\n        near = tl.sum((tl.abs(ahead",
         triton("roots", "test_it_is_the_search_of_the_cpu_step_for_step"),
     ),
     Mutation(
