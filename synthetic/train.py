@@ -132,9 +132,10 @@ class Training(Loop):
         self.state: Any = None  # that a stream carries from segment to segment
         self.seen: set[int] | None = set()  # of training's samples those that are not held apart
         self.shortest, self.full_length = cfg.train.lengths
-        start = cfg.train.curriculum.start if cfg.train.curriculum else self.full_length
+        curriculum = cfg.train.curriculum
+        start = curriculum.start if curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
-        self._draw_from(cfg.train.curriculum and cfg.train.curriculum.letters)
+        self._draw_from(curriculum.letters if curriculum else None)
         self.after_update = (
             self._log_if_due,
             self._probe_if_due,
@@ -450,7 +451,7 @@ class Training(Loop):
                 return
             if self.longest < self.full_length:
                 self.longest = min(self.full_length, self.longest + curriculum.grow)
-            else:
+            elif self.letters is not None:
                 self._draw_from(min(2 * self.letters, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
