@@ -135,9 +135,9 @@ def of_kernels(run: Callable[[], None], device: str) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    ours = [of for of in profile.key_averages() if of.key.endswith("_kernel")]
-    ours.sort(key=lambda of: -of.self_device_time_total)
-    return {of.key: of.self_device_time_total / of.count / 1e6 for of in ours}
+    ours = [row for row in profile.key_averages() if row.key.endswith("_kernel")]
+    ours.sort(key=lambda row: -row.self_device_time_total)
+    return {row.key: row.self_device_time_total / row.count / 1e6 for row in ours}
 
 
 def of_tokens(took: dict[int, float], rest: dict[int, float], length: int) -> dict[str, float]:

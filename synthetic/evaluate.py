@@ -295,7 +295,7 @@ class _Scores:
         if self.task.streams:
             count, questions = self.task.seen[split]
             return {"count": count, "of": questions}
-        if seen is None:  # a run of before the splits were held apart; few letters yet
+        if seen is None:  # a run of before the splits were held apart, or of few letters so far
             return {"count": None, "of": sequences}
         if self.task.held_apart(length):
             return {"count": 0, "of": sequences}
