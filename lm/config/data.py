@@ -93,10 +93,17 @@ class Source(Section):
 
 
 class Stage(Section):
-    """Of `data.curriculum`: weights of the mixture until an update."""
+    """Of `data.curriculum`: weights of the mixture until an update, or until they are learned."""
 
     until: int = Field(gt=0, le=10**12)  # the first update that is not drawn by these weights
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # a source that is left out has none
+    # ends sooner, once the right answers of each of its traces are so likely; null: it does not
+    at: float | None = Field(None, ge=0, lt=1)
+
+    def asked(self, mixture: dict[str, Source]) -> list[str]:
+        """Its sources whose answers are looked at."""
+        drawn = [name for name, weight in self.weights.items() if weight]
+        return sorted(name for name in drawn if mixture[name].source == "traces")
 
 
 def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> None:
@@ -116,6 +123,11 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
             )
         if not any(stage.weights.values()):
             raise ValueError(f"the weights of {where} sum to 0: one at least must be above 0")
+        if stage.at is not None and not stage.asked(mixture or {}):
+            raise ValueError(
+                f"{where[:-1]}.at` waits for the answers of its traces, and none of its sources"
+                " (`weights` above 0) is `source: traces`: leave it out"
+            )
         if stage.until <= ended:
             raise ValueError(
                 f"{where} is until update {stage.until}, and the one before it until {ended}: put"

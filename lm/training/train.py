@@ -45,6 +45,7 @@ from lm.runs.run_dir import RunDir
 from lm.training import engine as ds
 from lm.training import init_from
 from lm.training.build import build_model, vocabulary
+from lm.training.curriculum import Curriculum
 from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
@@ -149,6 +150,7 @@ class Training(Loop):
         self.after_update = (
             self._record_if_due,
             self._probe_if_due,
+            self._end_stage_if_learned,
             self._save_if_due,
             self._validate_if_due,
         )
@@ -178,6 +180,7 @@ class Training(Loop):
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
+        self.curriculum = Curriculum(cfg.data, self.batches)
 
     def _check_made_of(self) -> None:
         """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
@@ -427,10 +430,10 @@ class Training(Loop):
         """One update of all ranks, from as many micro-batches as it takes."""
         self.lr = self.engine.lr
         self.engine.times.annotate = self.profile.is_on
-        micro = self._micro_batches()
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
-        learned = not cfg.data.curriculum or self.step >= cfg.data.curriculum[-1].until
+        learned = self.curriculum.stage is None
+        micro = self._micro_batches()
         made = self.engine.step(
             micro,
             self.signals.asked,
@@ -531,6 +534,14 @@ class Training(Loop):
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
         self._skip_time()
+
+    def _end_stage_if_learned(self) -> None:
+        """Before a checkpoint, which then knows of it."""
+        likely = lambda names: self.validation.likely(self.engine, names, self.alive)  # noqa: E731
+        looked = self.curriculum.look(self.step, likely)
+        if looked:
+            self.write(looked)
+            self._skip_time()
 
     def _save_if_due(self) -> None:
         if self.save_if_due():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
+from lm.data.batches.packing import IGNORE
 from lm.data.batches.questions import asked
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
 from lm.data.sources.mixture import parts
@@ -81,8 +82,7 @@ class Validation:
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
         """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`. Of
-        traces also `answers`, the geometric mean of the probabilities of the right answers to the
-        questions of `asked`."""
+        traces also `answers`, see `likely`."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, measured = 0, {}
         with Progress("validating", unit="batches") as bar:
@@ -97,10 +97,21 @@ class Validation:
                 bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
                 measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
                 if name in self.asked:
-                    answers = engine.validate(self.asked[name], lambda *_: alive())
-                    measured[name]["answers"] = math.exp(-answers["loss"])
+                    measured[name]["answers"] = self.likely(engine, [name], alive)
                 done += len(batches)
         return pooled(measured, self.shares)
+
+    def likely(self, engine: Engine, names: list[str], alive: Callable[[], None]) -> float:
+        """How likely the right answers to the questions of sources of traces are: the geometric
+        mean, of that source where it is the least. An answer may be of several tokens."""
+        losses = []
+        for name in names:
+            batches = self.asked[name]
+            questions = sum(len(batch["labels"]) for batch in batches)
+            targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+            of_token = engine.validate(batches, lambda *_: alive())["loss"]
+            losses.append(of_token * targets / questions)
+        return math.exp(-max(losses))
 
     def probed(self, engine: Engine) -> dict:
         """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ class Drawing:
 class Stage(NamedTuple):
     """Of a curriculum."""
 
-    end: int  # the first sequence that is drawn otherwise
+    end: int  # the first sequence that is drawn otherwise, at the latest
     weights: list[float]  # of the sources, in alphabetic order
 
 
@@ -104,13 +105,28 @@ class MixtureLoader:
             Stage(end, [of_stage.get(name, 0.0) for name in self._names])
             for end, of_stage in stages
         ]
-        self._drawing = Drawing(self._weights, seed, self._stages)
-        self._size = micro_batch_size
+        self._ends = [stage.end for stage in self._stages]  # or sooner, see `end_stage`
         self._seed = seed
+        self._drawing = self._draw()
+        self._size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
         self._next = 0  # the first sequence that no rank has had
         self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
+
+    def _draw(self) -> Drawing:
+        stages = [Stage(end, stage.weights) for end, stage in zip(self._ends, self._stages)]
+        return Drawing(self._weights, self._seed, stages)
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage that the next sequence is of; that of all once they are over."""
+        return bisect.bisect_right(self._ends, self._next)
+
+    def end_stage(self) -> None:
+        """The next sequence is of the next stage already."""
+        self._ends[self.stage] = self._next
+        self._drawing = self._draw()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -157,6 +173,7 @@ class MixtureLoader:
             "micro_batch_size": self._size,
             "seed": self._seed,
             "stages": [stage._asdict() for stage in self._stages],
+            "ends": list(self._ends),
             "mixture": {
                 name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
                 for name, weight, source, drawn in zip(
@@ -204,6 +221,8 @@ class MixtureLoader:
                 " sequences an update: they must not change on resuming"
             )
         self._weights = [then[name]["weight"] for name in self._names]
-        self._drawing = Drawing(self._weights, self._seed, self._stages)
+        configured = [stage.end for stage in self._stages]
+        self._ends = list(state.get("ends", configured))  # older ones have none
+        self._drawing = self._draw()
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
         self._drawn[:] = [then[name]["drawn"] for name in self._names]

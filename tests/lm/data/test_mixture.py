@@ -170,6 +170,33 @@ def test_a_curriculum_goes_on_exactly_on_other_ranks_and_not_another_one():
             loader(3, stages=other).load_state_dict(state)
 
 
+def test_a_stage_that_is_learned_ends_at_once_and_stays_so_on_other_ranks():
+    old = loader(3, stages=STAGES)
+    drawn = take(old, 40)
+    assert old.stage == 0
+    old.end_stage()
+    assert old.stage == 1
+    whole = drawn + take(old, 360)
+    assert {owner(row) for row in whole[:120]} == {"a"}
+    assert {owner(row) for row in whole[120:720]} == {"b", "c"}
+    # From its end on all is as if the YAML had said so.
+    assert whole == take(loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
+    assert old.stage == 2  # 720 is where the last ends
+    again = loader(3, stages=STAGES)
+    drawn = take(again, 40)
+    again.end_stage()
+    drawn += take(again, 10)
+    state = json.loads(json.dumps(again.state_dict()))
+    ranks = [loader(1, rank, 3, stages=STAGES) for rank in range(3)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    assert [rank.stage for rank in ranks] == [1, 1, 1]
+    assert [row for _ in range(100) for rank in ranks for row in take(rank, 1)] == whole[150:450]
+    del state["ends"]  # of a checkpoint of before stages could end so
+    again.load_state_dict(state)
+    assert again.stage == 0
+
+
 def test_sources_of_one_size_are_shuffled_each_in_its_own_way():
     alike = loader(tokens={"a": 81, "b": 81}, weights={"a": 0.5, "b": 0.5})
     orders = {"a": [], "b": []}
@@ -254,6 +281,10 @@ REFUSED = [
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
     ({"temperature": 2}, "`data.temperature` weighs the sources of `data.mixture`"),
+    (
+        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"at": 0.9}]},
+        "`data.curriculum.0.at` waits for the answers of its traces, and none of its sources",
+    ),
     ({"curriculum": [ONLY]}, "`data.curriculum` changes the weights of `data.mixture`"),
     ({"mixture": {"code": WEB}, "curriculum": [ONLY]}, "`data.curriculum.0` weighs web"),
     ({"mixture": {"web": WEB}, "curriculum": [ONLY, ONLY]}, "`data.curriculum.1` is until"),

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents
-from lm.training.validation import in_answers
+from lm.training.validation import Validation, in_answers
 from tests.refusals import refused
 from tests.running import ROOT, run
 
@@ -170,6 +171,33 @@ def test_an_answer_that_melts_into_its_question_is_still_a_target():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
     for batch in asked(source, tokenizer, 50, 128):
         assert (batch["labels"] != IGNORE).any(-1).all()
+
+
+def test_how_likely_answers_of_several_tokens_are(bpe):
+    """The whole answer, and of several sources the least likely ones."""
+    session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
+    validation = object.__new__(Validation)
+    validation.asked = {"repl": asked(session, bpe, 50, 128), "words": asked(words, bpe, 50, 128)}
+    nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # of a token
+
+    class Engine:
+        def validate(self, batches, progress):
+            progress(1, 1)
+            return {"loss": nll[id(batches)]}
+
+    in_answer = {
+        name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
+        for name, turns in (
+            ("repl", traces.questions("repl", "S3", 1, COUNT)),
+            ("words", traces.questions("words", "S3", 2, COUNT)),
+        )
+    }
+    assert set(in_answer["repl"]) == {2}, "a line's end and a number"
+    likely = {name: validation.likely(Engine(), [name], lambda: None) for name in validation.asked}
+    assert likely["repl"] == pytest.approx(math.exp(-2 * 0.3))
+    assert likely["words"] == pytest.approx(math.exp(-0.1 * sum(in_answer["words"]) / COUNT))
+    both = validation.likely(Engine(), ["words", "repl"], lambda: None)
+    assert both == likely["repl"] < likely["words"]
 
 
 def test_only_traces_have_answers_in_the_line():

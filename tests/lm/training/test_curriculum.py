@@ -1,0 +1,91 @@
+"""A stage of `data.curriculum` that waits for its answers: when it is asked, and what then goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lm.config.data import Data
+from lm.data.batches.loader import MapLoader
+from lm.training.curriculum import EVERY, Curriculum
+from tests.lm.data.test_mixture import loader, take
+from tests.lm.training.test_elastic import trace
+from tests.running import run
+
+MIXTURE = {
+    "a": {"source": "traces", "weight": 1, "traces": {"documents": 400}},
+    "b": {"source": "traces", "weight": 1, "traces": {"documents": 400, "group": "Z2"}},
+    "c": {"source": "jsonl", "path": "tests/data/tiny.jsonl", "weight": 1},
+}
+WAITING = {"until": 10_000, "at": 0.9, "weights": {"a": 0, "b": 1, "c": 1}}
+ENDING = {"until": 20_000, "weights": {"a": 1}}
+AFTER = {"until": 30_000, "at": 0.5, "weights": {"a": 1, "b": 2}}
+
+
+def curriculum_and_batches():
+    data = Data(source="builtin", mixture=MIXTURE, curriculum=[WAITING, ENDING, AFTER])
+    batches = loader(stages=[(s.until * 3, s.weights) for s in data.curriculum])
+    return Curriculum(data, batches), batches
+
+
+def never(names):
+    raise AssertionError(f"{names} are asked")
+
+
+def test_the_answers_of_a_stage_that_waits_end_it():
+    curriculum, batches = curriculum_and_batches()
+    take(batches, 5)
+    asked = []
+
+    def likely(found):
+        return lambda names: asked.append(names) or found
+
+    assert curriculum.look(EVERY - 1, never) == curriculum.look(EVERY + 1, never) == {}
+    said = curriculum.look(EVERY, likely(0.89))
+    assert said == {"curriculum": {"stage": 0, "answers": 0.89}} and batches.stage == 0
+    assert curriculum.stage.at == 0.9
+    curriculum.look(2 * EVERY, likely(0.9))
+    assert asked == [["b"], ["b"]], "its traces alone"
+    assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
+    assert curriculum.look(3 * EVERY, never) == {}, "this one ends when it ends"
+    batches.end_stage()
+    said = curriculum.look(4 * EVERY, likely(0.7))
+    assert said == {"curriculum": {"stage": 2, "answers": 0.7}} and asked[-1] == ["a", "b"]
+    assert batches.stage == 3 and curriculum.stage is None
+    assert curriculum.look(5 * EVERY, never) == {}
+
+
+def test_without_stages_nothing_is_asked():
+    plain = Curriculum(Data(), MapLoader(range(50), 4, 3))
+    assert plain.stage is None and plain.look(EVERY, never) == {}
+    none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
+    assert none.stage is None and none.look(EVERY, never) == {}
+
+
+@pytest.mark.slow
+def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
+    """The adversary begins there, too; on two ranks it is the same training."""
+    steps, end = EVERY + 6, EVERY
+    settings = [
+        "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
+        f"data.curriculum={json.dumps([WAITING | {'at': 0.0}])}", "data.val_tokens=300",
+        "train.global_batch_size=4", "train.grad_accum_steps=null",
+        "train.adversary=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
+    ]  # fmt: skip
+    whole, done = run(tmp_path / "whole", *settings)
+    assert f"update {end:>6}  stage 0 of the curriculum ends" in done.stdout
+    records = {r["step"]: r for r in whole}
+    targets = {step: r["data_share"]["a"] for step, r in records.items()}
+    assert targets[end] == 0 < targets[steps]
+    metrics = (tmp_path / "whole/tiny/metrics.jsonl").read_text().splitlines()
+    looks = [json.loads(line) for line in metrics if '"curriculum"' in line]
+    assert [(r["step"], r["curriculum"]["stage"]) for r in looks] == [(end, 0)]
+    assert 0 < looks[0]["curriculum"]["answers"] < 1
+    checkpoint = tmp_path / f"whole/tiny/checkpoints/step-{end:06}"
+    again, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
+    expected = trace(whole)
+    assert trace(again) == {step: expected[step] for step in range(end + 1, steps + 1)}
+    on_two, _ = run(tmp_path / "two", *settings, processes=2)
+    shares = {r["step"]: r["data_share"] for r in on_two}
+    assert shares == {step: r["data_share"] for step, r in records.items()}
