@@ -23,6 +23,12 @@ AGAINST = (
     STABILITY + "test_an_update_against_the_adversary_is_both_passes_by_hand",
     STABILITY + "test_the_adversary_waits_for_the_end_of_the_curriculum",
 )
+CURRICULUM = ("tests/lm/training/test_curriculum.py::test_the_answers_of_a_stage_that_waits_end_it",)
+LIKELY = ("tests/lm/data/test_traces.py::test_how_likely_answers_of_several_tokens_are",)
+ENDED = (
+    "tests/lm/data/test_mixture.py"
+    "::test_a_stage_that_is_learned_ends_at_once_and_stays_so_on_other_ranks",
+)
 AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
 
 
@@ -49,11 +55,39 @@ MUTATIONS = [
         AGAINST,
     ),
     Mutation(
-        "recipes: the adversary comes an update late",
-        "lm/training/train.py",
-        "self.step >= cfg.data.curriculum[-1].until",
-        "self.step > cfg.data.curriculum[-1].until",
+        "recipes: the adversary waits for all but the last stage",
+        "lm/data/batches/mixture_loader.py",
+        "return bisect.bisect_right(self._ends, self._next)",
+        "return bisect.bisect_left(self._ends, self._next)",
         AGAINST,
+    ),
+    Mutation(
+        "recipes: a stage that is learned goes on",
+        "lm/training/curriculum.py",
+        "            batches.end_stage()",
+        "            pass",
+        CURRICULUM,
+    ),
+    Mutation(
+        "recipes: a stage waits for the likeliest of its sources",
+        "lm/training/validation.py",
+        "return math.exp(-max(losses))",
+        "return math.exp(-min(losses))",
+        LIKELY,
+    ),
+    Mutation(
+        "recipes: an answer of two tokens is as likely as one of them",
+        "lm/training/validation.py",
+        "losses.append(of_token * targets / questions)",
+        "losses.append(of_token)",
+        LIKELY,
+    ),
+    Mutation(
+        "recipes: where a stage has ended is forgotten",
+        "lm/data/batches/mixture_loader.py",
+        'self._ends = list(state.get("ends", configured))',
+        "self._ends = configured",
+        ENDED,
     ),
     Mutation(
         "recipes: the sign of Muon's step over flat pieces",
