@@ -338,6 +338,15 @@ class Config(Run):
             check_adversary(self.train.adversary, self.model)
         return self
 
+    @property
+    def updates_against(self) -> int:
+        """Updates that have a second pass, against the adversary, unless a stage of the curriculum
+        ends sooner."""
+        if not self.train.adversary:
+            return 0
+        learned = self.data.curriculum[-1].until if self.data.curriculum else 0
+        return max(0, self.train.steps - learned)
+
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens an optimizer update sees, over all ranks."""
         return self.train.sequences(world_size) * self.data.seq_len

@@ -290,8 +290,9 @@ def _planned_data(cfg: Config, at: Where) -> dict:
 
 
 def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers) -> dict:
-    """FLOPs and hours."""
-    tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
+    """FLOPs and hours of all passes."""
+    passes = cfg.train.steps + cfg.updates_against
+    tokens = passes * cfg.tokens_per_step(at.world_size)
     flops_per_token = flops_of(cfg, model)
     flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
     evaluations = layers.evaluations(at)
@@ -308,7 +309,7 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
             tokens * count, channels, solver, at_once, each, at.world_size, at.card
         )
     # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
-    micro_batches = cfg.train.steps * cfg.train.accumulation(at.world_size)
+    micro_batches = passes * cfg.train.accumulation(at.world_size)
     length, sequences = cfg.data.seq_len, cfg.train.micro_batch_size
     of_launches = estimate.launch_hours(layers.kernel, length, micro_batches, sequences)
     if at.card.on_gpu and layers.loop:
@@ -465,6 +466,8 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
         assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
         if p["evaluations"] is not None:
             assumed += f", {p['evaluations']:g} evaluations"
+        if cfg.updates_against:
+            assumed += f", two passes in {cfg.updates_against:,} updates"
         if p["launch_hours"]:
             assumed += f"; {p['launch_hours']:,.2f} of them token after token, predicted"
         if p["moving_hours"]:

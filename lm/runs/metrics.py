@@ -302,7 +302,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        self.tokens = 0
+        self.tokens = self.passed = 0
         self.since = self.last = _clocks()
 
     def skip(self) -> None:
@@ -312,9 +312,10 @@ class Throughput:
             self.since[name] += now[name] - self.last[name]
         self.last = now
 
-    def count(self, tokens: int) -> None:
-        """An update of so many tokens has ended."""
+    def count(self, tokens: int, passes: int = 1) -> None:
+        """An update of so many tokens has ended, each passed through the model so often."""
         self.tokens += tokens
+        self.passed += passes * tokens
         now = _clocks()
         for name in self.spent:
             self.spent[name] += now[name] - self.last[name]
@@ -331,7 +332,9 @@ class Throughput:
         values: dict[str, float | dict[str, float]] = {}
         values["tokens_per_s"] = round(rate, 1)
         if self.peak and self.flops_per_token:
-            flops = rate * self.flops_per_token(evaluations)
+            flops = (
+                self.passed / seconds * self.flops_per_token(evaluations) if seconds > 0 else 0.0
+            )
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()

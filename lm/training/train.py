@@ -432,14 +432,14 @@ class Training(Loop):
         self.engine.times.annotate = self.profile.is_on
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
-        learned = self.curriculum.stage is None
+        against = cfg.train.adversary > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
         made = self.engine.step(
             micro,
             self.signals.asked,
             self.alive,
             self.outliers.look,
-            against=learned and cfg.train.adversary > 0,
+            against=against,
         )
         self.step += 1
         if made.skipped:
@@ -447,7 +447,7 @@ class Training(Loop):
         if self.average:
             self.average.update()
         self.stats += made.stats
-        self.speed.count(self.tokens_per_step)
+        self.speed.count(self.tokens_per_step, passes=1 + against)
         self.engine.times.end_update()
         self.made, self.stopping = made, made.stopping
 

@@ -23,7 +23,9 @@ AGAINST = (
     STABILITY + "test_an_update_against_the_adversary_is_both_passes_by_hand",
     STABILITY + "test_the_adversary_waits_for_the_end_of_the_curriculum",
 )
-CURRICULUM = ("tests/lm/training/test_curriculum.py::test_the_answers_of_a_stage_that_waits_end_it",)
+CURRICULUM = (
+    "tests/lm/training/test_curriculum.py::test_the_answers_of_a_stage_that_waits_end_it",
+)
 LIKELY = ("tests/lm/data/test_traces.py::test_how_likely_answers_of_several_tokens_are",)
 ENDED = (
     "tests/lm/data/test_mixture.py"
@@ -60,6 +62,20 @@ MUTATIONS = [
         "return bisect.bisect_right(self._ends, self._next)",
         "return bisect.bisect_left(self._ends, self._next)",
         AGAINST,
+    ),
+    Mutation(
+        "recipes: the adversary's pass is not counted in MFU",
+        METRICS,
+        "self.passed += passes * tokens",
+        "self.passed += tokens",
+        ("tests/lm/runs/test_metrics.py::test_throughput_and_mfu",),
+    ),
+    Mutation(
+        "recipes: the plan has the adversary's pass before the curriculum is over, too",
+        "lm/config/schema.py",
+        "return max(0, self.train.steps - learned)",
+        "return self.train.steps",
+        ("tests/lm/report/test_plan.py::test_an_update_against_the_adversary_is_two_passes",),
     ),
     Mutation(
         "recipes: a stage that is learned goes on",

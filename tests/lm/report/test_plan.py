@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lm.common.cards import CARDS
 from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.data import Data
+from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config, Tokenizer
 from lm.report import estimate
@@ -500,6 +500,22 @@ def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, by
         p = plan(other, 1)
         assert p["dataset_tokens"] is None
         assert "known once" in shown(p, other)["tokens in the data"]
+
+
+@pytest.mark.parametrize("until, passes", [(None, 14), (3, 11), (9, 7)])
+def test_an_update_against_the_adversary_is_two_passes(until, passes):
+    cfg = tiny()
+    plain = plan(cfg, where(cfg, 1, "h200"))
+    cfg.train.adversary = 0.1
+    if until:
+        data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
+        cfg = cfg.model_copy(update={"data": data})
+    p = plan(cfg, where(cfg, 1, "h200"))
+    assert p["tokens"] == plain["tokens"]
+    for key in ("hours", "flops"):
+        assert p[key] == pytest.approx(plain[key] * passes / 7)
+    said = f"two passes in {passes - 7} updates" in shown(p, cfg)["hours"]
+    assert said == (passes > 7)
 
 
 def test_the_plan_as_a_table():

@@ -247,6 +247,10 @@ def test_throughput_and_mfu(monkeypatch, clock):
     read = speed.read(0.0)
     assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
     assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+    clock.seconds += 2
+    speed.count(5000, passes=2)
+    read = speed.read(2.0)  # what 4 evaluations of one pass are
+    assert (read["tokens_per_s"], read["mfu"]) == (2500.0, 0.5)
 
 
 def test_what_happens_before_a_restart_does_not_count(monkeypatch, clock):

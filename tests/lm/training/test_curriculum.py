@@ -1,4 +1,4 @@
-"""A stage of `data.curriculum` that waits for its answers: when it is asked, and what then goes on."""
+"""A stage of `data.curriculum` that waits: when it is asked, and that a run goes on after it."""
 
 from __future__ import annotations
 
