@@ -221,7 +221,7 @@ class Config(base.Run):
 
     @model_validator(mode="after")
     def _warmup_within_training(self) -> Self:
-        base.check_warmup(self)
+        base.check_updates(self)
         return self
 
     @model_validator(mode="after")

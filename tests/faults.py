@@ -1,4 +1,4 @@
-"""A command line with a fault injected: `python -m tests.faults FAULT[=N] COMMAND...`."""
+"""A command line with faults injected: `python -m tests.faults FAULT[=N][,FAULT...] COMMAND...`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nan_at(count: int) -> None:
 
     def forward(self, batch):
         output = real(self, batch)
-        if self.deepspeed.training:
+        if self.deepspeed.module.training:
             passes[0] += 1
             if passes[0] == count:
                 output.loss = output.loss * float("nan")
@@ -33,7 +33,7 @@ def nonfinite_at(count: int) -> None:
     real, passes = Engine.forward, [0]
 
     def forward(self, batch):
-        if self.deepspeed.training:
+        if self.deepspeed.module.training:
             passes[0] += 1
             if passes[0] == count:
                 raise FloatingPointError("block 0 has made NaN")
@@ -116,6 +116,13 @@ def _after_update(count: int, spoil: Callable) -> None:
     Engine.step = step
 
 
+def looks_every(count: int) -> None:
+    """No fault: a stage that waits is looked at every so many updates."""
+    from lm.training import curriculum
+
+    curriculum.EVERY = count
+
+
 def _spoil_weight(optimizer, model) -> None:
     for parameter in [*optimizer.param_groups[0]["params"], *model.parameters()]:
         if parameter.numel():
@@ -190,6 +197,7 @@ INJECTED = (
     sleep_at,
     weight_nan_at,
     moment_nan_at,
+    looks_every,
     synthetic_moment_nan_at,
     synthetic_nan_at,
     synthetic_nonfinite_at,
@@ -198,8 +206,9 @@ FAULTS = {fault.__name__: fault for fault in INJECTED}
 
 
 def main() -> int:
-    name, _, count = sys.argv[1].partition("=")
-    FAULTS[name](int(count))
+    for fault in sys.argv[1].split(","):
+        name, _, count = fault.partition("=")
+        FAULTS[name](int(count))
     if name.startswith("synthetic"):
         from synthetic.cli import main as command
     else:

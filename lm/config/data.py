@@ -98,10 +98,10 @@ class Stage(Section):
     until: int = Field(gt=0, le=10**12)  # the first update that is not drawn by these weights
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # a source that is left out has none
     # ends sooner, once the right answers of each of its traces are so likely; null: it does not
-    at: float | None = Field(None, ge=0, lt=1)
+    at: float | None = Field(None, gt=0, lt=1)
 
-    def asked(self, mixture: dict[str, Source]) -> list[str]:
-        """Its sources whose answers are looked at."""
+    def traces(self, mixture: dict[str, Source]) -> list[str]:
+        """Its sources that have answers to wait for."""
         drawn = [name for name, weight in self.weights.items() if weight]
         return sorted(name for name in drawn if mixture[name].source == "traces")
 
@@ -123,10 +123,10 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
             )
         if not any(stage.weights.values()):
             raise ValueError(f"the weights of {where} sum to 0: one at least must be above 0")
-        if stage.at is not None and not stage.asked(mixture or {}):
+        if stage.at is not None and not stage.traces(mixture or {}):
             raise ValueError(
-                f"{where[:-1]}.at` waits for the answers of its traces, and none of its sources"
-                " (`weights` above 0) is `source: traces`: leave it out"
+                f"`data.curriculum.{number}.at` waits for the answers of its traces, and none of"
+                " its sources (`weights` above 0) is `source: traces`: leave it out"
             )
         if stage.until <= ended:
             raise ValueError(

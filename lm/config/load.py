@@ -15,7 +15,7 @@ from pydantic import (
 
 from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
-from lm.config.schema import UNSEEN, Config, Run, check_warmup
+from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
 
 MOST_POINTS = 10_000  # of a sweep
@@ -213,7 +213,7 @@ def sweep_points(
     for point in points:  # a bad value is found now, not by task 37 of the array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
-        check_warmup(build(candidate, where, schema))
+        check_updates(build(candidate, where, schema))
     return points
 
 

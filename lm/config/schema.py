@@ -273,15 +273,17 @@ def check_adversary(kappa: float, model: Model) -> None:
         )
 
 
-def check_warmup(cfg: Run) -> None:
-    """Refuse a warm-up that no training can have. Not part of the schema: runs that were trained
-    before this was checked are still read.
+def check_updates(cfg: Run) -> None:
+    """Refuse what a training of so many updates cannot have. Not part of the schema: runs that were
+    trained before this was checked are still read.
 
     Raises:
-        ConfigError: it is longer than the run, or no whole number of updates; or there is no room
-            for the decay of `wsd` after it.
+        ConfigError: the warm-up is longer than the run, or no whole number of updates; there is no
+            room for the decay of `wsd` after it; the adversary would never begin.
     """
     _check_decay(cfg.optim, cfg.train.steps)
+    if isinstance(cfg, Config):
+        _check_adversary_begins(cfg)
     warmup = cfg.optim.warmup
     if warmup > 1 and warmup != int(warmup):
         raise ConfigError(
@@ -293,6 +295,16 @@ def check_warmup(cfg: Run) -> None:
             f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
             " learning rate would never reach optim.lr"
         )
+
+
+def _check_adversary_begins(cfg: Config) -> None:
+    if not cfg.train.adversary or cfg.updates_against or cfg.waits:
+        return
+    raise ConfigError(
+        f"train.adversary begins when data.curriculum is over, after update"
+        f" {cfg.data.curriculum[-1].until}, and train.steps is only {cfg.train.steps}: set it to 0,"
+        " or let the last stage end sooner"
+    )
 
 
 def _check_decay(optim: Optim, steps: int) -> None:
@@ -339,9 +351,13 @@ class Config(Run):
         return self
 
     @property
+    def waits(self) -> bool:
+        """Whether a stage of the curriculum may end sooner than its `until`."""
+        return any(stage.at is not None for stage in self.data.curriculum)
+
+    @property
     def updates_against(self) -> int:
-        """Updates that have a second pass, against the adversary, unless a stage of the curriculum
-        ends sooner."""
+        """Updates that have a second pass, against the adversary; at least, where a stage waits."""
         if not self.train.adversary:
             return 0
         learned = self.data.curriculum[-1].until if self.data.curriculum else 0

@@ -275,22 +275,24 @@ def moving_hours(
     return tokens * channels * 4 * numbers / (gpus * REACHED * card.bandwidth) / 3600
 
 
-def communication(of: Sizes, gpus: int, stage: int, grad_accum_steps: int) -> dict[str, float]:
+def communication(of: Sizes, gpus: int, stage: int, passes: int) -> dict[str, float]:
     """Bytes that each GPU sends in an update, by collective, each as a ring does it.
 
     As DeepSpeed 0.19 does by default: ZeRO-1 and 2 sum buckets over all ranks although each needs
-    its own part alone; ZeRO-2 and 3 send the gradients of every micro-batch; ZeRO-3 gathers the
+    its own part alone; ZeRO-2 and 3 send the gradients of every pass; ZeRO-3 gathers the
     weights for every forward and every backward.
+
+    Args: passes: forward and backward, of an update.
     """
     part = (gpus - 1) / gpus
     weights = part * 4.0 * of.parameters
     gradients = weights - part * 2.0 * of.sent_low
     if stage == 3:
         return {
-            "reduce-scatter of gradients": gradients * grad_accum_steps,
-            "all-gather of weights": 2 * gradients * grad_accum_steps,  # sent as gradients are
+            "reduce-scatter of gradients": gradients * passes,
+            "all-gather of weights": 2 * gradients * passes,  # sent as gradients are
         }
-    sent = {"all-reduce of gradients": 2 * gradients * (grad_accum_steps if stage == 2 else 1)}
+    sent = {"all-reduce of gradients": 2 * gradients * (passes if stage == 2 else 1)}
     return sent | ({"all-gather of weights": weights} if stage else {})
 
 

@@ -292,13 +292,13 @@ def _planned_data(cfg: Config, at: Where) -> dict:
 def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers) -> dict:
     """FLOPs and hours of all passes."""
     passes = cfg.train.steps + cfg.updates_against
-    tokens = passes * cfg.tokens_per_step(at.world_size)
+    passed = passes * cfg.tokens_per_step(at.world_size)  # tokens
     flops_per_token = flops_of(cfg, model)
-    flops_in_all = {name: flops * tokens for name, flops in flops_per_token.items()}
+    flops_in_all = {name: flops * passed for name, flops in flops_per_token.items()}
     evaluations = layers.evaluations(at)
     work = once = next(iter(flops_in_all.values()))
     if evaluations is not None:
-        work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * tokens
+        work = model.flops_per_token(evaluations, length=cfg.data.seq_len) * passed
     # Computing is that of one evaluation; the others move memory.
     hours = estimate.hours(once, at.world_size, at.card, cfg.train.precision, at.utilisation)
     of_moving = 0.0
@@ -306,7 +306,7 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
     for count, at_once in ((layers.at_once, True), (layers.iterated - layers.at_once, False)):
         channels, solver = model.config.d_inner, cfg.solver.settled()
         of_moving += estimate.moving_hours(
-            tokens * count, channels, solver, at_once, each, at.world_size, at.card
+            passed * count, channels, solver, at_once, each, at.world_size, at.card
         )
     # A layer that goes token by token on a GPU waits for launches, of the kernel or of PyTorch.
     micro_batches = passes * cfg.train.accumulation(at.world_size)
@@ -329,9 +329,8 @@ def _planned_work(cfg: Config, at: Where, model: PreTrainedModel, layers: Layers
 def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> dict:
     """Bytes on a GPU, between GPUs and on the disk. counted: the model's sizes."""
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
-    sent = estimate.communication(
-        counted, at.world_size, stage, cfg.train.accumulation(at.world_size)
-    )
+    passes = cfg.train.accumulation(at.world_size) * (2 if cfg.train.adversary else 1)
+    sent = estimate.communication(counted, at.world_size, stage, passes)
     link, bytes_per_second = _link(at.card, at.nodes)
     known = at.world_size, at.card, counted, vocab_size
     stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
@@ -466,8 +465,9 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
         assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
         if p["evaluations"] is not None:
             assumed += f", {p['evaluations']:g} evaluations"
-        if cfg.updates_against:
-            assumed += f", two passes in {cfg.updates_against:,} updates"
+        if cfg.train.adversary:
+            least = "at least " * cfg.waits
+            assumed += f", two passes in {least}{cfg.updates_against:,} updates"
         if p["launch_hours"]:
             assumed += f"; {p['launch_hours']:,.2f} of them token after token, predicted"
         if p["moving_hours"]:

@@ -22,7 +22,7 @@ GROUPS = {
     "solver": ("adjoint", "evaluations", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
     "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
-    "data": ("data_epochs", "data_share"),
+    "data": ("curriculum", "data_epochs", "data_share"),
 }
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}
 # Mappings that are a group themselves.

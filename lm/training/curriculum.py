@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lm.common.console import say
 from lm.config.data import Data, Stage
@@ -24,25 +24,33 @@ class Curriculum:
         self._batches = batches
 
     @property
+    def number(self) -> int:
+        """That of the next update's stage, from 0; of them all once they are over."""
+        return self._batches.stage if isinstance(self._batches, MixtureLoader) else 0
+
+    @property
     def stage(self) -> Stage | None:
         """That of the next update; None where there are none, or all are over."""
-        if not isinstance(self._batches, MixtureLoader):
-            return None
-        return next(iter(self._stages[self._batches.stage :]), None)
+        return self._stages[self.number] if self.number < len(self._stages) else None
 
-    def look(self, step: int, likely: Callable[[list[str]], float]) -> dict:
-        """After update `step`: a record of the answers, where it is time to look at them; it ends
-        the stage where they are as likely as it waits for.
+    def waiting(self, step: int) -> list[str]:
+        """The sources whose answers are to be looked at after update `step`."""
+        if step % EVERY or self.stage is None or self.stage.at is None:
+            return []
+        return self.stage.traces(self._mixture)
 
-        Args:
-            likely: how likely the right answers of sources are, of the least likely one.
-        """
-        stage, batches = self.stage, self._batches
-        if stage is None or stage.at is None or step % EVERY:
-            return {}
-        assert isinstance(batches, MixtureLoader)  # others have no stage
-        number, found = batches.stage, likely(stage.asked(self._mixture))
-        if found >= stage.at:
-            batches.end_stage()
-            say(f"update {step:>6}  stage {number} of the curriculum ends (answers {found:.2f})")
-        return {"curriculum": {"stage": number, "answers": found}}
+    def look(self, step: int, likely: float) -> dict:
+        """Ends the stage if its answers are as likely as it waits for → a record of them."""
+        number, stage = self.number, self.stage
+        assert stage is not None and stage.at is not None
+        assert isinstance(self._batches, MixtureLoader)
+        ended = likely >= stage.at
+        if ended:
+            self._batches.end_stage()
+            say(f"update {step:>6}  stage {number} of the curriculum ends (answers {likely:.2f})")
+        elif step + EVERY > stage.until:
+            say(
+                f"update {step:>6}  stage {number} of the curriculum ends unlearned after update"
+                f" {stage.until} (answers {likely:.2f}, at: {stage.at:g})"
+            )
+        return {"curriculum": {"stage": number, "answers": likely, "ended": ended}}

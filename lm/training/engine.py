@@ -285,7 +285,7 @@ class Engine:
     def forward(self, batch: Batch) -> ModelOutput:
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
-        log_z = self.deepspeed.training and self.cfg.train.z_loss > 0
+        log_z = self.deepspeed.module.training and self.cfg.train.z_loss > 0
         extra = {"loss_only": True, "log_z": log_z}
         timed: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._solves:

@@ -13,7 +13,7 @@ import torch
 import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
-from lm.config.schema import Config, check_warmup
+from lm.config.schema import Config, check_updates
 from lm.data.sources import traces
 from lm.data.sources.mixture import naming, parts
 from lm.data.sources.open import SUFFIXES, source_files
@@ -109,7 +109,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
         BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
     """
     asked()
-    check_warmup(cfg)
+    check_updates(cfg)
     check_resume(cfg.resume)
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)

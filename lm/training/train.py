@@ -480,7 +480,9 @@ class Training(Loop):
         except CheckpointError as e:
             raise Diverged(str(e)) from None
         self._restore(*self.checkpoint)
-        self.batches.load_state_dict(after)
+        # What comes next is drawn from the stage that these weights have learned.
+        ends = {key: of for key, of in self.batches.state_dict().items() if key == "ends"}
+        self.batches.load_state_dict(after | ends)
         self.seconds, self.stats = seconds, []
         self._skip_time()
         return True
@@ -537,11 +539,13 @@ class Training(Loop):
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
-        likely = lambda names: self.validation.likely(self.engine, names, self.alive)  # noqa: E731
-        looked = self.curriculum.look(self.step, likely)
-        if looked:
-            self.write(looked)
-            self._skip_time()
+        sources = self.curriculum.waiting(self.step)
+        if not sources:
+            return
+        self.check_finite()
+        likely = self.validation.likely(self.engine, sources, self.alive)
+        self.write(self.curriculum.look(self.step, likely))
+        self._skip_time()
 
     def _save_if_due(self) -> None:
         if self.save_if_due():

@@ -111,7 +111,7 @@ class Validation:
             targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
             of_token = engine.validate(batches, lambda *_: alive())["loss"]
             losses.append(of_token * targets / questions)
-        return math.exp(-max(losses))
+        return math.exp(-max(losses, key=_worse))
 
     def probed(self, engine: Engine) -> dict:
         """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:
@@ -144,6 +144,11 @@ class Validation:
             for kind in next(iter(of_sources.values()))
         }
         return {"baselines": means, "baselines_of_sources": of_sources}
+
+
+def _worse(loss: float) -> tuple[bool, float]:
+    """What a loss is compared by: NaN is worse than any."""
+    return math.isnan(loss), loss
 
 
 def in_answers(scores: dict) -> str:

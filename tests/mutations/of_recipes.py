@@ -57,7 +57,7 @@ MUTATIONS = [
         AGAINST,
     ),
     Mutation(
-        "recipes: the adversary waits for all but the last stage",
+        "recipes: a stage, and with it the adversary, begins an update late",
         "lm/data/batches/mixture_loader.py",
         "return bisect.bisect_right(self._ends, self._next)",
         "return bisect.bisect_left(self._ends, self._next)",
@@ -80,15 +80,31 @@ MUTATIONS = [
     Mutation(
         "recipes: a stage that is learned goes on",
         "lm/training/curriculum.py",
-        "            batches.end_stage()",
+        "            self._batches.end_stage()",
         "            pass",
         CURRICULUM,
     ),
     Mutation(
+        "recipes: after a rollback a stage that was not learned is over",
+        "lm/training/train.py",
+        "self.batches.load_state_dict(after | ends)",
+        "self.batches.load_state_dict(after)",
+        (
+            "tests/lm/training/test_curriculum.py::test_a_rollback_is_to_the_stage_of_its_checkpoint",
+        ),
+    ),
+    Mutation(
+        "recipes: answers of NaN end the run",
+        "lm/training/train.py",
+        "        self.check_finite()\n        likely",
+        "        likely",
+        ("tests/lm/training/test_curriculum.py::test_nan_is_found_before_answers_are_looked_at",),
+    ),
+    Mutation(
         "recipes: a stage waits for the likeliest of its sources",
         "lm/training/validation.py",
-        "return math.exp(-max(losses))",
-        "return math.exp(-min(losses))",
+        "return math.exp(-max(losses, key=_worse))",
+        "return math.exp(-min(losses, key=_worse))",
         LIKELY,
     ),
     Mutation(

@@ -115,7 +115,7 @@ def optimisation(runs: Sequence[Files]) -> Section:
 
 
 def _events(runs: Sequence[Files]) -> list[Block]:
-    """Updates that were undone or left out."""
+    """Updates that were undone or left out, and ends of stages that waited."""
     rows = []
     for files in runs:
         for record in files.records:
@@ -124,9 +124,13 @@ def _events(runs: Sequence[Files]) -> list[Block]:
                 if isinstance(of, dict):
                     why = str(of.get("why", ""))
                     rows.append([files.label, shown(record["step"]), kind, why])
+            look = record.get("curriculum")
+            if isinstance(look, dict) and look.get("ended"):
+                what = f"stage {look['stage']} is learned, answers {shown(look['answers'])}"
+                rows.append([files.label, shown(record["step"]), "curriculum", what])
     if not rows:
         return [Notes(["No update was undone (rollback) or left out (skip)."])]
-    traced = "metrics.jsonl: `rollback`, `skip`"
+    traced = "metrics.jsonl: `rollback`, `skip`, `curriculum`"
     if len(rows) > EVENTS:
         traced += f"; the last {EVENTS} of {len(rows):,}"
     return [

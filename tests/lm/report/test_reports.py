@@ -458,7 +458,12 @@ def test_the_parts_of_an_update(tmp_path, solved):
 
 
 def test_scores_samples_and_events(tmp_path, undrawn):
-    lines = [*records([0]), {"step": 40, "rollback": {"number": 1, "why": "the loss is <nan>"}}]
+    looks = [{"stage": 1, "answers": 0.9, "ended": ended} for ended in (False, True)]
+    lines = [
+        *records([0]),
+        {"step": 40, "rollback": {"number": 1, "why": "the loss is <nan>"}},
+        *({"step": 40, "curriculum": look} for look in looks),
+    ]
     folder = run_in(tmp_path / "run", lines)
     scores = {"acc": {"value": 0.24, "stderr": 0.061, "higher_is_better": True}}
     spoilt = {"acc": {"value": 0.5, "higher_is_better": ["true"]}}
@@ -471,7 +476,11 @@ def test_scores_samples_and_events(tmp_path, undrawn):
     assert (row["metric"], row["run"]) == ("acc ↑", "0.24 ± 0.06 (50 documents)")
     assert page.rows("Evaluations")["spoilt"]["metric"] == "acc"
     assert "Once <b>upon</b> a ``` time" in page.text
-    assert page.tables["Events"][0][1][1:] == ["40", "rollback", "the loss is <nan>"]
+    events = page.tables["Events"][0][1:]
+    assert events[0][1:] == ["40", "rollback", "the loss is <nan>"]
+    assert [row[1:] for row in events[1:]] == [
+        ["40", "curriculum", "stage 1 is learned, answers 0.9"]
+    ]
 
 
 # States, and what is damaged.

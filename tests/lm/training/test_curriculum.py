@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -11,6 +12,7 @@ from lm.data.batches.loader import MapLoader
 from lm.training.curriculum import EVERY, Curriculum
 from tests.lm.data.test_mixture import loader, take
 from tests.lm.training.test_elastic import trace
+from tests.lm.training.test_recovery import TINY, faulty
 from tests.running import run
 
 MIXTURE = {
@@ -29,38 +31,65 @@ def curriculum_and_batches():
     return Curriculum(data, batches), batches
 
 
-def never(names):
-    raise AssertionError(f"{names} are asked")
-
-
-def test_the_answers_of_a_stage_that_waits_end_it():
+def test_the_answers_of_a_stage_that_waits_end_it(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
-    asked = []
-
-    def likely(found):
-        return lambda names: asked.append(names) or found
-
-    assert curriculum.look(EVERY - 1, never) == curriculum.look(EVERY + 1, never) == {}
-    said = curriculum.look(EVERY, likely(0.89))
-    assert said == {"curriculum": {"stage": 0, "answers": 0.89}} and batches.stage == 0
-    assert curriculum.stage.at == 0.9
-    curriculum.look(2 * EVERY, likely(0.9))
-    assert asked == [["b"], ["b"]], "its traces alone"
+    assert curriculum.waiting(EVERY - 1) == curriculum.waiting(EVERY + 1) == []
+    assert curriculum.waiting(EVERY) == ["b"], "its traces alone"
+    said = curriculum.look(EVERY, 0.89)
+    assert said == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
+    assert curriculum.stage.at == 0.9 and not capsys.readouterr().out
+    said = curriculum.look(2 * EVERY, 0.9)
+    assert said == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
-    assert curriculum.look(3 * EVERY, never) == {}, "this one ends when it ends"
+    assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
+    assert curriculum.waiting(3 * EVERY) == [], "this one ends when it ends"
     batches.end_stage()
-    said = curriculum.look(4 * EVERY, likely(0.7))
-    assert said == {"curriculum": {"stage": 2, "answers": 0.7}} and asked[-1] == ["a", "b"]
+    assert curriculum.waiting(4 * EVERY) == ["a", "b"]
+    assert not curriculum.look(4 * EVERY, math.nan)["curriculum"]["ended"]
+    curriculum.look(AFTER["until"] - EVERY + 1, 0.2)
+    said = capsys.readouterr().out
+    assert f"ends unlearned after update {AFTER['until']} (answers 0.20, at: 0.5)" in said
+    curriculum.look(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
-    assert curriculum.look(5 * EVERY, never) == {}
+    assert curriculum.waiting(5 * EVERY) == []
 
 
 def test_without_stages_nothing_is_asked():
     plain = Curriculum(Data(), MapLoader(range(50), 4, 3))
-    assert plain.stage is None and plain.look(EVERY, never) == {}
+    assert plain.stage is None and plain.waiting(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
-    assert none.stage is None and none.look(EVERY, never) == {}
+    assert none.stage is None and none.waiting(EVERY) == []
+
+
+UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'at': 0.999}])}"
+SETTINGS = (
+    "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
+    f"data.curriculum={json.dumps([WAITING | {'at': 1.0e-9}])}", "data.val_tokens=300",
+)  # fmt: skip
+
+
+def test_a_rollback_is_to_the_stage_of_its_checkpoint(tmp_path):
+    """Update 4 ends the stage, 5 is NaN, and 3 is the checkpoint: the stage is to be learned."""
+    fault = "looks_every=4,nan_at=9"
+    done = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    end = "update 4 stage 0 of the curriculum ends"
+    before, after = said.split("back to the checkpoint of update 3")
+    assert end in before and end in after
+
+
+def test_nan_is_found_before_answers_are_looked_at(tmp_path):
+    fault = "looks_every=2,weight_nan_at=4"
+    done = faulty(
+        fault, *TINY, f"out_dir={tmp_path}", *SETTINGS[:3], UNLEARNED, "checkpoint.every=3"
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert (
+        "note: update 4: NaN or infinity in the weights: back to the checkpoint of update 3" in said
+    )
 
 
 @pytest.mark.slow
@@ -68,9 +97,7 @@ def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
     """The adversary begins there, too; on two ranks it is the same training."""
     steps, end = EVERY + 6, EVERY
     settings = [
-        "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
-        f"data.curriculum={json.dumps([WAITING | {'at': 0.0}])}", "data.val_tokens=300",
-        "train.global_batch_size=4", "train.grad_accum_steps=null",
+        *SETTINGS, "train.global_batch_size=4", "train.grad_accum_steps=null",
         "train.adversary=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
     ]  # fmt: skip
     whole, done = run(tmp_path / "whole", *settings)

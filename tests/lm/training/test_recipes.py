@@ -4,7 +4,7 @@ import pytest
 
 from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.config.schema import Optim, check_warmup
+from lm.config.schema import Optim, check_updates
 from lm.report.plan import plan
 from lm.runs.checkpoint import CheckpointError
 from lm.training import optim
@@ -43,8 +43,8 @@ def test_what_wsd_cannot_have_is_refused(tiny):
         (("optim.decay=2.5",), "optim.decay: 2.5 updates cannot be"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            check_warmup(tiny("optim.schedule=wsd", *overrides))
-    check_warmup(tiny("optim.schedule=wsd", "optim.decay=6", "optim.warmup=2"))
+            check_updates(tiny("optim.schedule=wsd", *overrides))
+    check_updates(tiny("optim.schedule=wsd", "optim.decay=6", "optim.warmup=2"))
 
 
 FACTORS = "optim.lr_factors={'*.A_log': 0.1, 'backbone.layers.1.*norm*': 3}"
