@@ -514,8 +514,19 @@ def test_an_update_against_the_adversary_is_two_passes(until, passes):
     assert p["tokens"] == plain["tokens"]
     for key in ("hours", "flops"):
         assert p[key] == pytest.approx(plain[key] * passes / 7)
-    said = f"two passes in {passes - 7} updates" in shown(p, cfg)["hours"]
-    assert said == (passes > 7)
+    assert f"two passes in {passes - 7} updates" in shown(p, cfg)["hours"]
+    assert "two passes" not in shown(plain, tiny())["hours"]
+
+
+def test_where_a_stage_waits_the_plan_says_at_least():
+    mixture = {"words": {"source": "traces", "weight": 1}}
+    stage = {"until": 3, "at": 0.9, "weights": {"words": 1}}
+    data = {"seq_len": 32, "mixture": mixture, "curriculum": [stage]}
+    cfg = tiny().model_copy(update={"data": Data(**data)})
+    cfg.train.adversary = 0.1
+    assert (
+        "two passes in at least 4 updates" in shown(plan(cfg, where(cfg, 1, "h200")), cfg)["hours"]
+    )
 
 
 def test_the_plan_as_a_table():

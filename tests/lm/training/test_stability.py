@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lm.common.errors import ConfigError
+from lm.config.schema import check_updates
 from lm.export.export import ExportError, export
 from lm.model import modeling_fprnn
 from lm.model.batch import IGNORED
@@ -242,3 +243,18 @@ def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
 def test_an_adversary_that_cannot_work_is_refused(tiny, settings, said):
     with pytest.raises(ConfigError, match=said):
         tiny("train.adversary=0.05", *settings)
+
+
+@pytest.mark.parametrize("stage, begins", [({}, False), ({"at": 0.9}, True), ({"until": 7}, True)])
+def test_an_adversary_that_would_never_begin_is_refused(tiny, stage, begins):
+    mixture = {"s3": {"source": "traces", "weight": 1}}
+    stages = [{"until": 8, "weights": {"s3": 1}} | stage]
+    cfg = tiny(
+        "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(mixture)}",
+        f"data.curriculum={json.dumps(stages)}", "train.adversary=0.1",
+    )  # fmt: skip
+    if begins:
+        check_updates(cfg)
+    else:
+        with pytest.raises(ConfigError, match="after update 8, and train.steps is only 8"):
+            check_updates(cfg)
