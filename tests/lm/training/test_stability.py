@@ -256,5 +256,5 @@ def test_an_adversary_that_would_never_begin_is_refused(tiny, stage, begins):
     if begins:
         check_updates(cfg)
     else:
-        with pytest.raises(ConfigError, match="after update 8, and train.steps is only 8"):
+        with pytest.raises(ConfigError, match=r"after update 8, and train\.steps is only 8"):
             check_updates(cfg)
