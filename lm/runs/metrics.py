@@ -325,16 +325,16 @@ class Throughput:
         """Tokens per second since the last reading, MFU, and what all updates took.
 
         Args:
-            evaluations: of a layer's map a token, mean over layers; 0 for a baseline.
+            evaluations: of a layer's map a token in the first pass, mean over layers; 0 for a
+                baseline.
         """
         seconds = _clocks()["seconds"] - self.since["seconds"]
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values: dict[str, float | dict[str, float]] = {}
         values["tokens_per_s"] = round(rate, 1)
         if self.peak and self.flops_per_token:
-            flops = (
-                self.passed / seconds * self.flops_per_token(evaluations) if seconds > 0 else 0.0
-            )
+            passes = self.passed / max(1, self.tokens)
+            flops = rate * passes * self.flops_per_token(evaluations)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
         self.restart()

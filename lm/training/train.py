@@ -480,9 +480,10 @@ class Training(Loop):
         except CheckpointError as e:
             raise Diverged(str(e)) from None
         self._restore(*self.checkpoint)
-        # What comes next is drawn from the stage that these weights have learned.
-        ends = {key: of for key, of in self.batches.state_dict().items() if key == "ends"}
-        self.batches.load_state_dict(after | ends)
+        restored = self.batches.state_dict()
+        if "ends" in restored:  # of the stages that these weights have learned
+            after["ends"] = restored["ends"]
+        self.batches.load_state_dict(after)
         self.seconds, self.stats = seconds, []
         self._skip_time()
         return True

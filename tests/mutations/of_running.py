@@ -199,7 +199,7 @@ MUTATIONS = [
     Mutation(
         "running: a rollback goes back in the data, too",
         TRAIN,
-        "        self.batches.load_state_dict(after | ends)\n",
+        "        self.batches.load_state_dict(after)\n",
         "",
         BACK,
     ),

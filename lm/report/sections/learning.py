@@ -126,7 +126,8 @@ def _events(runs: Sequence[Files]) -> list[Block]:
                     rows.append([files.label, shown(record["step"]), kind, why])
             look = record.get("curriculum")
             if isinstance(look, dict) and look.get("ended"):
-                what = f"stage {look['stage']} is learned, answers {shown(look['answers'])}"
+                likely = shown(look.get("answers"))
+                what = f"stage {look.get('stage')} is learned, answers {likely}"
                 rows.append([files.label, shown(record["step"]), "curriculum", what])
     if not rows:
         return [Notes(["No update was undone (rollback) or left out (skip)."])]
