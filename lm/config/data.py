@@ -27,8 +27,15 @@ class Traces(Section):
     form: Literal["words", "repl"] = "words"
     # a number: up to so many, the longer the rarer
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (of pydantic)
+    letters: int | None = Field(None, ge=2)  # of words: so many elements, those of low order
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)
+
+    @model_validator(mode="after")
+    def _letters_of_words(self) -> Self:
+        if self.form == "repl" and self.letters is not None:
+            raise ValueError("`letters` is of form `words`: a session has swaps, leave it out")
+        return self
 
     @model_validator(mode="after")
     def _something_to_answer(self) -> Self:

@@ -153,6 +153,13 @@ MUTATIONS = [
         OF_TRACES,
     ),
     Mutation(
+        "tasks: words of few letters have those of high order",
+        TRACES,
+        "simplest_first()[: traces.letters]",
+        "simplest_first()[::-1][: traces.letters]",
+        OF_TRACES,
+    ),
+    Mutation(
         "centroids: an answer's mean is of smaller answers, too",
         "synthetic/centroids.py",
         "states[partner][answers == name].mean(0)",

@@ -25,9 +25,7 @@ def asked(
     as many tokens as one of training."""
     source = source or Traces()
     gap = _longest_that_fits(source, tokenizer, seq_len)
-    rows = [
-        _tokens(turn, tokenizer) for turn in traces.questions(source.form, source.group, gap, COUNT)
-    ]
+    rows = [_tokens(turn, tokenizer) for turn in traces.questions(source, gap, COUNT)]
     width = max(len(ids) for ids, _ in rows)
     blocks = np.full((COUNT, width), IGNORE, dtype=np.int64)
     targets = np.zeros((COUNT, width), dtype=bool)
@@ -44,7 +42,7 @@ def asked(
 def _longest_that_fits(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
     for gap in sorted(set(source.lengths), reverse=True):
         # Every second question has another before it: these are the longer ones.
-        _, longer = traces.questions(source.form, source.group, gap, 2)
+        _, longer = traces.questions(source, gap, 2)
         if len(_tokens(longer, tokenizer)[0]) <= seq_len:
             return gap
     return min(source.lengths)

@@ -31,16 +31,24 @@ class Words:
 
     end = " ;"  # of a document
 
-    def __init__(self, name: str):
-        self.group = group(name)
+    def __init__(self, traces: Traces):
+        self.group = group(traces.group)
         self.names = syllables(self.group.order)
+        self.letters = range(self.group.order)
+        if traces.letters is not None:
+            self.letters = self.group.simplest_first()[: traces.letters].tolist()
+            if len(self.letters) < traces.letters:
+                raise DataError(
+                    f"traces of {traces.group} have at most {self.group.order} `letters`, not"
+                    f" {traces.letters}"
+                )
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
         """One for each of `gaps`, which is the number of elements before its question."""
         state = self.group.identity
         turns: list[Turn] = []
         for gap in gaps:
-            elements = [rng.randrange(self.group.order) for _ in range(gap)]
+            elements = [rng.choice(self.letters) for _ in range(gap)]
             for element in elements:
                 state = int(self.group.table[state, element])
             asked = " ".join(self.names[element] for element in elements)
@@ -56,12 +64,13 @@ class Repl:
 
     end = "\n"
 
-    def __init__(self, name: str):
-        if not re.fullmatch("S[2-9]", name):
+    def __init__(self, traces: Traces):
+        if not re.fullmatch("S[2-9]", traces.group):
             raise DataError(
-                f"traces of form `repl` are of a group S2 to S9, of so many variables, not `{name}`"
+                "traces of form `repl` are of a group S2 to S9, of so many variables, not"
+                f" `{traces.group}`"
             )
-        self.variables = "abcdefghi"[: int(name[1:])]
+        self.variables = "abcdefghi"[: int(traces.group[1:])]
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
         """One for each of `gaps`, which is the number of swaps before its question."""
@@ -94,7 +103,7 @@ def documents(traces: Traces) -> Iterator[str]:
     Raises:
         DataError: there is no such group, or none of this form.
     """
-    form = FORMS[traces.form](traces.group)
+    form = FORMS[traces.form](traces)
     for number in range(traces.documents):
         rng = random.Random(f"{traces.form} {traces.group} {traces.gaps} {number}")
         gaps = [_gap(rng, traces) for _ in range(rng.randint(1, traces.answers))]
@@ -111,17 +120,17 @@ def _gap(rng: random.Random, traces: Traces) -> int:
     return rng.choices(traces.lengths, [q**gap for gap in traces.lengths])[0]
 
 
-def questions(form: str, group: str, gap: int, count: int) -> Iterator[Turn]:
+def questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
     """What a trained model is asked: `count` documents up to a last question, every gap of them
     `gap`, and its answer. Every second one has a question with its answer before.
 
     Raises:
         DataError: as `documents`.
     """
-    write = FORMS[form](group)
+    form = FORMS[traces.form](traces)
     for number in range(count):
-        rng = random.Random(f"questions {form} {group} {gap} {number}")
-        *before, last = write.turns(rng, [gap] * (1 + number % 2))
+        rng = random.Random(f"questions {traces.form} {traces.group} {gap} {number}")
+        *before, last = form.turns(rng, [gap] * (1 + number % 2))
         told = "".join(turn.question + turn.answer for turn in before)
         yield Turn(told + last.question, last.answer)
 
@@ -135,10 +144,10 @@ def syllables(count: int) -> list[str]:
 
 def described(traces: Traces | None) -> dict:
     """What decides the text: it changes whenever the text does."""
-    return (traces or Traces()).model_dump(mode="json") | {"version": VERSION}
+    return (traces or Traces()).model_dump(mode="json", exclude_none=True) | {"version": VERSION}
 
 
 def check(traces: Traces | None) -> None:
     """Raises DataError unless there is such a group, and it can be written in this form."""
     traces = traces or Traces()
-    FORMS[traces.form](traces.group)
+    FORMS[traces.form](traces)

@@ -98,9 +98,23 @@ def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read):
         assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
 
+def test_words_of_few_letters_are_of_low_order():
+    """Of S3 the identity and its three transpositions, whose products are all six."""
+    source = Traces(letters=4, gaps=[1, 3], documents=300)
+    for texts in (
+        list(traces.documents(source)),
+        [turn.question + turn.answer + " ;" for turn in traces.questions(source, 3, 100)],
+    ):
+        assert all(read_words(text) for text in texts)
+        said = {word for text in texts for word in re.findall(r"(?<!= )\b\w+", text)}
+        assert said == {"ba", "be", "bi", "ca"}
+        answers = {word for text in texts for word in re.findall(r"= (\w+)", text)}
+        assert answers == set(WORDS)
+
+
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_too_and_no_document_of_training(form, read):
-    turns = list(traces.questions(form, "S3", 20, 60))
+    turns = list(traces.questions(Traces(form=form), 20, 60))
     end = traces.FORMS[form].end
     texts = [turn.question + turn.answer + end for turn in turns]
     assert [read(text) for text in texts] == [[20], [20, 20]] * 30
@@ -123,18 +137,19 @@ def test_syllables_are_different_words_for_the_largest_group():
 def test_other_traces_are_another_corpus(tmp_path):
     sources = [
         Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
-        Traces(documents=100), Traces(gaps=2),
+        Traces(documents=100), Traces(gaps=2), Traces(letters=3),
     ]  # fmt: skip
     contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
     assert cache.content(tmp_path, Data(source="traces")) == contents[0]
+    assert "letters" not in contents[0], "what has none is the corpus it was"
 
 
 def test_targets_of_questions_are_their_answers_alone(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
     batches = asked(source, bpe, 50, 128)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
-    turns = list(traces.questions("words", "S3", 6, COUNT))
+    turns = list(traces.questions(Traces(), 6, COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
     labels = torch.cat([batch["labels"] for batch in batches])
     assert (inputs[:, 0] == bpe.eos_token_id).all()
@@ -188,8 +203,8 @@ def test_how_likely_answers_of_several_tokens_are(bpe):
     in_answer = {
         name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
         for name, turns in (
-            ("repl", traces.questions("repl", "S3", 1, COUNT)),
-            ("words", traces.questions("words", "S3", 2, COUNT)),
+            ("repl", traces.questions(Traces(form="repl"), 1, COUNT)),
+            ("words", traces.questions(Traces(), 2, COUNT)),
         )
     }
     assert set(in_answer["repl"]) == {2}, "a line's end and a number"
@@ -210,6 +225,10 @@ def test_what_cannot_be_is_refused():
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
+    with pytest.raises(DataError, match="traces of S3 have at most 6 `letters`, not 7"):
+        traces.check(Traces(letters=7))
+    with pytest.raises(ValueError, match="`letters` is of form `words`"):
+        Traces(form="repl", letters=2)
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="of form `words` are at least 1"):

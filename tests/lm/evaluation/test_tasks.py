@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
+from lm.config.data import Traces
 from lm.data.sources import traces
 from lm.evaluation.tasks import TASKS_DIR
 from lm.evaluation.tasks.catbabi_mini import stories
@@ -160,12 +161,14 @@ def test_lm_eval_finds_our_tasks_and_tags():
 def test_traces_as_lm_eval_sees_them(of):
     loaded = _manager().load([f"traces_{of}"])["tasks"]
     assert set(loaded) == {f"traces_{of}_{gap}" for gap in TRACES[of]}
-    form, group = {"s3": ("words", "S3"), "a5": ("words", "A5"), "repl": ("repl", "S3")}[of]
+    of_traces = {
+        "s3": Traces(group="S3"), "a5": Traces(group="A5"), "repl": Traces(form="repl"),
+    }[of]  # fmt: skip
     for name, task in loaded.items():
         gap = int(name.rpartition("_")[2])
         asked = list(task.eval_docs)
         assert len(asked) == 500
-        for document, turn in zip(asked, traces.questions(form, group, gap, 20)):
+        for document, turn in zip(asked, traces.questions(of_traces, gap, 20)):
             ((context, continuation),) = [
                 request.args
                 for request in [task.construct_requests(document, task.doc_to_text(document))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lm.config.data import Traces
 from lm.data.sources import traces
 
 if TYPE_CHECKING:
@@ -19,5 +20,5 @@ def load(form: str, group: str, gap: int, num_docs: int = 500, **_: object) -> D
     --metadata '{"num_docs": 2000}'."""
     from datasets import Dataset, DatasetDict
 
-    turns = traces.questions(form, group, gap, num_docs)
+    turns = traces.questions(Traces(form=form, group=group), gap, num_docs)
     return DatasetDict({"test": Dataset.from_list([turn._asdict() for turn in turns])})
