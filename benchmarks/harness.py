@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lm.common.heap import keep_freed_memory
+
 try:
     import triton
     import triton.language as tl
@@ -25,15 +26,6 @@ except ImportError:
     triton = None
 
 ROOT = Path(__file__).parents[1]
-
-# glibc gives large temporaries back to the system after every operation, and each new one costs
-# page faults. This keeps the memory, for all that is measured alike.
-MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "-1",
-    "MALLOC_TOP_PAD_": str(2**26),
-    "MALLOC_ARENA_MAX": "1",
-}
 
 
 class Shape(NamedTuple):
@@ -93,11 +85,9 @@ def numbers(text: str) -> list[int]:
 
 def parse(p: argparse.ArgumentParser) -> argparse.Namespace:
     """The options, `shapes` as Shapes, `shape` the first of them, and `device` as a torch.device;
-    seeds the generators. The process starts itself again with MALLOC, once."""
+    seeds the generators. Freed memory stays with the process, as in a training."""
     a = p.parse_args()
-    if sys.platform == "linux" and any(os.environ.get(k) != v for k, v in MALLOC.items()):
-        os.environ.update(MALLOC)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    keep_freed_memory()
     a.arguments = {name: value for name, value in vars(a).items() if value not in (None, "")}
     named = {name: getattr(a, name) for name in (*Shape._fields[:6], "dtype") if getattr(a, name)}
     unknown = [name for name in a.shape.split(",") if name not in SHAPES]

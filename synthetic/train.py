@@ -14,6 +14,7 @@ from torch import nn
 from lm.common.console import Progress, say
 from lm.common.errors import Diverged, exit_status, require, sentence
 from lm.common.files import write_json
+from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
 from lm.kernels import available
@@ -114,6 +115,8 @@ class Training(Loop):
         self.writer = None  # opened by `start`
         if cfg.train.threads:
             torch.set_num_threads(cfg.train.threads)
+        if not torch.cuda.is_available():
+            keep_freed_memory()
         self.task = tasks.build(cfg.task)
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []

@@ -27,6 +27,7 @@ from lm.common.errors import (
     TrainingError,
     UserError,
 )
+from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
 from lm.model.state import Adversary
@@ -101,7 +102,8 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
 
 
 def start(cfg: Config) -> Ranks:
-    """Join the process group; alone when no launcher has set RANK. Also fixes seed and threads."""
+    """Join the process group; alone when no launcher has set RANK. Also fixes seed, threads and, on
+    a CPU, what becomes of freed memory."""
     on_gpu = torch.cuda.is_available()
     launched()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
@@ -111,6 +113,8 @@ def start(cfg: Config) -> Ranks:
     rank, world, local_rank = launched()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
+    if not on_gpu:
+        keep_freed_memory()
     deepspeed = _import_deepspeed()
     if on_gpu:
         torch.cuda.set_device(local_rank)

@@ -29,6 +29,13 @@ def holding(*names):
 
 MUTATIONS = [
     Mutation(
+        "running: large temporaries are given back to the system",
+        "lm/common/heap.py",
+        "(M_MMAP_MAX, 0)",
+        "(M_MMAP_MAX, 65536)",
+        ("tests/lm/common/test_heap.py::test_an_update_finds_the_memory_of_the_one_before",),
+    ),
+    Mutation(
         "running: what is saved is not copied",
         CHECKPOINT,
         'value.detach().to("cpu", copy=True)',
