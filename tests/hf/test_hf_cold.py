@@ -30,9 +30,10 @@ def cold(code, limit=120, **env):
     "backend, reentrant",
     [
         ("cpu", True),
-        ("triton", False),
-        pytest.param("cpu", False, marks=pytest.mark.slow),
-        pytest.param("triton", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in (("cpu", False), ("triton", True), ("triton", False))
+        ),
     ],
 )
 def test_the_first_backward_is_one_through_checkpoints(backend, reentrant):
@@ -72,10 +73,6 @@ def check(tokenizer, loop, lora, ways):
         found = trained(tokenizer, loop=loop, lora=lora, **way)
         assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5), way
         assert found["tokens"] == plain["tokens"], way
-
-
-def test_the_trainer_with_lora_checkpoints_and_a_compiler(byte_tokenizer):
-    check(byte_tokenizer, "trainer", True, [{"checkpoint": True, "compile": "aot_eager"}])
 
 
 @pytest.mark.slow

@@ -253,13 +253,13 @@ def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
     run = _python(
         *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
-        *("--device", "cpu", "--limit", "20", "--output_path", str(tmp_path / "out")),
+        *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
     )
     assert run.returncode == 0, run.stderr
     assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
     (written,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(written.read_text())["results"]["catbabi_mini"]
-    ours = evaluate(checkpoint, ["catbabi_mini"], limit=20, device="cpu", out=tmp_path / "r.json")
+    ours = evaluate(checkpoint, ["catbabi_mini"], limit=5, device="cpu", out=tmp_path / "r.json")
     metrics = ours["tasks"]["catbabi_mini"]["metrics"]
     assert theirs["acc,none"] == metrics["acc"]["value"]
     assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
