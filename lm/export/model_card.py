@@ -103,7 +103,8 @@ def _source(source: Data) -> str:
     if source.source == "traces":
         of = source.traces or Traces()
         gaps = ", ".join(map(str, of.gaps)) if isinstance(of.gaps, list) else f"up to {of.gaps}"
-        return f"traces of the group {of.group} ({of.form}, gaps of {gaps}), made by fprnn"
+        words = f"{of.form} of {of.letters} elements" if of.letters else of.form
+        return f"traces of the group {of.group} ({words}, gaps of {gaps}), made by fprnn"
     name = Path(source.path or "").name
     return f"{source.source} files, `{name}`"
 

@@ -11,6 +11,7 @@ import torch
 
 from lm.common.cards import CPU, GIB, card, here
 from lm.common.errors import ConfigError
+from lm.common.heap import keep_freed_memory
 from lm.config.schema import Config
 from lm.report.estimate import memory, sizes
 from lm.runs.metrics import peak_memory
@@ -46,6 +47,8 @@ def measure(cfg: Config) -> Measured:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on = card(here() if device.type == "cuda" else CPU)
+    if device.type == "cpu":
+        keep_freed_memory()  # as a training does
     vocab_size = vocabulary(cfg)
     shape = cfg.train.micro_batch_size, cfg.data.seq_len
     try:

@@ -29,11 +29,18 @@ def holding(*names):
 
 MUTATIONS = [
     Mutation(
-        "running: large temporaries are given back to the system",
+        "running: an update's temporaries are given back to the system",
         "lm/common/heap.py",
-        "(M_MMAP_MAX, 0)",
-        "(M_MMAP_MAX, 65536)",
+        "(M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 2**26)",
+        "(M_TRIM_THRESHOLD, 2**17), (M_TOP_PAD, 0)",
         ("tests/lm/common/test_heap.py::test_an_update_finds_the_memory_of_the_one_before",),
+    ),
+    Mutation(
+        "running: memory is kept on a GPU's machine, too",
+        ENGINE,
+        "    if not on_gpu:\n        keep_freed_memory()",
+        "    keep_freed_memory()",
+        ("tests/lm/common/test_heap.py::test_trainings_on_a_cpu_keep_it",),
     ),
     Mutation(
         "running: what is saved is not copied",

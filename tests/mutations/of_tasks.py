@@ -160,6 +160,13 @@ MUTATIONS = [
         OF_TRACES,
     ),
     Mutation(
+        "tasks: a source of few letters is asked about all",
+        "lm/data/batches/questions.py",
+        "traces.questions(source, gap, COUNT)",
+        'traces.questions(source.model_copy(update={"letters": None}), gap, COUNT)',
+        OF_TRACES,
+    ),
+    Mutation(
         "centroids: an answer's mean is of smaller answers, too",
         "synthetic/centroids.py",
         "states[partner][answers == name].mean(0)",

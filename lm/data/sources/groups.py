@@ -31,6 +31,7 @@ class Group:
         """The number of elements."""
         return len(self.table)
 
+    @lru_cache(maxsize=8)  # noqa: B019 (as many as `group` keeps)
     def simplest_first(self) -> np.ndarray:
         """The elements (n,): those of low order first, of these those with few conjugates. Of S5:
         the identity, its 10 transpositions, the 15 pairs of them, the 20 cycles of three, …"""

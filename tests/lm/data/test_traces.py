@@ -159,6 +159,13 @@ def test_targets_of_questions_are_their_answers_alone(bpe):
         assert bpe.decode(row[1 : places[0] + 1]) == turn.question
 
 
+def test_questions_have_the_letters_of_their_source(bpe):
+    for batch in asked(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
+        for row, targets in zip(batch["input_ids"], batch["labels"]):
+            question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
+            assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
+
+
 def test_questions_are_as_long_as_training_can_show_them(bpe):
     """The longest gap that fits into seq_len; no more tokens at once than in training."""
     source = Traces(group="S3", gaps=[1, 6, 5000], documents=1)

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from lm.cli.main import main
+from lm.config.data import Data, Traces
 from lm.export import model_card, push
 from lm.export.export import ExportError, export, write_export
 from lm.export.measured import BEGIN, END, NOTHING_MEASURED, add_measured
@@ -67,6 +68,18 @@ def test_the_card_of_a_run_says_what_its_files_say(tiny_run, tmp_path):
     rows = re.findall(r"^\| \d+ \| ([\d.]+) ", section(text, "Iterations of each layer"), re.M)
     assert rows == [f"{mean:.1f}" for mean in result["probe"]["num_iters"]["mean"]]
     assert model_card.PAPER in section(text, "Paper") and "Weights: cc-by-4.0" in text
+
+
+def test_traces_are_named_with_all_that_makes_them():
+    said = [
+        model_card._source(Data(source="traces", traces=traces))
+        for traces in (None, Traces(group="A5", letters=6, gaps=4), Traces(form="repl"))
+    ]
+    assert said == [
+        "traces of the group S3 (words, gaps of 1), made by fprnn",
+        "traces of the group A5 (words of 6 elements, gaps of up to 4), made by fprnn",
+        "traces of the group S3 (repl, gaps of 1), made by fprnn",
+    ]
 
 
 def test_another_checkpoint_has_its_own_numbers_and_no_others(tiny_run, tmp_path):
