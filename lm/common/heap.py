@@ -13,7 +13,7 @@ LARGEST_KEPT = 2**25  # bytes, glibc's own limit: larger tensors would leave hol
 def keep_freed_memory() -> bool:
     """Have glibc keep what is freed for what is asked for next, from now on, in this process. By
     default it gives the temporaries of an update back to the system, and the same ones of the next
-    update cost page faults: a fifth of the time on a CPU (benchmarks/README.md).
+    update cost page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
 
     Returns:
         whether the process has a C library that can.
