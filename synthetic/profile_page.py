@@ -88,12 +88,16 @@ def _cell(row: dict) -> str:
 
 
 def notes(made: dict[str, list[dict]]) -> list[str]:
-    """What solved each model, and the test samples that training has too."""
+    """What solved each model, the noise that its states had in training, and the test samples that
+    training has too."""
     models_by_way: dict[str, list[str]] = {}
     for row in made["bars"]:
         way = f"read {row['read']}; solver: {row['solver']}"
         models_by_way.setdefault(way, []).append(row["model"])
     said = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in models_by_way.items()]
+    for row in made["work"]:
+        if noise := row.get("state_noise"):
+            said.append(f"{row['model']}: trained with noise of {noise:g} on its states")
     for row in made["bars"]:
         if row["in_training"] == "0":
             continue

@@ -11,6 +11,11 @@ from tests.hf.models import BLOCKS, build, ids
 from tests.running import ENV, ROOT
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
+# A compilation takes seconds: the others are slow.
+one_block = pytest.mark.parametrize(
+    "name",
+    ["fp_mamba1", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fp_mamba2", "fp_rnn"))],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +54,7 @@ def check_same(model, fast, **batch):
     model.eval()
 
 
-@every_block
+@one_block
 def test_forward_and_training_are_one_graph(name):
     model = build(name).eval()
     check_same(model, compiled(model), **padded())
@@ -70,8 +75,11 @@ def test_inductor_gives_the_same(name):
         pytest.param({"layers": "mamba2 fp_mamba1"}, marks=pytest.mark.slow),
         pytest.param({"layers": "attention fp_mamba1"}, marks=pytest.mark.slow),
         pytest.param({"layers": "gated_deltanet fp_mamba1"}, marks=pytest.mark.slow),
-        {"state_noise": 0.1, "mixer_proj_rank": 4},
-        {"mixer": "dplr", "mixer_rank": 2, "contractive": 0.5, "use_short_conv": True},
+        pytest.param({"state_noise": 0.1, "mixer_proj_rank": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            {"mixer": "dplr", "mixer_rank": 2, "contractive": 0.5, "use_short_conv": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -80,6 +88,7 @@ def test_layers_and_settings_in_one_graph(fields):
     check_same(model, compiled(model, "eager"), input_ids=ids(2, 6))
 
 
+@pytest.mark.slow
 def test_checkpoints_in_one_graph():
     model = build("fp_mamba1").eval()
     model.gradient_checkpointing_enable()
@@ -91,8 +100,8 @@ def test_checkpoints_in_one_graph():
     [
         pytest.param({"mixer": "kronecker"}, marks=pytest.mark.slow),
         {"schedule": "window:4"},
-        {"token": "iterate"},
-        {"dt_h_dep": True},
+        pytest.param({"token": "iterate"}, marks=pytest.mark.slow),
+        pytest.param({"dt_h_dep": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -104,10 +113,8 @@ def test_what_has_no_operator_is_solved_between_graphs(fields):
         compiled(model, "eager")(ids())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fp_mamba2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fp_mamba1", "fp_rnn"))],
-)
+@pytest.mark.slow
+@every_block
 def test_any_length_and_batch_are_three_graphs(name):
     model = build(name).eval()
     fast = compiled(model, "eager")
@@ -118,9 +125,8 @@ def test_any_length_and_batch_are_three_graphs(name):
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-@pytest.mark.parametrize(
-    "name, beams", [("fp_mamba1", 1), *[pytest.param(b, 2, marks=pytest.mark.slow) for b in BLOCKS]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, beams", [("fp_mamba1", 1), *((b, 2) for b in BLOCKS)])
 def test_generation(name, beams):
     model = build(name).eval()
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "num_beams": beams}
@@ -140,6 +146,7 @@ def test_what_is_not_finite_is_not_returned():
             fast(ids())
 
 
+@pytest.mark.slow
 def test_an_operator_without_a_kernel_is_the_same(monkeypatch):
     model = build("fp_mamba1").double().eval()
     check_same(model, compiled(model), **padded())
@@ -168,7 +175,7 @@ def exported(model, **fixed):
         return torch.export.export(model, (), {"input_ids": ids(), **fixed}, dynamic_shapes=shapes)
 
 
-@every_block
+@one_block
 def test_export_for_any_batch_and_length(name):
     model = build(name).eval()
     fixed = {"use_cache": False, "return_state": True}
@@ -210,7 +217,8 @@ print("as before")
 """
 
 
-@pytest.mark.parametrize("installed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [False, True])
 def test_an_export_by_itself_and_beside_the_package(installed, small_export, tmp_path):
     """The operators of the two have names of their own."""
     env = {**ENV, "HF_MODULES_CACHE": str(tmp_path / "modules")}

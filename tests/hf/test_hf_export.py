@@ -75,6 +75,7 @@ def elsewhere(code, tmp_path, *args, **env_too):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_every_auto_class_loads_an_export_and_what_is_saved_of_it(tmp_path):
     expected, paths = {}, []
     for name in (*BLOCKS, *BASELINES):
@@ -126,7 +127,9 @@ def lay(folder, files):
     return folder
 
 
-@pytest.fixture(scope="module", params=["with kernels", "without"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("with kernels", marks=pytest.mark.slow), "without"]
+)
 def found(request, tmp_path_factory):
     """For every stranger, and for this checkout ("ours"): whose kernels were used, what two forward
     passes gave, and what was said; in one process after the other. Of an export that brings its
@@ -184,6 +187,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_an_export_keeps_its_own_classes_after_its_kernels_were_imported(tmp_path):
     path = write_export(build("fp_mamba1"), tmp_path / "hf", None, "tiny", "A test.")
     env = {**os.environ, "PYTHONPATH": str(Path(lm.__file__).parents[1])}
@@ -231,6 +235,7 @@ def test_alone_an_export_runs_on_the_kernels_that_it_brings_along(tmp_path):
     assert len(libraries) == 1  # that of the installed package: the sources are the same
 
 
+@pytest.mark.slow
 def test_a_cache_that_others_may_write_into_is_not_run(tmp_path):
     out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
     env = warm_cache(tmp_path)
@@ -240,6 +245,7 @@ def test_a_cache_that_others_may_write_into_is_not_run(tmp_path):
     assert modules == [] and said.count("is not this user's alone to write in") == 1
 
 
+@pytest.mark.slow
 def test_alone_and_without_a_compiler_it_says_that_it_is_slow(tmp_path):
     out = str(write_export(build("fp_mamba1"), tmp_path / "out", None, "x", ""))
     found, said = elsewhere(ALONE, tmp_path, out, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))

@@ -1,5 +1,7 @@
 """Training, validation and test have no sample in common; where they must, it is counted."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -59,21 +61,18 @@ def one_a_row(task, batch) -> list[tuple]:
     return [max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows]
 
 
-@pytest.fixture(scope="module")
-def streams():
-    """name → the task, and everything that its training asks in UPDATES batches."""
-
-    def asked(section, lengths):
-        task = tasks.build(Task(**section))
-        batches = (task.batch(0, "train", i, 64, lengths) for i in range(UPDATES))
-        return task, {sample for batch in batches for sample in samples(task, batch)}
-
-    return {name: asked(section, lengths) for name, (section, *_, lengths) in HELD.items()}
+@functools.cache
+def stream(name):
+    """The task, and everything that its training asks in UPDATES batches."""
+    section, *_, lengths = HELD[name]
+    task = tasks.build(Task(**section))
+    batches = (task.batch(0, "train", i, 64, lengths) for i in range(UPDATES))
+    return task, {sample for batch in batches for sample in samples(task, batch)}
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_no_sample_of_a_test_or_validation_set_is_in_training(streams, name):
-    task, trained = streams[name]
+def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
+    task, trained = stream(name)
     length = HELD[name][1]
     assert task.held_apart(length)
     sets = {}
@@ -88,9 +87,9 @@ def test_no_sample_of_a_test_or_validation_set_is_in_training(streams, name):
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_training_shares_with_short_samples_is_named(streams, name):
+def test_what_training_shares_with_short_samples_is_named(name):
     """`Batch.shared` has the hash of a short test sample exactly if training asks it too."""
-    task, trained = streams[name]
+    task, trained = stream(name)
     _, _, short, lengths = HELD[name]
     seen = set()
     for i in range(UPDATES):

@@ -219,7 +219,11 @@ def test_a_full_disk_is_a_sentence(tmp_path):
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)],
+    ids=lambda n: n.name,
+)
 def test_a_signal_to_the_whole_group_saves(tmp_path, number):
     """As Slurm and a closing terminal send it."""
     process = start_a_group(tmp_path, "train.steps=4000")

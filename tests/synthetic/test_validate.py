@@ -52,7 +52,7 @@ def write(tmp_path, text, name="models.yaml"):
 @pytest.fixture
 def two(tmp_path):
     size = "d_model: 16, d_state: 4, headdim: 8"
-    fp = f"name: fp\nmodel: {{name: fprnn, {size}}}\nsolver: {{patience: 15}}\n"
+    fp = f"name: fp\nmodel: {{name: fprnn, {size}}}\nsolver: {{patience: 15, state_noise: 0.2}}\n"
     return [write(tmp_path, fp), write(tmp_path, f"model: {{name: lstm, {size}}}\n", "l.yaml")]
 
 
@@ -207,6 +207,7 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
         assert row["error"] == pytest.approx(abs(found[0] - found[1]) / math.sqrt(2))
     lengths = {row["length"] for row in made["lengths"]}
     assert lengths == {3 * times for times in validate.TIMES} | {5}
+    assert {row["model"]: row["state_noise"] for row in made["work"]} == {"fp": 0.2, "l": 0}
     for row in made["work"]:
         runs = [results[row["model"], recipes[row["ability"]].recipe, f"seed{i}"] for i in (0, 1)]
         assert row["updates"] == 2 and row["n"] == 2
@@ -214,6 +215,7 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
         assert (row["num_iters"] is None) == (row["evaluations"] is None) == (row["model"] == "l")
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_number(two, tmp_path, recipes):
     made = validate.validate(two, [], str(tmp_path / "out"), quick=True)
     drawn = profile_page.write(made, tmp_path / "out", "fprnn synthetic validate a<b>.yaml")
@@ -271,6 +273,16 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
     ]
 
 
+def test_noise_on_the_states_is_named_below_the_table():
+    noisy, plain = WORK | {"state_noise": 0.1}, WORK | {"model": "n", "state_noise": 0.0}
+    rows = [a_row(), a_row(model="n")]
+    caption = profile_page.table({"bars": rows, "work": [noisy, noisy, plain]}).caption
+    assert caption.splitlines() == [
+        "m, n: read at once; solver: none",
+        "m: trained with noise of 0.1 on its states",
+    ]
+
+
 def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
     row = a_row(error=math.nan, read="unknown", solver="unknown", in_training="unknown")
     table = profile_page.table({"bars": [row], "work": [WORK]})
@@ -280,6 +292,7 @@ def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
     assert next(iter(table.columns[4].cells)) == "0.500 ·"
 
 
+@pytest.mark.slow
 def test_runs_at_once_give_what_runs_in_turn_give(two, tmp_path, recipes):
     in_turn = list(validate.plan(two, [], str(tmp_path / "one")).values())[:2]
     at_once = list(validate.plan(two, [], str(tmp_path / "two")).values())[:2]

@@ -244,7 +244,10 @@ def test_a_terminal_that_has_few_characters(tmp_path):
 
 @pytest.mark.parametrize(
     "output, said",
-    [(">/dev/full", "error: the output, or a file: No space left on device\n"), ("| true", "")],
+    [
+        (">/dev/full", "error: the output, or a file: No space left on device\n"),
+        pytest.param("| true", "", marks=pytest.mark.slow),
+    ],
 )
 def test_an_output_that_takes_no_more(output, said):
     from tests.running import ENV

@@ -286,7 +286,7 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
     [
         pytest.param("import lm, transformers", marks=pytest.mark.slow),
         pytest.param("import transformers, lm", marks=pytest.mark.slow),
-        "import lm.model.stack, transformers",
+        pytest.param("import lm.model.stack, transformers", marks=pytest.mark.slow),
         pytest.param(
             "import transformers; transformers.AutoConfig; import lm", marks=pytest.mark.slow
         ),
@@ -301,6 +301,7 @@ def test_import_lm_registers_the_auto_classes(tmp_path, imports):
     assert printed == ["lm.model.configuration_fprnn", "FPRNNForCausalLM", "FPRNNModel"]
 
 
+@pytest.mark.slow
 def test_without_lm_transformers_does_not_know_the_model(tmp_path):
     result = python("-c", "import transformers" + REGISTERED, cwd=tmp_path)
     assert result.returncode == 1 and "fprnn" in result.stderr

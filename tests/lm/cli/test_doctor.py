@@ -148,6 +148,7 @@ def test_kernels_that_do_not_compile_are_named(monkeypatch):
     assert finding.state == "bad" and "FPRNN_KERNELS is `nonsense`" in finding.text
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
     finding = doctor.ranks(60)

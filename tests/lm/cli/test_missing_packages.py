@@ -112,9 +112,13 @@ runpy.run_module("lm", run_name="__main__")
         ("yaml", ["sweep", "configs/lm/sweep_mixers.yaml"]),
         ("rich", ["train", "--config", TINY, "--dry-run"]),
         ("deepspeed", ["train", "--config", TINY, "out_dir=OUT"]),
-        ("tokenizers", ["train", "--config", TINY, "out_dir=OUT"]),
+        pytest.param(
+            "tokenizers", ["train", "--config", TINY, "out_dir=OUT"], marks=pytest.mark.slow
+        ),
         ("lm_eval", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
-        ("accelerate", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
+        pytest.param(
+            "accelerate", ["eval", "EXPORT", "--tasks", "catbabi_mini"], marks=pytest.mark.slow
+        ),
         ("torch", ["generate", "EXPORT", "--prompt", "a"]),
     ],
 )

@@ -115,6 +115,7 @@ def test_gpus_are_of_run(path, capsys):
     assert "--gpus is of --run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_point_may_start_from_one_before_it(tmp_path):
     """As in configs/lm/compare/traces.yaml: a layer trained alone, then a Mamba layer behind it."""
     tree = yaml.safe_load((ROOT / "configs/tiny/lm.yaml").read_text())

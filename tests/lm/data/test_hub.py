@@ -102,7 +102,9 @@ print(sum(waited))
 """
 
 
-@pytest.mark.parametrize("place, times", [("/revision/", 8), (r"001_.*parquet", 20)])
+@pytest.mark.parametrize(
+    "place, times", [pytest.param("/revision/", 8, marks=pytest.mark.slow), (r"001_.*parquet", 20)]
+)
 def test_a_hub_in_trouble_for_minutes_is_waited_for(hub, all_texts, tmp_path, place, times):
     """503 to every request, for longer than what the libraries bear of themselves."""
     Hub.faults += [(place, 503)] * times
@@ -114,7 +116,11 @@ def test_a_hub_in_trouble_for_minutes_is_waited_for(hub, all_texts, tmp_path, pl
 
 
 @pytest.mark.parametrize(
-    "place, what", [("/revision/", "opening dataset"), (r"001_.*parquet", "reading bytes")]
+    "place, what",
+    [
+        ("/revision/", "opening dataset"),
+        pytest.param(r"001_.*parquet", "reading bytes", marks=pytest.mark.slow),
+    ],
 )
 def test_a_hub_in_trouble_for_longer_is_a_sentence(hub, tmp_path, place, what):
     Hub.faults += [(place, 503)] * 1000
@@ -143,6 +149,7 @@ def test_a_dataset_that_is_not_there_is_a_sentence_at_once(hub, tmp_path):
     assert "\n" not in said and seconds < 20
 
 
+@pytest.mark.slow
 def test_a_dataset_of_other_files_is_a_sentence(tmp_path):
     files = {f"{folder}/a.jsonl": b'{"text": "x"}\n' for folder in ("sample/10BT", "data/CC")}
     with serving(files) as hub:

@@ -49,7 +49,7 @@ SLOWER = (2, 3, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
-    "readers", [1, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, *SLOWER))]
+    "readers", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, *SLOWER))]
 )
 def test_readers_together_fetch_the_corpus_about_once(hub, tmp_path, readers):
     code = f"""
@@ -98,6 +98,7 @@ print(json.dumps(source.state_dict()))
 """
 
 
+@pytest.mark.slow
 def test_resuming_after_50000_documents_fetches_one_row_group_at_once(large, tmp_path):
     with serving(large) as hub:
         position, _ = run(SHARDS + RESUME, tmp_path, **hub)
@@ -170,6 +171,7 @@ def in_text_column(data: bytes, group: int) -> int:
     return column.data_page_offset + column.total_compressed_size // 2
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_where_pages_have_checksums(tmp_path):
     files = made_corpus(1, 3, write_page_checksum=True, compression="none")
     (name, *_) = files
@@ -238,12 +240,14 @@ print(sum(int(process.communicate()[0].split()[-1]) for process in started))
 """
 
 
+@pytest.mark.slow
 def test_readers_of_a_machine_share_one_download(tmp_path):
     with serving(made_corpus(2, 3, 300)) as hub:
         said, _ = run(SHARDS + f"FOLDER = {str(tmp_path / 'copies')!r}" + SHARED, tmp_path, **hub)
         assert said == "1800" and corpus_bytes_served() == corpus_bytes()
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_a_sentence(tmp_path):
     files = made_corpus(1, 3)
     (name, *_) = files
@@ -253,6 +257,7 @@ def test_a_truncated_file_is_a_sentence(tmp_path):
     assert "000.parquet is not a whole parquet file" in said and "\n" not in said
 
 
+@pytest.mark.slow
 def test_positions_are_plain_data(hub, tmp_path):
     code = "print(json.dumps(documents(data).state_dict()))"
     said, _ = run(SHARDS + code, tmp_path, **hub)
@@ -271,6 +276,7 @@ def take(loaders, count):
 """
 
 
+@pytest.mark.slow
 def test_seeds_and_passes_have_orders_of_their_own(tmp_path, bpe):
     """Of files, row groups and rows; a buffer alone would draw both from the same beginning."""
     bpe.save_pretrained(tmp_path / "bpe")
@@ -316,6 +322,7 @@ assert take(ranks(1), 60) == reference[:60]
     assert int(said) >= 1  # into the second pass, which has another order
 
 
+@pytest.mark.slow
 def test_a_position_of_before_there_was_an_order_goes_on_as_it_was(tmp_path):
     code = """
 source = documents(data)

@@ -119,6 +119,7 @@ def test_a_trainer_that_ends_does_not_wait_for_workers(mode):
     assert gone_within(workers, 0.5) is not None
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch):
     """The worker dies between two of its blocks."""
     cfg.data.workers, cfg.data.streams, cfg.data.shuffle_buffer = 2, 4, 8

@@ -126,6 +126,7 @@ def test_fewshot_reaches_the_task(checkpoint, tmp_path):
     assert task["num_fewshot"] == 1 and task["metrics"]["acc"]["stderr"] is None
 
 
+@pytest.mark.slow
 def test_the_choice_task_scores_a_model_that_knows(checkpoint, monkeypatch, tmp_path):
     """Likelihoods that favour the true answer give accuracy 1, and the opposite 0."""
     from lm_eval.models.huggingface import HFLM

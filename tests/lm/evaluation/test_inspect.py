@@ -380,6 +380,7 @@ def test_mistakes_are_one_line(small_export, tmp_path, monkeypatch, capsys, argu
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_export, tmp_path):
     code = (
         "import sys\n"

@@ -78,7 +78,7 @@ def test_what_it_cannot_compute_is_refused():
         cpu_roots.find_roots(*wrong)
 
 
-@pytest.mark.parametrize("schedule", ["window:4", "parallel"])
+@pytest.mark.parametrize("schedule", ["parallel", pytest.param("window:4", marks=pytest.mark.slow)])
 def test_a_model_whose_tokens_it_solves_is_the_plain_one(schedule, monkeypatch):
     found = {}
     for kernels in ("plain", "auto"):

@@ -370,7 +370,9 @@ def test_in_single_precision(name, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["plain", "triton"])
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(INTERPRETED[0], marks=pytest.mark.slow), *INTERPRETED[1:]]
+)
 def test_a_step_and_its_gradients_in_single_precision(name, backend, monkeypatch):
     """From a given iterate, without a solve: kernels that are interpreted are slow."""
     computed_by(backend, monkeypatch)

@@ -461,6 +461,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     home = tmp_path / "home"

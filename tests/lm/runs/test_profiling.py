@@ -143,6 +143,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_real_run_is_profiled_by_its_parts_and_a_tracker_does_not_stop_it(tmp_path, tiny_losses):
     """And it has the losses of one without either, bit for bit."""
     overrides = ("log.profile=[2,3]", "log.tensorboard=true")

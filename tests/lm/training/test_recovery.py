@@ -69,6 +69,7 @@ def rewritten(path, change):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
@@ -171,6 +172,7 @@ def verify_all(folder):
     return damaged
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
     done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
     assert done.returncode == HANG

@@ -28,6 +28,7 @@ def ids():
     return torch.randint(2, 24, (4, 17), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_every_name_stands_for_a_pattern_that_learns():
     names = set(Model.model_fields["name"].annotation.__args__) - {"fprnn"}
     assert names == STACKS.keys()
