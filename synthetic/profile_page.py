@@ -96,7 +96,7 @@ def notes(made: dict[str, list[dict]]) -> list[str]:
         models_by_way.setdefault(way, []).append(row["model"])
     said = [f"{', '.join(dict.fromkeys(models))}: {way}" for way, models in models_by_way.items()]
     for row in made["work"]:
-        if noise := row.get("state_noise"):
+        if noise := row["state_noise"]:
             said.append(f"{row['model']}: trained with noise of {noise:g} on its states")
     for row in made["bars"]:
         if row["in_training"] == "0":

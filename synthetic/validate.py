@@ -226,8 +226,8 @@ def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
             passed = row["value"] >= bar.least
             judged = {"least": bar.least, "passed": passed}
             made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
-        noise = {"state_noise": configs[0].solver.state_noise}
-        made["work"].append({**about, **_work(results, trained_to), **noise})
+        about["state_noise"] = configs[0].solver.state_noise
+        made["work"].append({**about, **_work(results, trained_to)})
     return made
 
 

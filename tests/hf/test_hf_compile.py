@@ -11,10 +11,9 @@ from tests.hf.models import BLOCKS, build, ids
 from tests.running import ENV, ROOT
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
-# A compilation takes seconds: the others are slow.
-one_block = pytest.mark.parametrize(
-    "name",
-    ["fp_mamba1", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fp_mamba2", "fp_rnn"))],
+# A compilation takes seconds: of the blocks all but the first are slow.
+first_block = pytest.mark.parametrize(
+    "name", [BLOCKS[0], *(pytest.param(b, marks=pytest.mark.slow) for b in BLOCKS[1:])]
 )
 
 
@@ -54,7 +53,7 @@ def check_same(model, fast, **batch):
     model.eval()
 
 
-@one_block
+@first_block
 def test_forward_and_training_are_one_graph(name):
     model = build(name).eval()
     check_same(model, compiled(model), **padded())
@@ -175,7 +174,7 @@ def exported(model, **fixed):
         return torch.export.export(model, (), {"input_ids": ids(), **fixed}, dynamic_shapes=shapes)
 
 
-@one_block
+@first_block
 def test_export_for_any_batch_and_length(name):
     model = build(name).eval()
     fixed = {"use_cache": False, "return_state": True}

@@ -128,7 +128,7 @@ def lay(folder, files):
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("with kernels", marks=pytest.mark.slow), "without"]
+    scope="module", params=["with kernels", pytest.param("without", marks=pytest.mark.slow)]
 )
 def found(request, tmp_path_factory):
     """For every stranger, and for this checkout ("ours"): whose kernels were used, what two forward
@@ -233,6 +233,20 @@ def test_alone_an_export_runs_on_the_kernels_that_it_brings_along(tmp_path):
     assert file.read_text() == text
     libraries = list((tmp_path / "cache/fprnn/kernels").glob("*.so"))
     assert len(libraries) == 1  # that of the installed package: the sources are the same
+
+
+def test_a_folder_that_others_may_write_into_is_refused(tmp_path):
+    """And one inside it: they could put another in its place."""
+    folder = tmp_path / "kernels/of-a-version"
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o700)
+    carried._refuse_if_open(folder)
+    for place, mode in ((folder, 0o702), (folder, 0o720), (folder.parent, 0o777)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(OSError, match=f"{place} is not this user's alone to write in"):
+            carried._refuse_if_open(folder)
+        place.chmod(before)
 
 
 @pytest.mark.slow

@@ -291,7 +291,6 @@ def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
     maker[0].communicate(timeout=10)
 
 
-@pytest.mark.slow
 def test_a_killed_worker_is_a_sentence_and_what_was_done_stays(cached, bpe, monkeypatch, capsys):
     small_shards(monkeypatch)
     cached.data.prepare_workers = 2

@@ -213,7 +213,6 @@ except DataError as e:
 """
 
 
-@pytest.mark.slow
 def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
     """In a process of its own, which a memory map would end by SIGBUS."""
     folder = prepare(cfg, bpe, cfg.run_dir) and cfg.run_dir / "data"

@@ -37,7 +37,6 @@ def snippet(folder) -> str:
     return code
 
 
-@pytest.mark.slow
 def test_the_snippet_runs_where_the_card_lies(tiny_export, tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

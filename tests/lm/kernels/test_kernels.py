@@ -290,18 +290,9 @@ def everything(model, padded):
     return {**found, "residual": stats.residual}, exact
 
 
-BY_DEFAULT = ("mamba1, gate outside, padded",)
-
-
-@pytest.mark.parametrize(
-    "name, token",
-    [(name, "iterate") for name in MODELS]
-    + [
-        # Interpreted, the search for roots takes half a second a token.
-        pytest.param(name, "exact", marks=() if name in BY_DEFAULT else pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+# Interpreted, the search for roots takes half a second a token.
+@pytest.mark.parametrize("token", ["iterate", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()

@@ -224,6 +224,7 @@ def test_outcomes_are_those_of_the_cpu():
     assert (outcome & BISECTED).any() and (outcome & LIMITED).any()
 
 
+@pytest.mark.slow
 def test_near_a_fold_the_gradient_is_limited():
     given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
     skip_where_missing(cpu_cell)

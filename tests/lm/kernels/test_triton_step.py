@@ -397,6 +397,7 @@ def launched(d, n, rank, dtype, stop=None):
     return cases
 
 
+@pytest.mark.slow
 def test_nothing_spills_at_the_default_shape():
     cases = launched(1536, 16, 1, BF16)
     with recorded_launches(triton_step) as others:  # what may be left out

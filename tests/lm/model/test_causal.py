@@ -2,6 +2,7 @@
 on, and what is said of it."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -366,21 +367,16 @@ def test_compiled_and_plain_give_the_same_gradients(name, dtype, tol, monkeypatc
 
 # The paper's fixed point.
 
+AT_ONCE, BY_WINDOWS = ("auto", "sequential"), ("plain", "window:7")
+
 
 @pytest.mark.parametrize(
     "kernels, schedule",
     [
-        ("auto", "sequential"),
-        ("plain", "window:7"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("plain", "sequential"), ("auto", "window:7"), ("auto", "parallel"),
-                ("plain", "parallel"),
-            )
-        ),
+        pytest.param(*case, marks=() if case in (AT_ONCE, BY_WINDOWS) else pytest.mark.slow)
+        for case in itertools.product(("auto", "plain"), ("sequential", "window:7", "parallel"))
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("case", sorted(golden.HERE.glob("m1_*.json")), ids=lambda p: p.stem)
 def test_with_a_contractive_mixer_it_is_the_papers_fixed_point(
     case, schedule, kernels, monkeypatch

@@ -108,6 +108,7 @@ def test_where_a_kernel_refuses_rows_in_bf16_are_widened(schedule, rank, monkeyp
     assert wrong(gradient, its_gradient) < 0.1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_after_windows_a_token_is_decoded_in_any_dtype(monkeypatch):
     """What the cache keeps of the weights is of the prompt's pass."""

@@ -116,7 +116,11 @@ SOME = {
         "fp_rnn-kronecker", "fp_rnn-selective_dense",
     )
 }  # fmt: skip
-INTERPRETED = ("fp_mamba1-everything", "fp_mamba1-householder2_lowrank", "fp_mamba2-householder4")
+INTERPRETED = (
+    pytest.param("fp_mamba1-everything", marks=pytest.mark.slow),
+    "fp_mamba1-householder2_lowrank",
+    "fp_mamba2-householder4",
+)
 # What is applied after the iteration: f(y) has no gradient by it.
 AFTER = ("out_proj.weight", "z_y_proj.weight", "z_y_proj.direction", "z_y_proj.gain")
 every_case = pytest.mark.parametrize("name", ALL)
@@ -370,9 +374,7 @@ def test_in_single_precision(name, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["plain", "triton"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(INTERPRETED[0], marks=pytest.mark.slow), *INTERPRETED[1:]]
-)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_a_step_and_its_gradients_in_single_precision(name, backend, monkeypatch):
     """From a given iterate, without a solve: kernels that are interpreted are slow."""
     computed_by(backend, monkeypatch)

@@ -69,7 +69,6 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_rollback_is_to_the_stage_of_its_checkpoint(tmp_path):
     """Update 4 ends the stage, 5 is NaN, and 3 is the checkpoint: the stage is to be learned."""
     fault = "looks_every=4,nan_at=9"

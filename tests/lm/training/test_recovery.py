@@ -69,7 +69,6 @@ def rewritten(path, change):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
-@pytest.mark.slow
 def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED

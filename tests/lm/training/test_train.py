@@ -258,7 +258,6 @@ def test_a_start_that_failed_can_be_started_again(tmp_path):
     assert len(records) == 1
 
 
-@pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
     out = tmp_path / "runs"
     first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")
