@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -168,9 +167,7 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **offline)
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began  # of the processor
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():
@@ -186,7 +183,6 @@ def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, p
     assert f"name: {name}\n" in result.stdout  # the resolved config, defaults and all
     assert "  weight_decay: 0.1\n" in result.stdout and "  timeout_s: 1800\n" in result.stdout
     assert list(cwd.iterdir()) == []
-    assert seconds < 10
 
 
 def test_a_dry_run_counts_the_gpus_it_is_asked_for(tmp_path, capsys):

@@ -76,6 +76,7 @@ def test_an_update_finds_the_memory_of_the_one_before():
     assert faults < given_back / 10
 
 
+@pytest.mark.slow
 @of_glibc
 def test_large_tensors_leave_no_holes():
     assert told(BEGIN + LARGE, "kept") < told(BEGIN + LARGE, "given back") + 2**27

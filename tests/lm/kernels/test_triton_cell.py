@@ -68,7 +68,7 @@ def assert_equals_the_loop(given, tol=3e-4, rnn=False):
         dict(b=2, length=1, d=8, n=1),
         dict(b=1, length=9, d=19, n=16),
         dict(b=3, length=5, d=64, n=33),
-        dict(b=17, length=3, d=20, n=5),
+        pytest.param(dict(b=17, length=3, d=20, n=5), marks=pytest.mark.slow),
         dict(b=2, length=4, d=130, n=9),
     ],
     ids=str,
@@ -78,7 +78,9 @@ def test_equals_the_loop_in_value_state_and_every_gradient(sizes):
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rank", [1, 2, 4, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (3, 8))]
+)
 def test_ranks(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
     given = problem(length=4, rank=rank, sequential=sequential, scale=scale)
@@ -115,8 +117,8 @@ def test_toggles(others):
         dict(d=24, heads=4, groups=1),
         dict(d=24, heads=4, groups=2, rank=2),
         dict(d=64, heads=4, groups=4, n=16),
-        dict(d=19, heads=19, groups=19, n=5),
-        dict(d=64, heads=1, n=33, rank=4),
+        pytest.param(dict(d=19, heads=19, groups=19, n=5), marks=pytest.mark.slow),
+        pytest.param(dict(d=64, heads=1, n=33, rank=4), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -147,7 +149,11 @@ def solved(given, dtype=torch.float32, **others):
     return tuple(t.cpu() for t in found)
 
 
-@pytest.mark.parametrize("others", [dict(), dict(d=24, heads=4, groups=2, norm="rms")], ids=str)
+@pytest.mark.parametrize(
+    "others",
+    [dict(), pytest.param(dict(d=24, heads=4, groups=2, norm="rms"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_token_by_token_and_in_pieces_it_is_the_whole(others):
     """Decoding: a chunk of one token, whatever is before it even or odd."""
     without = ("norm_bias",) if "norm" in others else ()
@@ -213,6 +219,7 @@ def test_nan_in_nan_out_and_failed():
     assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.slow
 def test_outcomes_are_those_of_the_cpu():
     """Where Picard finds nothing bisection does; where the gradient may be limited is counted."""
     skip_where_missing(cpu_cell)
@@ -232,6 +239,7 @@ def test_near_a_fold_the_gradient_is_limited():
     assert_close(ours(given), expected, 1e-2)
 
 
+@pytest.mark.slow
 def test_the_largest_adjoint_is_reported():
     given = layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
     skip_where_missing(cpu_cell)

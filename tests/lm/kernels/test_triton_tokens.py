@@ -205,7 +205,7 @@ def test_refuses(change, error, words_of_it):
         ours(options._replace(**change.get("options", {})), on_gpu(tensors))
 
 
-@pytest.mark.parametrize("schedule", ["parallel", "window:3"])
+@pytest.mark.parametrize("schedule", ["parallel", pytest.param("window:3", marks=pytest.mark.slow)])
 def test_a_trained_tracker_in_training_mode(schedule, monkeypatch):
     """Loss and gradient of a model that is solved by it, beside plain PyTorch's."""
     model, given, found = tracker(tol=1e-6).to(DEVICE), words(1, 5), {}

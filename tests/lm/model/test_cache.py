@@ -361,7 +361,13 @@ print(json.dumps([[o.sequences.tolist() for o in outs], type(cache).__name__,
 """
 
 
-@pytest.mark.parametrize("layers", [None, "mamba gated_deltanet gated_deltaproduct fp_mamba1"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        "mamba gated_deltanet gated_deltaproduct fp_mamba1",
+    ],
+)
 def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path, layers):
     sizes = {"layers": layers, "n_layer": 4} if layers else {}
     model, tokens = quick(dtype=torch.float32, **LOOSE, **sizes), ids(2, 5)

@@ -153,7 +153,13 @@ MIXERS = [("kronecker", 1), ("monarch", 8), ("nonselective", 1), ("mixture", 2)]
 MIXERS += [("selective_dense", 1)]
 
 
-@pytest.mark.parametrize("glu_in_loop", [True, False], ids=["gate inside", "gate outside"])
+@pytest.mark.parametrize(
+    "glu_in_loop",
+    [
+        pytest.param(True, id="gate inside", marks=pytest.mark.slow),
+        pytest.param(False, id="gate outside"),
+    ],
+)
 @pytest.mark.parametrize("mixer,rank", MIXERS)
 def test_untrained_layers_are_solved_whole_and_in_cached_steps_alike(mixer, rank, glu_in_loop):
     """In fp64: the default of a whole pass is a window, a cached step is a token."""
