@@ -28,7 +28,8 @@ def faults_of(updates):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 faults_of(15)
-print(json.dumps([kept, faults_of(10)]))
+# The least of three: a busy system may take pages away on its own account.
+print(json.dumps([kept, min(faults_of(5) for _ in range(3))]))
 """
 LARGE = """
 for _ in range(6):
