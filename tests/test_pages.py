@@ -72,7 +72,7 @@ def typed(command: str) -> list[str]:
     added = next((more for start, more in TINY.items() if command.startswith(start)), "")
     words = [*shlex.split(command, comments=True), *added.split()]
     if words[0] == "fprnn":
-        return [sys.executable, "-m", "lm", *words[1:]]
+        return [sys.executable, "-m", "fprnn", *words[1:]]
     return [sys.executable, *words[1:]]
 
 
