@@ -14,6 +14,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import FAILED, NonFiniteError, token_residual
 from lm.model.state import Sequences
 from tests import golden
+from tests.marks import slow
 
 EOS = 0
 SCHEDULES = ("parallel", "window:1", "window:4", "window:7", "sequential", "auto")
@@ -38,7 +39,16 @@ MODELS = {
 }
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
-every_model = pytest.mark.parametrize("name", MODELS)
+# Seconds each: all of them are quick in the test of documents and segments alone.
+LONG = (
+    "fp_mamba1-kronecker",
+    "fp_mamba1-dt-lowrank",
+    "fp_mamba1-symm-monarch",
+    "fp_mamba2-mixture",
+)
+every_model = pytest.mark.parametrize(
+    "name", [slow(name) if name in LONG else name for name in MODELS]
+)
 
 
 def model_of(name, schedule="sequential", dtype=torch.float64, **kwargs):
@@ -69,22 +79,11 @@ def of_models(*cases, quick):
     """(name, *case) of every model and every case; of models that are no plain block the cases that
     are not in `quick` are slow."""
     return [
-        pytest.param(name, *case, marks=() if name in BLOCKS or case in quick else pytest.mark.slow)
+        (name, *case) if name in BLOCKS or case in quick else slow(name, *case)
         for name in MODELS
         for case in cases
     ]
 
-
-# Seconds each.
-LONG = (
-    "fp_mamba1-kronecker",
-    "fp_mamba1-dt-lowrank",
-    "fp_mamba1-symm-monarch",
-    "fp_mamba2-mixture",
-)
-DIFFERENCES = [
-    pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in MODELS
-]
 
 # One solution.
 
@@ -153,7 +152,7 @@ def assert_alike(ours, theirs, tol=1e-8):
 @pytest.mark.parametrize(
     "name, schedule",
     [
-        pytest.param(name, schedule, marks=() if name in BLOCKS else pytest.mark.slow)
+        (name, schedule) if name in BLOCKS else slow(name, schedule)
         for name in MODELS
         for schedule in SCHEDULES[:4]
     ],
@@ -166,7 +165,7 @@ def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
     assert_alike(gradients_of(model_of(name), tokens, schedule=schedule), expected, 1e-7)
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+@every_model
 def test_the_exact_gradient_is_that_of_finite_differences_of_the_loss(name):
     model, tokens = model_of(name, n_layer=1).train(), ids(length=8)
     found = gradients_of(model, tokens)
@@ -242,9 +241,10 @@ def test_a_forward_pass_reports_the_same_with_and_without_a_gradient(schedule, g
 
 
 @pytest.mark.parametrize(
-    "dtype, kernels", [(torch.float32, "auto"), (torch.float64, "plain")], ids=str
+    "name, dtype, kernels",
+    of_models((torch.float32, "auto"), (torch.float64, "plain"), quick=[(torch.float32, "auto")]),
+    ids=str,
 )
-@every_model
 def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     model, tokens = model_of(name, dtype=dtype), ids()
@@ -290,7 +290,7 @@ def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
 @pytest.mark.parametrize(
     "name, pad",
     [
-        (name, pad)
+        slow(name, pad) if name in LONG else (name, pad)
         for pad in ((0, 5), (5, 0), (3, 2))
         for name in MODELS
         if name in BLOCKS or pad[1] == 2
@@ -348,8 +348,13 @@ def test_decoding_is_the_whole_pass_in_single_precision_on_a_trained_model(name)
 
 @pytest.mark.parametrize(
     "name, dtype, tol",
-    [(name, torch.float64, 1e-8) for name in MODELS]
-    + [(name, torch.float32, 2e-2) for name in BLOCKS],
+    [
+        *(
+            slow(name, torch.float64, 1e-8) if name in LONG else (name, torch.float64, 1e-8)
+            for name in MODELS
+        ),
+        *((name, torch.float32, 2e-2) for name in BLOCKS),
+    ],
     ids=str,
 )
 def test_compiled_and_plain_give_the_same_gradients(name, dtype, tol, monkeypatch):
@@ -373,7 +378,7 @@ AT_ONCE, BY_WINDOWS = ("auto", "sequential"), ("plain", "window:7")
 @pytest.mark.parametrize(
     "kernels, schedule",
     [
-        pytest.param(*case, marks=() if case in (AT_ONCE, BY_WINDOWS) else pytest.mark.slow)
+        case if case in (AT_ONCE, BY_WINDOWS) else slow(*case)
         for case in itertools.product(("auto", "plain"), ("sequential", "window:7", "parallel"))
     ],
 )

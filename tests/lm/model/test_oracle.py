@@ -17,6 +17,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests import oracle_blocks as oracle
 from tests.kernels import skip_where_missing
+from tests.marks import slow
 
 B, L, D_MODEL = 2, 7, 6  # d_inner 12 = 3 × 4
 MIXERS = {
@@ -117,7 +118,7 @@ SOME = {
     )
 }  # fmt: skip
 INTERPRETED = (
-    pytest.param("fp_mamba1-everything", marks=pytest.mark.slow),
+    slow("fp_mamba1-everything"),
     "fp_mamba1-householder2_lowrank",
     "fp_mamba2-householder4",
 )
@@ -128,11 +129,7 @@ every_case = pytest.mark.parametrize("name", ALL)
 TURNS = {f"{block}-{name}" for i, name in enumerate(OF_ALL) for block in [list(BLOCKS)[i % 3]]}
 in_turn = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if toggle not in OF_ALL or name in TURNS else pytest.mark.slow)
-        for name in ALL
-        for toggle in [name.partition("-")[2]]
-    ],
+    [name if name.partition("-")[2] not in OF_ALL or name in TURNS else slow(name) for name in ALL],
 )
 some_cases = pytest.mark.parametrize("name", SOME)
 
@@ -273,7 +270,7 @@ def solved_by_the_oracle(name, side=None):
 
 
 @pytest.mark.parametrize("rule", ["parallel", "sequential", "paper"])
-@every_case
+@in_turn
 @torch.no_grad()
 def test_the_solved_output(name, rule):
     block = block_of(**ALL[name], **RULES[rule])
@@ -283,9 +280,15 @@ def test_the_solved_output(name, rule):
     assert_alike(out, solved_by_the_oracle(name), 1e-10)
 
 
-@pytest.mark.parametrize("rule", ["sequential", "window", "iterate", "paper"])
-@pytest.mark.parametrize("side", ["none", "left", "right"])
-@some_cases
+@pytest.mark.parametrize(
+    "name, side, rule",
+    [
+        (name, side, rule) if (i + j + k) % 3 == 0 else slow(name, side, rule)
+        for i, name in enumerate(SOME)
+        for j, side in enumerate(("none", "left", "right"))
+        for k, rule in enumerate(("sequential", "window", "iterate", "paper"))
+    ],
+)
 @torch.no_grad()
 def test_the_solved_output_of_packed_documents(name, side, rule):
     block = block_of(**SOME[name], **RULES[rule])
@@ -349,7 +352,7 @@ GRADIENTS = {
 @pytest.mark.parametrize(
     "name, kind",
     [
-        pytest.param(name, kind, marks=() if (i + j) % 2 else pytest.mark.slow)
+        (name, kind) if (i + j) % 3 == 0 else slow(name, kind)
         for i, name in enumerate(SOME)
         for j, kind in enumerate(GRADIENTS)
     ],
