@@ -14,6 +14,7 @@ RECOVERY = "tests/lm/training/test_recovery.py::"
 VOUCHING = "tests/lm/runs/test_vouching.py::"
 HOLDING = "tests/lm/runs/test_lease.py::"
 ELASTIC = ("tests/lm/training/test_elastic.py::test_one_rank_goes_on_under_another_stage",)
+OPEN = "tests/hf/test_hf_export.py::test_a_folder_that_others_may_write_into_is_refused"
 BACK = (
     "tests/lm/training/test_recovery.py::test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data",
 )
@@ -41,6 +42,20 @@ MUTATIONS = [
         "    if not on_gpu:\n        keep_freed_memory()",
         "    keep_freed_memory()",
         ("tests/lm/common/test_heap.py::test_trainings_on_a_cpu_keep_it",),
+    ),
+    Mutation(
+        "running: carried kernels may be changed by the group",
+        "lm/model/carried.py",
+        "found.st_mode & 0o022",
+        "found.st_mode & 0o002",
+        (OPEN,),
+    ),
+    Mutation(
+        "running: the folder around carried kernels may be anybody's",
+        "lm/model/carried.py",
+        "for place in (folder, folder.parent):",
+        "for place in (folder,):",
+        (OPEN,),
     ),
     Mutation(
         "running: what is saved is not copied",

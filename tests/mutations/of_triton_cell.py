@@ -7,7 +7,7 @@ KERNELS = "lm/kernels/triton/cell_kernels.py"
 CELL = "lm/kernels/triton/cell.py"
 TESTS = "tests/lm/kernels/test_triton_cell.py::test_"
 CHUNKS = (f"{TESTS}chunks_of_the_backward_change_nothing[2]",)
-TWO = (f"{TESTS}ranks[2-householder]",)
+TWO = (f"{TESTS}ranks[2-True]",)
 OUTCOMES = (f"{TESTS}outcomes_are_those_of_the_cpu",)
 ADJOINT = (f"{TESTS}the_largest_adjoint_is_reported",)
 
