@@ -20,7 +20,6 @@ from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_m
 from .mixers import nrm
 from .opaque import compiling
 from .scan import (
-    SSD_CHUNK,
     backend,
     chunk_decays,
     faster,
@@ -369,7 +368,7 @@ class FPMamba2(FPMamba):
     def _decays(self, dt, A, keep):
         if compiling() or backend("ssd_scan", dt) is not None:
             return None
-        return ssd_decays(dt, A, keep, min(SSD_CHUNK, dt.shape[1]))
+        return ssd_decays(dt, A, keep)
 
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""

@@ -406,13 +406,14 @@ SSD_CHUNK = 64
 def ssd_decays(
     dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None, chunk: int = SSD_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The decays of `ssd_scan`, which depend on dt and A alone.
+    """The decays of `ssd_scan`, which depend on dt and A alone. A chunk c is no longer than l.
 
     Args: dt: (b,l,h). A: (h,) negative. keep: (b,l), 0 at tokens that start from an empty state.
     Returns:
         between (b,i,h,c,c): from step j to step k ≥ j of a chunk; to_end (b,i,c,h): from a step to
         the chunk's end; from_start (b,i,c,h): from the chunk's start up to and with a step.
     """
+    chunk = min(chunk, max(1, dt.shape[1]))
     log = _chunked(dt * A, chunk).cumsum(2)  # (b,i,c,h)
     between = (log.unsqueeze(3) - log.unsqueeze(2)).permute(0, 1, 4, 2, 3)
     allowed = torch.ones(chunk, chunk, dtype=torch.bool, device=dt.device).tril()

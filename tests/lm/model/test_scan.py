@@ -182,6 +182,12 @@ def test_ssd_equals_the_recurrence(length, chunk, groups, state, with_keep):
         close(f"grad {name}", ours, theirs, 1e-11)
 
 
+def test_a_short_sequence_is_a_chunk_of_its_own_length():
+    """Words of three tokens, padded to 64, cost as much as words of 64."""
+    t = ssd_inputs(1, 3, 2, 3, 1, 4)
+    assert ssd_decays(t["dt"], t["A"])[0].shape == (1, 1, 2, 3, 3)
+
+
 def test_ssd_with_shared_decays_and_large_rates():
     t = ssd_inputs(1, 70, 2, 3, 1, 4)
     arguments = [t[k] for k in ("x", "dt", "A", "B", "C")]
