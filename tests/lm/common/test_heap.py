@@ -27,9 +27,9 @@ def faults_of(updates):
         weight.grad = None
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults_of(15)
+faults_of(6)
 # The least of three: a busy system may take pages away on its own account.
-print(json.dumps([kept, min(faults_of(5) for _ in range(3))]))
+print(json.dumps([kept, min(faults_of(2) for _ in range(3))]))
 """
 LARGE = """
 for _ in range(6):

