@@ -78,7 +78,7 @@ MUTATIONS = [
         "the next window reads the iterate of the wrong token",
         SOLVER, "state = BlockState(y[:, -1], None, h, ())",
         "state = BlockState(y[:, 0], None, h, ())",
-        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-none-window]",),
+        (f"{ORACLE}::test_the_solved_output_of_packed_documents[fp_mamba1-dplr2-right-window]",),
     ),
     Mutation(
         "the implicit gradient with the wrong sign",

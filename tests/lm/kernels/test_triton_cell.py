@@ -96,10 +96,10 @@ def test_ranks(rank, sequential):
 @pytest.mark.parametrize(
     "others",
     [
-        dict(norm="rms", without=("norm_bias",), contractive=0.9, act="relu", reading=0),
+        dict(norm="rms", without=("norm_bias",), contractive=0.9, act="relu", rank=2),
         dict(norm="none", without=("norm_weight", "norm_bias", "gate"), act="identity"),
-        dict(without=("norm_weight", "norm_bias", "y0", "h0", "keep"), bc_norm=False),
-        dict(order=("gates", "C", "B", "vectors"), reading=2, sequential=False),
+        dict(without=("norm_weight", "norm_bias", "y0", "h0", "keep"), bc_norm=False, reading=0),
+        dict(order=("gates", "C", "B", "vectors"), reading=2, sequential=False, rank=2),
         # of eps 3.5 some vectors are shorter, some longer
         dict(order=("B", "pad", "C", "vectors", "pad", "gates"), eps=3.5, rank=2),
         dict(adjoint_clip=0.05, rank=2, length=5, without=("keep",)),
@@ -142,11 +142,10 @@ def test_mamba2(sizes):
 @pytest.mark.parametrize(
     "others",
     [
-        dict(adjoint_clip=0.1),
-        dict(rank=2, sequential=False, scale=0.5, contractive=0.5),
+        dict(adjoint_clip=0.1, rank=2, contractive=0.5),
+        dict(rank=2, sequential=False, scale=0.5),
         slow(dict()),
         slow(dict(rank=3, scale=0.5)),
-        slow(dict(rank=2, sequential=False, scale=0.5)),
         slow(dict(without=("y0", "keep", "h0"), d=64, length=9)),
         slow(dict(contractive=0.5, rank=2)),
     ],

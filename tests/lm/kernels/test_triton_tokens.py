@@ -97,6 +97,7 @@ def on_gpu(tensors):
     "given",
     [
         dict(b=1, length=1, d=1),
+        dict(b=1, length=1, d=130, act="identity", without=("z",)),
         dict(d=64, heads=4, groups=2, rank=2, norm="rms", without=("bias",)),
         dict(d=24, heads=1, rank=3, sequential=False, contractive=0.9, act="relu"),
         dict(norm="none", scale=0.5, rank=2, without=("weight", "bias", "D", "z", "bc")),

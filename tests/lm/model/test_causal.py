@@ -39,7 +39,7 @@ MODELS = {
 }
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
-# Seconds each: all of them are quick in the test of documents and segments alone.
+# Seconds each: quick in two tests alone, of documents and of later tokens.
 LONG = (
     "fp_mamba1-kronecker",
     "fp_mamba1-dt-lowrank",
