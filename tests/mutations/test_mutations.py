@@ -1,6 +1,6 @@
 """The mutations are up to date; what counts as caught; and a sample of three is caught."""
 
-import re
+import shlex
 import subprocess
 import sys
 
@@ -24,7 +24,9 @@ def test_there_are_many_each_with_a_name_and_tests_that_exist():
     for m in ALL:
         assert m.tests, m.name
         for arguments in m.tests:
-            path, _, test = re.split(r"\s|\[", arguments)[0].partition("::")
+            case = shlex.split(arguments)[0]
+            assert case.count("[") == case.count("]"), f"{arguments}: a name with spaces is several"
+            path, _, test = case.partition("[")[0].partition("::")
             source = (mutations.ROOT / path).read_text(encoding="utf-8")
             assert not test or f"def {test}(" in source, arguments
 
