@@ -34,7 +34,7 @@ MUTATIONS = [
         "lm/common/heap.py",
         "(M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 2**26)",
         "(M_TRIM_THRESHOLD, 2**17), (M_TOP_PAD, 0)",
-        ("tests/lm/common/test_heap.py::test_an_update_finds_the_memory_of_the_one_before",),
+        ("tests/lm/common/test_heap.py::test_temporaries_find_the_memory_of_those_before",),
     ),
     Mutation(
         "running: memory is kept on a GPU's machine, too",
