@@ -167,10 +167,10 @@ MUTATIONS = [
         OF_TRACES,
     ),
     Mutation(
-        "centroids: an answer's mean is of smaller answers, too",
+        "centroids: the mean of an answer is of the states before it",
         "synthetic/centroids.py",
-        "states[partner][answers == name].mean(0)",
-        "states[partner][answers <= name].mean(0)",
+        "vectors.index_add(0, number, states)",
+        "vectors.index_add(0, number, states.roll(1, 0))",
         (INIT_FROM,),
     ),
     Mutation(
@@ -178,6 +178,20 @@ MUTATIONS = [
         "synthetic/centroids.py",
         "vectors = torch.cat([torch.zeros_like(means[:1]), means])",
         "vectors = torch.cat([means, torch.zeros_like(means[:1])])",
+        (INIT_FROM,),
+    ),
+    Mutation(
+        "centroids: the variance between means is that within",
+        "synthetic/centroids.py",
+        "1 - float(within / of_all)",
+        "float(within / of_all)",
+        (INIT_FROM,),
+    ),
+    Mutation(
+        "centroids: the token at a sequence's end is its first",
+        "synthetic/centroids.py",
+        "ids.gather(1, at_ends)",
+        "ids[:, :1]",
         (INIT_FROM,),
     ),
     Mutation(

@@ -4,11 +4,12 @@ import json
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from lm.training.foreign import SourceError
-from synthetic import config
+from synthetic import centroids, config
 from synthetic.build import load_run, trained_on
 from synthetic.cli import main
 from synthetic.train import Training, train
@@ -134,9 +135,45 @@ def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
     torch.testing.assert_close(centroids.vectors[1:], means, rtol=0, atol=1e-4)
 
 
+class EndsOfSigns:
+    """States of parity whose sign is that of the answer times that of the last token."""
+
+    answers = torch.tensor([0, 0, 1, 1, 0, 1])
+    tokens = torch.tensor([0, 1, 0, 1, 0, 1])
+    answers_tokens = torch.stack([answers, tokens], dim=1)
+    signs = torch.tensor([[1.0], [-1.0], [-1.0], [1.0], [1.0], [1.0]])
+    states = {0: signs * torch.tensor([[3.0, 0.0]]) + torch.tensor([[0.0, 5.0]])}
+
+
+@pytest.mark.parametrize(
+    "k, vectors, said",
+    [
+        (3, [[1, 5], [1, 5]], "0.0% of the variance: too little to tell answers apart;"),
+        (5, [[3, 5], [-3, 5], [-3, 5], [3, 5]], "4 answers and last tokens, between which is 100"),
+    ],
+)
+def test_states_that_tell_answers_beside_the_last_token(k, vectors, said):
+    ends = EndsOfSigns()
+    means, text = centroids._means(k, ends.states[0], ends, "runs/z2")
+    torch.testing.assert_close(means, torch.tensor(vectors, dtype=torch.float32))
+    assert said in text
+    assert ("by answers and last tokens it is 100.0% (model.state_centroids=5)" in text) == (k == 3)
+
+
+def test_pairs_of_answer_and_last_token_are_of_every_sequences_end(args, source):
+    """Z3: at the last token the sum modulo 3 is the answer."""
+    ends = centroids._ends(load_run(source))
+    ids = [load_run(source).task.batch(0, "train", n, 512, (4, 4)).input_ids for n in range(16)]
+    ids = torch.from_numpy(np.concatenate(ids))
+    assert torch.equal(ends.answers % 3, ids.sum(1) % 3)
+    assert torch.equal(ends.answers_tokens, torch.stack([ends.answers, ids[:, -1]], dim=1))
+    assert len(ends.states[0]) == len(ids)
+
+
 def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, capsys):
     more = THROUGH.replace("4", "9"), "init_from.partial=true"
-    assert "has 3 answers: set 4" in refused(capsys, *args, *more)
+    said = refused(capsys, *args, *more)
+    assert "has 3 answers: set 4; or for each answer and last token: set 10" in said
     assert not (tmp_path / "t").exists()
 
 
