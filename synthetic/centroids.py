@@ -1,5 +1,4 @@
-"""The centroids of a model that starts from a run without: zero, and the mean state of each answer,
-or of each answer and last token."""
+"""The centroids of a model that starts from a run without: zero, and means of that run's states."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ without a GPU, a tiny config."""
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from tests.running import fprnn, losses, run
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
+# `nohup make test`: processes that tests start would inherit that these are ignored.
+for ignored in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):

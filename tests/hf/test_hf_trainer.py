@@ -5,6 +5,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.hf.models import BASELINES, BLOCKS, VOCAB, build, exact, ids
+from tests.marks import slow
 
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
@@ -36,7 +37,10 @@ def one_update(model, path, micro_batches, **arguments):
     return loss, dict(model.named_parameters())
 
 
-@every_model
+@pytest.mark.parametrize(
+    "name",
+    [name if name in (*BLOCKS, "mamba") else slow(name) for name in (*BLOCKS, *BASELINES)],
+)
 def test_accumulated_micro_batches_equal_one_large_batch(name, tmp_path):
     loss, weights = one_update(exact(name), tmp_path, 1)
     accumulated, others = one_update(exact(name), tmp_path, 4)

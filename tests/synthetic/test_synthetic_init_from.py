@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,14 +136,12 @@ def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
     torch.testing.assert_close(centroids.vectors[1:], means, rtol=0, atol=1e-4)
 
 
-class EndsOfSigns:
+def ends_of_signs():
     """States of parity whose sign is that of the answer times that of the last token."""
-
-    answers = torch.tensor([0, 0, 1, 1, 0, 1])
-    tokens = torch.tensor([0, 1, 0, 1, 0, 1])
-    answers_tokens = torch.stack([answers, tokens], dim=1)
-    signs = torch.tensor([[1.0], [-1.0], [-1.0], [1.0], [1.0], [1.0]])
-    states = {0: signs * torch.tensor([[3.0, 0.0]]) + torch.tensor([[0.0, 5.0]])}
+    answers, tokens = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0], [1, 1]]).T
+    signs = (1 - 2 * (answers ^ tokens)).unsqueeze(1)
+    states = signs * torch.tensor([[3.0, 0.0]]) + torch.tensor([[0.0, 5.0]])
+    return centroids._Ends(answers, torch.stack([answers, tokens], dim=1), {0: states})
 
 
 @pytest.mark.parametrize(
@@ -153,8 +152,8 @@ class EndsOfSigns:
     ],
 )
 def test_states_that_tell_answers_beside_the_last_token(k, vectors, said):
-    ends = EndsOfSigns()
-    means, text = centroids._means(k, ends.states[0], ends, "runs/z2")
+    ends = ends_of_signs()
+    means, text = centroids._means(k, ends.states[0], ends, Path("runs/z2"))
     torch.testing.assert_close(means, torch.tensor(vectors, dtype=torch.float32))
     assert said in text
     assert ("by answers and last tokens it is 100.0% (model.state_centroids=5)" in text) == (k == 3)

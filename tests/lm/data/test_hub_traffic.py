@@ -306,7 +306,7 @@ def test_a_shuffled_stream_resumes_exactly_on_any_ranks(tmp_path, bpe):
 whole = ranks(1)
 reference = take(whole, 700)
 print(whole[0].epoch)
-for before, after, at in ((2, 3, 30), (3, 1, 300), (1, 6, 606)):
+for before, after, at in ((2, 3, 30), (3, 1, 606)):
     loaders = ranks(before)
     assert take(loaders, at) == reference[:at], (before, at)
     state = merge_states([loader.state_dict() for loader in loaders])

@@ -228,6 +228,7 @@ def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent
         evaluate(checkpoint, ["catbabi_mini"])
 
 
+@pytest.mark.slow  # lm-eval reads all its tasks
 def test_unknown_tasks_get_the_nearest_names(checkpoint):
     with pytest.raises(EvaluationError) as error:
         evaluate(checkpoint, ["catbabi_mni", "lambada_opnai", "qqqqqqqq", "catbabi_mini"])

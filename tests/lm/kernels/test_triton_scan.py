@@ -270,9 +270,8 @@ def launched(d, n, dtype, whole, length=128):
 TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 
 
-@pytest.mark.parametrize(
-    "sizes", [[(1536, 16)], pytest.param(TRAINED, marks=pytest.mark.slow)], ids=["default", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[(1536, 16)], TRAINED], ids=["default", "all"])
 def test_nothing_spills_at_the_shapes_that_training_uses(sizes):
     every = len(sizes) > 1  # else each in one dtype: it takes seconds
     wide, narrow = torch.float32, torch.bfloat16
@@ -286,6 +285,7 @@ def test_nothing_spills_at_the_shapes_that_training_uses(sizes):
     assert_nothing_spills(cases)
 
 
+@pytest.mark.slow
 def test_a_single_channel_and_state_compile():
     """d = n = 1, which Triton compiles into the code."""
     assert_nothing_spills(launched(1, 1, torch.float32, False, 20))

@@ -11,6 +11,7 @@ from lm.model.fixed_point import COARSE, FINE, FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import token_residual
 from tests import oracle_blocks
+from tests.marks import slow
 
 TOGGLES = {
     "default": {},
@@ -298,8 +299,9 @@ MIXER_SETTINGS = {
 
 # In bf16 every block with one mixer, and one block with every mixer.
 # Each mixer in one block, each block with householder, and both in bf16; others are the oracle's.
+SECONDS = ("selective_dense", "kronecker", "monarch", "mixture")  # a case; quick in fp32 alone
 TRAINED = [
-    (name, mixer, bf16)
+    slow(name, mixer, bf16) if bf16 and mixer in SECONDS else (name, mixer, bf16)
     for i, mixer in enumerate(MIXER_SETTINGS)
     for j, name in enumerate(BLOCKS)
     for bf16 in (False, True)

@@ -39,6 +39,7 @@ MODELS = {
 }
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+MORE = ("window:7",)  # beside window:4
 # Seconds each: quick in two tests alone, of documents and of later tokens.
 LONG = (
     "fp_mamba1-kronecker",
@@ -76,10 +77,12 @@ def close(a, b, tol=1e-9):
 
 
 def of_models(*cases, quick):
-    """(name, *case) of every model and every case; of models that are no plain block the cases that
-    are not in `quick` are slow."""
+    """(name, *case) of every model and every case. Slow are, of models that are no plain block, the
+    cases that are not in `quick`, of LONG all, and the schedules of MORE."""
     return [
-        (name, *case) if name in BLOCKS or case in quick else slow(name, *case)
+        (name, *case)
+        if name not in LONG and (case in quick or (name in BLOCKS and case[0] not in MORE))
+        else slow(name, *case)
         for name in MODELS
         for case in cases
     ]
@@ -152,7 +155,7 @@ def assert_alike(ours, theirs, tol=1e-8):
 @pytest.mark.parametrize(
     "name, schedule",
     [
-        (name, schedule) if name in BLOCKS else slow(name, schedule)
+        (name, schedule) if name in BLOCKS and schedule not in MORE else slow(name, schedule)
         for name in MODELS
         for schedule in SCHEDULES[:4]
     ],

@@ -9,6 +9,7 @@ import torch
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError
+from tests.marks import slow
 
 MIXERS = {
     "householder": 2, "dplr": 2, "kronecker": 1, "monarch": 8, "nonselective": 1, "mixture": 3,
@@ -31,11 +32,11 @@ def tokens(length=32, batch=3):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("schedule", ["auto", "window:4"])
+@pytest.mark.parametrize("schedule", ["auto", slow("window:4")])
 def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
-    slow = mixer in ("mixture", "selective_dense")  # their tokens are solved by iterating
-    ids = tokens(20 if slow else 100)
-    for seed in range(1 if slow else 2):
+    iterated = mixer in ("mixture", "selective_dense")
+    ids = tokens(20 if iterated else 100)
+    for seed in range(1 if iterated else 2):
         fields = dict(block="fp_rnn", mixer=mixer, mixer_rank=MIXERS[mixer], schedule=schedule)
         model = model_of(seed=seed, **fields)
         output = model(ids, labels=ids)
