@@ -93,7 +93,7 @@ def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
 
 
 def _means(k: int, states: torch.Tensor, ends: _Ends, run_dir: Path) -> tuple[torch.Tensor, str]:
-    """The means of states (n,d) that k centroids start as, with zero, and in words what they are."""
+    """The means of states (n,d) that k centroids start as, beside zero, and what they are."""
     by_answer = _Means.of(states, ends.answers)
     by_both = _Means.of(states, ends.answers_tokens)
     if k == 1 + len(by_answer.vectors):
