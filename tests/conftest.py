@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores: tests that wait for processes leave one idle."""
+    return 1 + (yield)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Scores that passed tests have printed, such as that of the mutations."""
     for report in terminalreporter.stats.get("passed", []):
