@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,10 @@ from synthetic.tasks import IGNORE
 BATCHES, SEQUENCES = 16, 512  # of training data
 # β. Of A5's states 16 mixes some that are not one; 64 and 1,000 are alike (docs/fixed-point.md).
 SHARPNESS = 64.0
-# The share of the states' variance that lies between means which tell the answers apart. Of groups
-# whose automaton was right it was half, of one that was lost 0.003 (docs/fixed-point.md).
+# A smaller share of the states' variance between the means of answers is warned of: it was 0.57
+# where the automaton was right at once, 0.003 where it had to learn anew (docs/fixed-point.md).
 LEAST_BETWEEN = 0.05
+LEAST_STATES = 30  # of every pair of answer and last token: fewer make no mean
 
 
 class NewCentroids(NamedTuple):
@@ -27,7 +29,7 @@ class NewCentroids(NamedTuple):
 
     layer: int
     vectors: torch.Tensor | None  # (k,d); None: as those of any new layer
-    said: str  # what they are, in words
+    said: tuple[str, ...]  # what they are, in words; a warning, if there is one
 
 
 def new_centroids(
@@ -62,7 +64,7 @@ def new_centroids(
         return []
     if other_task:
         return [
-            NewCentroids(index, None, f"layer {index}: random centroids: {other_task}")
+            NewCentroids(index, None, (f"layer {index}: random centroids: {other_task}",))
             for index in partners
         ]
     ends = _ends(source)
@@ -72,11 +74,14 @@ def new_centroids(
         states = ends.states.get(partner)
         if states is None or states.shape[1] != width:
             why = f"its partner, layer {partner}, has no states of {width} channels"
-            found.append(NewCentroids(index, None, f"layer {index}: random centroids: {why}"))
+            found.append(NewCentroids(index, None, (f"layer {index}: random centroids: {why}",)))
             continue
-        means, said = _means(k, states, ends, source.cfg.run_dir)
+        means, said, warning = _means(k, states, ends, source.cfg.run_dir)
         vectors = torch.cat([torch.zeros_like(means[:1]), means])
-        found.append(NewCentroids(index, vectors, f"layer {index}: {said}"))
+        sentences = [f"layer {index}: {said}"]
+        if warning:
+            sentences.append(f"warning: layer {index}: {warning}")
+        found.append(NewCentroids(index, vectors, tuple(sentences)))
     return found
 
 
@@ -89,60 +94,78 @@ def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
         centroids = model.backbone.layers[layer].block.centroids
         centroids.vectors.copy_(vectors)
         centroids.log_sharpness.fill_(math.log(SHARPNESS))
-    return [said for *_, said in found]
+    return [sentence for new in found for sentence in new.said]
 
 
-def _means(k: int, states: torch.Tensor, ends: _Ends, run_dir: Path) -> tuple[torch.Tensor, str]:
-    """The means of states (n,d) that k centroids start as, beside zero, and what they are."""
-    by_answer = _Means.of(states, ends.answers)
-    by_both = _Means.of(states, ends.answers_tokens)
-    if k == 1 + len(by_answer.vectors):
+def _means(
+    k: int, states: torch.Tensor, ends: _Ends, run_dir: Path
+) -> tuple[torch.Tensor, str, str]:
+    """The means of states (n,d) that k centroids start as, beside zero; what they are; a warning
+    where they do not tell answers apart, else ""."""
+    by_answer, by_pair = _Means.of(states, ends.answers), _Means.of(states, ends.pairs)
+    by_token = len(torch.unique(ends.pairs[:, 1]))
+    # 8,192 states show all pairs of a small group, and often; of A5 they have two or three a pair.
+    has_pairs = len(by_pair) == len(by_answer) * by_token > len(by_answer)
+    has_pairs = has_pairs and by_pair.fewest >= LEAST_STATES
+    if k == 1 + len(by_answer):
         means, names = by_answer, "answers"
-    elif k == 1 + len(by_both.vectors):
-        means, names = by_both, "answers and last tokens"
+    elif has_pairs and k == 1 + len(by_pair):
+        means, names = by_pair, "pairs of answer and last token"
     else:
+        or_pairs = f"; or for each answer and last token: set {1 + len(by_pair)}"
         raise ConfigError(
             f"model.state_centroids is {k}: where a run starts from one without, they are zero and"
             f" the mean of its states for each answer, and {run_dir} has"
-            f" {len(by_answer.vectors)} answers: set {1 + len(by_answer.vectors)}; or for each"
-            f" answer and last token: set {1 + len(by_both.vectors)}"
+            f" {len(by_answer)} answers: set {1 + len(by_answer)}{or_pairs if has_pairs else ''}"
         )
     said = (
-        f"{k} centroids, zero and the means of {len(states):,} states by their"
-        f" {len(means.vectors)} {names}, between which is {means.between:.1%} of the variance"
+        f"{k} centroids, zero and the means of {len(states):,} states by their {len(means)} {names}"
+        f" ({means.between:.1%} of the variance is between them)"
     )
-    if means is by_answer and means.between < LEAST_BETWEEN:
-        said += (
-            f": too little to tell answers apart; by answers and last tokens it is"
-            f" {by_both.between:.1%} (model.state_centroids={1 + len(by_both.vectors)})"
-        )
-    return means.vectors, said
+    warning = ""
+    if means is by_answer and len(by_answer) > 1 and means.between < LEAST_BETWEEN:
+        warning = "the states hardly tell the answers apart, and the layer learns anew"
+        if has_pairs and by_pair.between >= LEAST_BETWEEN:
+            warning += (
+                f"; they do beside the last token: {by_pair.between:.1%} is between its pairs with"
+                f" the answer, model.state_centroids={1 + len(by_pair)}"
+            )
+    return means.vectors, said, warning
 
 
-class _Means(NamedTuple):
-    """Means of states by a name each, (k,d), names in order, and the share of the states' variance
-    that lies between these means."""
+@dataclass(frozen=True)
+class _Means:
+    """Means of states by a name each, and the share of the states' variance between them."""
 
-    vectors: torch.Tensor
-    between: float
+    vectors: torch.Tensor  # (k,d), names in order
+    between: float  # less what means of so few states have between them by chance
+    fewest: int  # states of one name
+
+    def __len__(self) -> int:
+        return len(self.vectors)
 
     @classmethod
     def of(cls, states: torch.Tensor, names: torch.Tensor) -> _Means:
         """Of states (n,d) by names (n,), or (n,m) where m numbers name a state."""
         _, number = torch.unique(names, dim=0, return_inverse=True)
-        counts = number.bincount()
-        vectors = states.new_zeros(len(counts), states.shape[1])
-        vectors = vectors.index_add(0, number, states) / counts.unsqueeze(1)
-        of_all = (states - states.mean(0)).square().sum()
-        within = (states - vectors[number]).square().sum()
-        return cls(vectors, 1 - float(within / of_all))
+        counts, exact = number.bincount(), states.double()
+        sums = exact.new_zeros(len(counts), exact.shape[1]).index_add(0, number, exact)
+        vectors = sums / counts.unsqueeze(1)
+        n, k = len(states), len(counts)
+        deviations = (exact - exact.mean(0)).square().sum()
+        within = (exact - vectors[number]).square().sum()
+        between = 0.0
+        # States that are alike but for rounding have nothing between them.
+        if deviations > torch.finfo(states.dtype).eps ** 2 * exact.square().sum() and n > k:
+            between = max(0.0, 1 - float(within / deviations) * (n - 1) / (n - k))
+        return cls(vectors.to(states), between, int(counts.min()))
 
 
 class _Ends(NamedTuple):
     """What n training sequences of a run end in."""
 
     answers: torch.Tensor  # (n,)
-    answers_tokens: torch.Tensor  # (n,2): with the last token
+    pairs: torch.Tensor  # (n,2): answer and last token
     states: dict[int, torch.Tensor]  # of every fixed-point layer, (n,d)
 
 
@@ -150,7 +173,7 @@ class _Ends(NamedTuple):
 def _ends(source: Loaded) -> _Ends:
     cfg, task, model = source.cfg, source.task, source.model
     device = next(model.parameters()).device
-    answers_tokens: list[torch.Tensor] = []
+    pairs: list[torch.Tensor] = []
     states: dict[int, list[torch.Tensor]] = {}
     for number in range(BATCHES):
         batch = task.batch(cfg.seed, "train", number, SEQUENCES, cfg.train.lengths)
@@ -161,15 +184,15 @@ def _ends(source: Loaded) -> _Ends:
         at_ends = ends.unsqueeze(1)
         last = torch.cat([labels.gather(1, at_ends), ids.gather(1, at_ends)], dim=1)
         asked = last[:, 0] != IGNORE
-        answers_tokens.append(last[asked])
+        pairs.append(last[asked].cpu())
         end = model(input_ids=ids, attention_mask=mask, return_state=True).state
         for index, layer in enumerate(end.layers):
             if isinstance(layer, BlockState):
-                states.setdefault(index, []).append(layer.y[asked])
-    if not sum(map(len, answers_tokens)):
+                states.setdefault(index, []).append(layer.y[asked].cpu())
+    if not sum(map(len, pairs)):
         raise ConfigError(
             f"model.state_centroids: no sequence of {cfg.task.name} ends in an answer, by which"
             " states could be told apart"
         )
-    both = torch.cat(answers_tokens)
+    both = torch.cat(pairs)
     return _Ends(both[:, 0], both, {index: torch.cat(parts) for index, parts in states.items()})

@@ -4,7 +4,6 @@ without a GPU, a tiny config."""
 import atexit
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
@@ -25,10 +24,6 @@ from tests.running import fprnn, losses, run
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
-# `nohup make test`: processes that tests start would inherit that these are ignored.
-for ignored in (signal.SIGHUP, signal.SIGINT):
-    if signal.getsignal(ignored) is signal.SIG_IGN:
-        signal.signal(ignored, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):
@@ -42,7 +37,8 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """One more than there are cores: tests that wait for processes leave one idle."""
-    return 1 + (yield)
+    count = yield
+    return count if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else count + 1
 
 
 def pytest_terminal_summary(terminalreporter):

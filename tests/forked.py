@@ -162,6 +162,9 @@ def _become(asked):
     """Run the command, and end as its interpreter would. Never returns."""
     status = 1
     try:
+        # Ignored by all that `nohup make test` starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         for number, name in enumerate(("out", "err"), 1):

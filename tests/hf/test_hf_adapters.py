@@ -25,7 +25,7 @@ def variants():
             if block == "fp_rnn" and variant == "gate inside":
                 continue
             fields = {k: v for k, v in fields.items() if block != "fp_rnn" or k != "dt_h_dep"}
-            # Seconds: each block's tokens are solved in a way of its own.
+            # Seconds each.
             marks = [pytest.mark.slow] if variant == "kronecker" and block != "fp_mamba1" else []
             yield pytest.param(block, fields, id=f"{block}, {variant}", marks=marks)
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from lm.common.errors import ConfigError
 from lm.training.foreign import SourceError
 from synthetic import centroids, config
 from synthetic.build import load_run, trained_on
 from synthetic.cli import main
+from synthetic.tasks import IGNORE
 from synthetic.train import Training, train
 from tests.refusals import refused as refused_by
 
@@ -106,6 +108,7 @@ def test_what_does_not_fit_is_refused(args, tmp_path, capsys, overrides, words):
     assert not (tmp_path / "t").exists()
 
 
+SEED = torch.Generator().manual_seed(0)
 THROUGH = "model.layers=[mamba, {fp_mamba1: {state_centroids: 4}}, mamba]"
 
 
@@ -113,7 +116,8 @@ def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
     cfg = config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true"))
     started = Training(cfg)
     said = started.init_from.apply()
-    assert said[-1].startswith("layer 1: 4 centroids, zero and the means of 8,192 states")
+    assert said[-2].startswith("layer 1: 4 centroids, zero and the means of 8,192 states")
+    assert said[-1].startswith("warning: layer 1: the states hardly")  # it has hardly been trained
     centroids = started.model.backbone.layers[1].block.centroids
     assert centroids.vectors[0].eq(0).all()
     assert centroids.log_sharpness.exp().item() == pytest.approx(64)
@@ -136,37 +140,93 @@ def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
     torch.testing.assert_close(centroids.vectors[1:], means, rtol=0, atol=1e-4)
 
 
-def ends_of_signs():
-    """States of parity whose sign is that of the answer times that of the last token."""
-    answers, tokens = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1], [0, 0], [1, 1]]).T
-    signs = (1 - 2 * (answers ^ tokens)).unsqueeze(1)
-    states = signs * torch.tensor([[3.0, 0.0]]) + torch.tensor([[0.0, 5.0]])
+def ends_of(answers, tokens, states):
+    answers, tokens = torch.tensor(answers), torch.tensor(tokens)
     return centroids._Ends(answers, torch.stack([answers, tokens], dim=1), {0: states})
 
 
+def ends_of_signs(times=30):
+    """States of parity whose sign is that of the answer times that of the last token."""
+    answers, tokens = [0, 0, 1, 1] * times, [0, 1, 0, 1] * times
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0] * times).unsqueeze(1)
+    return ends_of(answers, tokens, signs * torch.tensor([[3.0, 0.0]]) + torch.tensor([0.0, 5.0]))
+
+
+def means_of(k, ends):
+    means, said, warning = centroids._means(k, ends.states[0], ends, Path("runs/z2"))
+    return means.tolist(), said, warning
+
+
+def test_states_that_tell_answers_beside_the_last_token_are_warned_of():
+    means, said, warning = means_of(3, ends_of_signs())
+    assert means == [[0, 5], [0, 5]] and said.endswith("(0.0% of the variance is between them)")
+    assert warning.startswith("the states hardly tell the answers apart")
+    assert warning.endswith("100.0% is between its pairs with the answer, model.state_centroids=5")
+
+
+def test_a_mean_for_each_pair_of_answer_and_last_token():
+    means, said, warning = means_of(5, ends_of_signs())
+    assert means == [[3, 5], [-3, 5], [-3, 5], [3, 5]] and not warning
+    assert "4 pairs of answer and last token (100.0% of" in said
+
+
 @pytest.mark.parametrize(
-    "k, vectors, said",
+    "ends",
     [
-        (3, [[1, 5], [1, 5]], "0.0% of the variance: too little to tell answers apart;"),
-        (5, [[3, 5], [-3, 5], [-3, 5], [3, 5]], "4 answers and last tokens, between which is 100"),
+        ends_of_signs(29),  # too few of each
+        ends_of([0, 1] * 40, [0, 0] * 40, torch.zeros(80, 2)),  # as many pairs as answers
+        ends_of([0, 0, 1] * 40, [0, 1, 0] * 40, torch.zeros(120, 2)),  # one pair is missing
     ],
 )
-def test_states_that_tell_answers_beside_the_last_token(k, vectors, said):
-    ends = ends_of_signs()
-    means, text = centroids._means(k, ends.states[0], ends, Path("runs/z2"))
-    torch.testing.assert_close(means, torch.tensor(vectors, dtype=torch.float32))
-    assert said in text
-    assert ("by answers and last tokens it is 100.0% (model.state_centroids=5)" in text) == (k == 3)
+def test_pairs_that_are_no_means_are_not_offered(ends):
+    assert means_of(3, ends)[-1].endswith("the layer learns anew")
+    with pytest.raises(ConfigError, match=r"has 2 answers: set 3$"):
+        means_of(5, ends)
 
 
-def test_pairs_of_answer_and_last_token_are_of_every_sequences_end(args, source):
-    """Z3: at the last token the sum modulo 3 is the answer."""
-    ends = centroids._ends(load_run(source))
-    ids = [load_run(source).task.batch(0, "train", n, 512, (4, 4)).input_ids for n in range(16)]
-    ids = torch.from_numpy(np.concatenate(ids))
-    assert torch.equal(ends.answers % 3, ids.sum(1) % 3)
-    assert torch.equal(ends.answers_tokens, torch.stack([ends.answers, ids[:, -1]], dim=1))
-    assert len(ends.states[0]) == len(ids)
+def test_answers_that_the_states_tell_are_not_warned_of():
+    answers = [0, 1, 2] * 40
+    told = torch.tensor(answers).unsqueeze(1) + 0.1 * torch.randn(120, 4, generator=SEED)
+    assert means_of(4, ends_of(answers, [0] * 120, told))[-1] == ""
+    alone = ends_of([0] * 40, [0] * 40, torch.randn(40, 4, generator=SEED))
+    assert means_of(2, alone)[-1] == ""  # one answer: nothing to tell apart
+
+
+ALIKE = torch.full((600, 64), 0.1)
+BY_A_BIT = torch.where(torch.arange(600) % 60 < 30, 0.0, 1e-8).unsqueeze(1)
+
+
+@pytest.mark.parametrize("states", [ALIKE, ALIKE + BY_A_BIT, torch.randn(600, 64, generator=SEED)])
+def test_what_lies_between_by_chance_is_not_counted(states):
+    """States alike but for rounding; noise, of which 60 means have a tenth between them."""
+    assert 0 <= centroids._Means.of(states, torch.arange(600) % 60).between < 0.02
+
+
+def test_an_answer_and_its_token_stand_at_the_sequences_end(source, monkeypatch):
+    """Sequences of 2, 4, 3, … tokens, padded; every fifth ends in no answer."""
+    loaded = load_run(source)
+    whole = loaded.task.batch(0, "train", 0, 512, (4, 4))
+    lengths = np.tile([2, 4, 3, 4], 128)
+    mask = np.arange(4) < lengths[:, None]
+    labels = np.where(mask, whole.labels, IGNORE)
+    labels[::5] = IGNORE
+    padded = whole._replace(input_ids=whole.input_ids * mask, labels=labels, mask=mask)
+    monkeypatch.setattr(loaded.task, "batch", lambda *_: padded)
+    monkeypatch.setattr(centroids, "BATCHES", 1)
+    ends = centroids._ends(loaded)
+    expected, states = [], []
+    for row in range(512):
+        if row % 5:
+            ids = torch.from_numpy(whole.input_ids[row : row + 1, : lengths[row]])
+            expected.append([int(whole.labels[row, lengths[row] - 1]), int(ids[0, -1])])
+            if row < 20:
+                with torch.no_grad():
+                    state = loaded.model(input_ids=ids, return_state=True).state
+                states.append(state.layers[0].y[0])
+    assert ends.pairs.tolist() == expected and ends.answers.tolist() == [a for a, _ in expected]
+    torch.testing.assert_close(
+        ends.states[0][: len(states)], torch.stack(states), atol=1e-4, rtol=0
+    )
 
 
 def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, capsys):

@@ -11,23 +11,30 @@ from lm.common.heap import keep_freed_memory
 from tests.running import ENV, ROOT
 
 BEGIN = """
-import json, resource, sys, torch
+import ctypes, json, resource, sys
 from lm.common.heap import keep_freed_memory
-torch.set_num_threads(1)
 kept = keep_freed_memory() if sys.argv[1] == "kept" else None
 """
 TEMPORARIES = """
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+free.argtypes = [ctypes.c_void_p]
+
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    temporaries = [torch.ones(2**22) for _ in range(8)]  # of 16 MiB
-    del temporaries
+    temporaries = [malloc(2**24) for _ in range(4)]
+    for block in temporaries:
+        ctypes.memset(block, 1, 2**24)
+    for block in temporaries:
+        free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 for _ in range(3):
     faults()
-print(json.dumps([kept, [faults() for _ in range(5)]]))
+print(json.dumps([kept, [faults() for _ in range(3)]]))
 """
 LARGE = """
+import torch
 for _ in range(6):
     torch.ones(2**26)  # 256 MiB
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import bisect
+import calendar
 import itertools
 import json
 import subprocess
@@ -32,6 +35,9 @@ def test_builtin_is_in_order_and_large_enough():
     assert len(texts) > 500 and sum(map(len, texts)) > 1_500_000
     first = [topics[key] for key in sorted(topics)]
     assert texts[: len(first)] == first
+    heads = [text[:20] for text in texts]
+    places = [heads.index(module.__doc__[:20]) for module in (argparse, bisect, calendar)]
+    assert len(first) <= places[0] < places[1] < places[2]
     assert any("assert" in t and "AssertionError" in t for t in texts[:100])
 
 

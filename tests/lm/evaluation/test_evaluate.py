@@ -13,9 +13,12 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
 pytest.importorskip("rich")
 
+from lm_eval.tasks import TaskManager
+
 from lm.common.errors import MissingPackageError
 from lm.evaluation.evaluate import EvaluationError, evaluate, table, write_json
 from lm.evaluation.tasks import TASKS_DIR
+from tests.marks import slow
 
 REPOSITORY = TASKS_DIR.parents[2]
 SHARED_EVAL = REPOSITORY.parent / "shared" / "data" / "eval"
@@ -228,8 +231,21 @@ def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent
         evaluate(checkpoint, ["catbabi_mini"])
 
 
-@pytest.mark.slow  # lm-eval reads all its tasks
-def test_unknown_tasks_get_the_nearest_names(checkpoint):
+class FewTasks(TaskManager):
+    """lm-eval's tasks are one and ours: it takes seconds to read all of its own."""
+
+    def __init__(self, include_path, include_defaults=True):
+        super().__init__(include_path=include_path, include_defaults=False)
+        self.defaults = ["lambada_openai"] if include_defaults else []
+
+    @property
+    def all_tasks(self):
+        return [*super().all_tasks, *self.defaults]
+
+
+@pytest.mark.parametrize("manager", [FewTasks, slow(TaskManager)])
+def test_unknown_tasks_get_the_nearest_names(checkpoint, manager, monkeypatch):
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     with pytest.raises(EvaluationError) as error:
         evaluate(checkpoint, ["catbabi_mni", "lambada_opnai", "qqqqqqqq", "catbabi_mini"])
     message = str(error.value)

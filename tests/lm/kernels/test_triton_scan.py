@@ -270,18 +270,21 @@ def launched(d, n, dtype, whole, length=128):
 TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[(1536, 16)], TRAINED], ids=["default", "all"])
-def test_nothing_spills_at_the_shapes_that_training_uses(sizes):
-    every = len(sizes) > 1  # else each in one dtype: it takes seconds
-    wide, narrow = torch.float32, torch.bfloat16
-    cases = []
-    for d, n in sizes:
-        for dtype, whole in [(narrow, True), (wide, False), (wide, True), (narrow, False)]:
-            if every or whole == (dtype == narrow):
-                # One chunk where time is short: no kernel for those before the last, none between.
-                cases += launched(d, n, dtype, whole, 128 if whole else 64)
+def test_nothing_spills_at_the_default_shape():
+    """Every kernel on one GPU: a compilation takes seconds."""
+    cases = launched(1536, 16, torch.bfloat16, True)
     assert {case["kernel"] for case in cases} == kernels_of(triton_scan)
+    assert_nothing_spills(cases, [80])
+
+
+@pytest.mark.slow
+def test_nothing_spills_at_the_shapes_that_training_uses():
+    cases = []
+    for d, n in TRAINED:
+        for dtype in (torch.float32, torch.bfloat16):
+            for whole in (True, False):
+                # One chunk where not whole: no kernel for those before the last, none between.
+                cases += launched(d, n, dtype, whole, 128 if whole else 64)
     assert_nothing_spills(cases)
 
 

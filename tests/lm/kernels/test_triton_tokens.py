@@ -264,7 +264,6 @@ def launched(d, heads, rank, dtype):
     return cases
 
 
-@pytest.mark.slow
 def test_nothing_spills_at_the_default_shape():
     assert_nothing_spills(launched(1536, 1536, 1, torch.bfloat16), [80])
 

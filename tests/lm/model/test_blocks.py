@@ -297,9 +297,8 @@ MIXER_SETTINGS = {
 }  # fmt: skip
 
 
-# In bf16 every block with one mixer, and one block with every mixer.
-# Each mixer in one block, each block with householder, and both in bf16; others are the oracle's.
-SECONDS = ("selective_dense", "kronecker", "monarch", "mixture")  # a case; quick in fp32 alone
+# Each mixer in one block, each block with householder, and these in bf16; others are the oracle's.
+SECONDS = ("selective_dense", "kronecker", "monarch", "mixture")  # each takes; slow in bf16
 TRAINED = [
     slow(name, mixer, bf16) if bf16 and mixer in SECONDS else (name, mixer, bf16)
     for i, mixer in enumerate(MIXER_SETTINGS)

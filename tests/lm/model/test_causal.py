@@ -40,7 +40,7 @@ MODELS = {
 EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 MORE = ("window:7",)  # beside window:4
-# Seconds each: quick in two tests alone, of documents and of later tokens.
+# Seconds each.
 LONG = (
     "fp_mamba1-kronecker",
     "fp_mamba1-dt-lowrank",
@@ -77,11 +77,11 @@ def close(a, b, tol=1e-9):
 
 
 def of_models(*cases, quick):
-    """(name, *case) of every model and every case. Slow are, of models that are no plain block, the
-    cases that are not in `quick`, of LONG all, and the schedules of MORE."""
+    """(name, *case) of every model and every case. Slow are the cases that are not in `quick`; of
+    BLOCKS those of MORE alone."""
     return [
         (name, *case)
-        if name not in LONG and (case in quick or (name in BLOCKS and case[0] not in MORE))
+        if case in quick or (name in BLOCKS and case[0] not in MORE)
         else slow(name, *case)
         for name in MODELS
         for case in cases
