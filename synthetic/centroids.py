@@ -19,7 +19,7 @@ BATCHES, SEQUENCES = 16, 512  # of training data
 # β. Of A5's states 16 mixes some that are not one; 64 and 1,000 are alike (docs/fixed-point.md).
 SHARPNESS = 64.0
 # A smaller share of the states' variance between the means of answers is warned of: it was 0.57
-# where the automaton was right at once, 0.003 where it had to learn anew (docs/fixed-point.md).
+# where the automaton was right at once, 0.002 where it had to learn anew (docs/fixed-point.md).
 LEAST_BETWEEN = 0.05
 LEAST_STATES = 30  # of every pair of answer and last token: fewer make no mean
 
