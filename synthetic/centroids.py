@@ -76,7 +76,7 @@ def new_centroids(
             why = f"its partner, layer {partner}, has no states of {width} channels"
             found.append(NewCentroids(index, None, (f"layer {index}: random centroids: {why}",)))
             continue
-        means, said, warning = _means(k, states, ends, source.cfg.run_dir)
+        means, said, warning = _chosen_means(k, states, ends, source.cfg.run_dir)
         vectors = torch.cat([torch.zeros_like(means[:1]), means])
         sentences = [f"layer {index}: {said}"]
         if warning:
@@ -97,7 +97,7 @@ def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
     return [sentence for new in found for sentence in new.said]
 
 
-def _means(
+def _chosen_means(
     k: int, states: torch.Tensor, ends: _Ends, run_dir: Path
 ) -> tuple[torch.Tensor, str, str]:
     """The means of states (n,d) that k centroids start as, beside zero; what they are; a warning
