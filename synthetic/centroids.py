@@ -1,9 +1,8 @@
-"""The centroids of a model that starts from a run without: zero, and means of that run's states."""
+"""Centroids of a model that starts from a run without them: the means of that run's states."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,20 +15,19 @@ from synthetic.evaluate import as_tensors
 from synthetic.tasks import IGNORE
 
 BATCHES, SEQUENCES = 16, 512  # of training data
-# β. Of A5's states 16 mixes some that are not one; 64 and 1,000 are alike (docs/fixed-point.md).
+# β. With 16, states of A5 mix several centroids; 64 and 1,000 are alike (docs/fixed-point.md).
 SHARPNESS = 64.0
-# A smaller share of the states' variance between the means of answers is warned of: it was 0.57
-# where the automaton was right at once, 0.002 where it had to learn anew (docs/fixed-point.md).
-LEAST_BETWEEN = 0.05
-LEAST_STATES = 30  # of every pair of answer and last token: fewer make no mean
+MIN_STATES = 30  # of every pair of answer and last token: fewer give no reliable mean
+# A started model that is right on a smaller share of the sequences has to learn anew.
+MIN_ACCURACY = 0.5
 
 
 class NewCentroids(NamedTuple):
-    """What the centroids of a layer start as."""
+    """Centroids that a layer starts with."""
 
     layer: int
-    vectors: torch.Tensor | None  # (k,d); None: as those of any new layer
-    said: tuple[str, ...]  # what they are, in words; a warning, if there is one
+    vectors: torch.Tensor | None  # (k,d); None: random, as in any new layer
+    description: str
 
 
 def new_centroids(
@@ -39,21 +37,24 @@ def new_centroids(
     source: Loaded,
     other_task: str,
 ) -> list[NewCentroids]:
-    """Of every layer that has centroids where its partner has none: zero, which is read where there
-    is no token before, then for each answer the mean of the partner's states. They stay random
-    where the partner has no such states, or answers something else.
+    """Compute the centroids of every layer that has them where its partner has none.
 
-    A layer that answers right need not be an automaton yet: its states after two sequences of the
-    same answer differ, and what differs is carried on. From the mean of them it goes on rightly.
-    A state that tells the answer only beside the last token has a mean for each pair of the two.
+    They are the means of the partner's states, one mean for each answer. A layer that answers right
+    need not be an automaton yet: its states after two sequences with the same answer differ, and
+    the difference is carried on. Read as their mean, they continue alike. Where a state tells the
+    answer only together with the last token, each pair of the two has a mean. The centroids stay
+    random where the partner has no such states, or was trained on another task.
 
     Args:
-        new: names of the model's parameters that the source has not. pairs: of every layer the
-        number of its partner in the source, or None. other_task: in what the tasks differ; "": in
-        nothing.
+        model: The model that starts.
+        new: Names of the model's parameters that the source does not have.
+        pairs: For every layer, the index of its partner in the source, or None.
+        source: The run that the model starts from.
+        other_task: How the two tasks differ, in words; "" if they are the same.
+
     Raises:
-        ConfigError: another number of centroids than answers, or than pairs of answer and last
-            token; no answer at a sequence's end.
+        ConfigError: If the number of centroids is neither the number of answers nor the number of
+            pairs of answer and last token, or if no sequence ends in an answer.
     """
     partners = {
         index: partner
@@ -64,7 +65,7 @@ def new_centroids(
         return []
     if other_task:
         return [
-            NewCentroids(index, None, (f"layer {index}: random centroids: {other_task}",))
+            NewCentroids(index, None, f"layer {index}: random centroids: {other_task}")
             for index in partners
         ]
     ends = _ends(source)
@@ -74,95 +75,83 @@ def new_centroids(
         states = ends.states.get(partner)
         if states is None or states.shape[1] != width:
             why = f"its partner, layer {partner}, has no states of {width} channels"
-            found.append(NewCentroids(index, None, (f"layer {index}: random centroids: {why}",)))
+            found.append(NewCentroids(index, None, f"layer {index}: random centroids: {why}"))
             continue
-        means, said, warning = _chosen_means(k, states, ends, source.cfg.run_dir)
-        vectors = torch.cat([torch.zeros_like(means[:1]), means])
-        sentences = [f"layer {index}: {said}"]
-        if warning:
-            sentences.append(f"warning: layer {index}: {warning}")
-        found.append(NewCentroids(index, vectors, tuple(sentences)))
+        means, description = _choose_means(k, states, ends, source.cfg.run_dir)
+        found.append(NewCentroids(index, means, f"layer {index}: {description}"))
     return found
 
 
 @torch.no_grad()
 def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
-    """Give them to the model → what was done, in words."""
+    """Give the model its centroids, and return what was done, in words."""
     for layer, vectors, _ in found:
         if vectors is None:
             continue
         centroids = model.backbone.layers[layer].block.centroids
         centroids.vectors.copy_(vectors)
         centroids.log_sharpness.fill_(math.log(SHARPNESS))
-    return [sentence for new in found for sentence in new.said]
+    return [new.description for new in found]
 
 
-def _chosen_means(
+def describe_start(accuracy: float, length: int) -> str:
+    """Describe the accuracy of a model that has just got its centroids, before any training; a
+    warning if it is low.
+
+    Args:
+        accuracy: Share of the sequences that are right.
+        length: Tokens of a sequence.
+    """
+    text = f"right on {accuracy:.3f} of the sequences of {length} before training"
+    if accuracy >= MIN_ACCURACY:
+        return text
+    return (
+        f"warning: {text}: states of the same answer are not alike enough for their mean to stand"
+        " for them, and the layer learns anew"
+    )
+
+
+def _choose_means(
     k: int, states: torch.Tensor, ends: _Ends, run_dir: Path
-) -> tuple[torch.Tensor, str, str]:
-    """The means of states (n,d) that k centroids start as, beside zero; what they are; a warning
-    where they do not tell answers apart, else ""."""
+) -> tuple[torch.Tensor, str]:
+    """Choose the k means of states (n,d) that the centroids start as, and describe them."""
     by_answer, by_pair = _Means.of(states, ends.answers), _Means.of(states, ends.pairs)
-    by_token = len(torch.unique(ends.pairs[:, 1]))
+    token_count = len(torch.unique(ends.pairs[:, 1]))
     # 8,192 states show all pairs of a small group, and often; of A5 they have two or three a pair.
-    has_pairs = len(by_pair) == len(by_answer) * by_token > len(by_answer)
-    has_pairs = has_pairs and by_pair.fewest >= LEAST_STATES
-    if k == 1 + len(by_answer):
+    has_pairs = len(by_pair.vectors) == len(by_answer.vectors) * token_count
+    has_pairs = has_pairs and token_count > 1 and by_pair.smallest_count >= MIN_STATES
+    if k == len(by_answer.vectors):
         means, names = by_answer, "answers"
-    elif has_pairs and k == 1 + len(by_pair):
+    elif has_pairs and k == len(by_pair.vectors):
         means, names = by_pair, "pairs of answer and last token"
     else:
-        or_pairs = f"; or for each answer and last token: set {1 + len(by_pair)}"
+        or_pairs = f"; for each pair of answer and last token: {len(by_pair.vectors)}"
         raise ConfigError(
-            f"model.state_centroids is {k}: where a run starts from one without, they are zero and"
-            f" the mean of its states for each answer, and {run_dir} has"
-            f" {len(by_answer)} answers: set {1 + len(by_answer)}{or_pairs if has_pairs else ''}"
+            f"model.state_centroids is {k}: where a run starts from one without centroids, they are"
+            f" the means of its states, one for each answer, and {run_dir} has"
+            f" {len(by_answer.vectors)} answers: set {len(by_answer.vectors)}"
+            f"{or_pairs if has_pairs else ''}"
         )
-    said = (
-        f"{k} centroids, zero and the means of {len(states):,} states by their {len(means)} {names}"
-        f" ({means.between:.1%} of the variance is between them)"
-    )
-    warning = ""
-    if means is by_answer and len(by_answer) > 1 and means.between < LEAST_BETWEEN:
-        warning = "the states hardly tell the answers apart, and the layer learns anew"
-        if has_pairs and by_pair.between >= LEAST_BETWEEN:
-            warning += (
-                f"; they do beside the last token: {by_pair.between:.1%} is between its pairs with"
-                f" the answer, model.state_centroids={1 + len(by_pair)}"
-            )
-    return means.vectors, said, warning
+    return means.vectors, f"{k} centroids, the means of {len(states):,} states by their {k} {names}"
 
 
-@dataclass(frozen=True)
-class _Means:
-    """Means of states by a name each, and the share of the states' variance between them."""
+class _Means(NamedTuple):
+    """Means of states, one for each name."""
 
     vectors: torch.Tensor  # (k,d), names in order
-    between: float  # less what means of so few states have between them by chance
-    fewest: int  # states of one name
-
-    def __len__(self) -> int:
-        return len(self.vectors)
+    smallest_count: int  # states of the rarest name
 
     @classmethod
     def of(cls, states: torch.Tensor, names: torch.Tensor) -> _Means:
-        """Of states (n,d) by names (n,), or (n,m) where m numbers name a state."""
+        """Compute the means of states (n,d) by names (n,), or (n,m) where m numbers are a name."""
         _, number = torch.unique(names, dim=0, return_inverse=True)
         counts, exact = number.bincount(), states.double()
         sums = exact.new_zeros(len(counts), exact.shape[1]).index_add(0, number, exact)
-        vectors = sums / counts.unsqueeze(1)
-        n, k = len(states), len(counts)
-        deviations = (exact - exact.mean(0)).square().sum()
-        within = (exact - vectors[number]).square().sum()
-        between = 0.0
-        # States that are alike but for rounding have nothing between them.
-        if deviations > torch.finfo(states.dtype).eps ** 2 * exact.square().sum() and n > k:
-            between = max(0.0, 1 - float(within / deviations) * (n - 1) / (n - k))
-        return cls(vectors.to(states), between, int(counts.min()))
+        return cls((sums / counts.unsqueeze(1)).to(states), int(counts.min()))
 
 
 class _Ends(NamedTuple):
-    """What n training sequences of a run end in."""
+    """Answers, last tokens and states at the end of n training sequences of a run."""
 
     answers: torch.Tensor  # (n,)
     pairs: torch.Tensor  # (n,2): answer and last token

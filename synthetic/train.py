@@ -27,7 +27,7 @@ from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
-from synthetic import init_from, tasks
+from synthetic import centroids, init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
@@ -197,6 +197,9 @@ class Training(Loop):
                 say(f"init     {line}")
             self.init_from.write(run)
             self.seen = self.init_from.seen  # its samples are in training, too
+            if any(new.vectors is not None for new in self.init_from.centroids):
+                score = self._measure_validation(self.longest)["metrics"][self.task.headline]
+                say(f"init     {centroids.describe_start(score, self.longest)}")
         self.init_from = None  # its weights need not be kept
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates

@@ -131,6 +131,8 @@ class Mamba(Block):
         """sh(y) as all but the output gate reads it."""
         if not getattr(self.c, "state_centroids", 0):  # vectors of the paper have none
             return before
+        if not before.any():  # no token before
+            return torch.zeros_like(before)
         vectors, sharpness = self.p["centroids.vectors"], self.p["centroids.log_sharpness"].exp()
         far = torch.stack([(before - c).square().sum() for c in vectors]) / len(before)
         weights = torch.exp(-sharpness * far / 2)

@@ -154,14 +154,21 @@ def clipped(y, options, limit):
 
 
 def nearest(before, t, readout):
-    """What is read through the centroids, each weighed by hand. readout: of lm.kernels.cell."""
+    """Read `before` through the centroids, each weighed by hand; zero where no token is before.
+
+    Args:
+        before: (b,d), zero where there is no token before.
+        readout: as in lm.kernels.cell.
+    """
     if readout is None:
         return before
     keys, key_bias, values, noise = readout
+    has_token_before = (before.abs().sum(-1, keepdim=True) > 0).to(before.dtype)
     if noise is not None:
         before = before + noise[:, t]
     weights = torch.stack([(before * key).sum(-1) + b for key, b in zip(keys, key_bias)]).exp()
-    return sum(w.unsqueeze(-1) * v for w, v in zip(weights / weights.sum(0), values))
+    read = sum(w.unsqueeze(-1) * v for w, v in zip(weights / weights.sum(0), values))
+    return read * has_token_before
 
 
 def begin(t, keep, y, y0, raw, weight_y, options, limit, readout=None):

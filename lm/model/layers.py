@@ -244,13 +244,14 @@ def residual_norm(config: Any) -> nn.Module:
 
 
 class Centroids(nn.Module):
-    """What is read in the place of a state y: the nearest of k learned vectors, softly,
+    """Learned vectors of which the nearest is read, softly, in the place of the state y before a
+    token:
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
-    so that a state which lies near a c_i is pulled there, and small errors do not add up: the
-    state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817) with α of the squared
-    distance. β is learned.
+    and zero where there is no token before. A state near c_i is pulled to c_i, so small errors do
+    not add up. This is the state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817) with α of
+    the squared distance. β is learned.
     """
 
     def __init__(self, k: int, d: int) -> None:
@@ -258,20 +259,38 @@ class Centroids(nn.Module):
         self.vectors = nn.Parameter(torch.empty(k, d))  # c
         self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
 
-    def _maps(self, dtype):
+    def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys (k,d), key_bias (k,) and values (k,d) in `dtype`:
+        r(y) = softmax(keys y + key_bias) values."""
         c = self.vectors.to(dtype)
         scale = self.log_sharpness.to(dtype).exp() / c.shape[-1]
         return scale * c, -scale * c.square().sum(-1) / 2, c
 
-    def forward(self, y: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        """y: (…,d) → (…,d) in y's dtype; computed in fp32 or wider. Of nothing, the keys (k,d),
-        key_bias (k,) and values (k,d), in dtype: r(y) = softmax(keys y + key_bias) values."""
+    def forward(
+        self, y: torch.Tensor | None, noise: torch.Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> Any:
+        """Read states through the centroids, in fp32 or wider.
+
+        Args:
+            y: (…,d), the state before each token; zero where there is no token before. None: return
+                `maps(dtype)` for a kernel. (A call of the module, because adapters and offloading
+                act on nothing else.)
+            noise: (…,d), added to the states before they are read, or None.
+            dtype: of the maps.
+
+        Returns:
+            (…,d) in y's dtype.
+        """
         if y is None:
-            return self._maps(dtype)
+            return self.maps(dtype)
+        # A norm makes y, so y is exactly zero only where there is no token before. Zero must not be
+        # a centroid: it would capture states that lie between all others.
+        has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):
-            keys, key_bias, values = self._maps(wide)
-            alpha = torch.softmax(F.linear(y.to(wide), keys, key_bias), -1)
+            keys, key_bias, values = self.maps(wide)
+            noisy = (y if noise is None else y + noise).to(wide)
+            alpha = torch.softmax(F.linear(noisy, keys, key_bias), -1) * has_token_before
             return (alpha @ values).to(y.dtype)
 
 
@@ -306,7 +325,7 @@ class Projections(NamedTuple):
         """Those columns of raw that read sh(y), with what it gives them."""
         raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
         if self.centroids is not None:
-            y_before = self.centroids(y_before if self.noise is None else y_before + self.noise)
+            y_before = self.centroids(y_before, self.noise)
         y_before = y_before.to(weight.dtype)
         of_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
         if on_cpu(raw) or not of_one_dtype:
@@ -329,7 +348,7 @@ class Projections(NamedTuple):
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)
-        return *self.centroids(dtype=dtype), noise
+        return *self.centroids(None, None, dtype), noise
 
     def cut(self, start: int, end: int) -> "Projections":
         """Of the tokens start ≤ t < end."""

@@ -244,6 +244,11 @@ MUTATIONS = [
         CENTROIDS,
     ),
     Mutation(
+        "compiled cell: a centroid is read where there is no token before",
+        FORWARD, "const T times = factor / across<T>", "const T times = 1 / across<T>",
+        CENTROIDS,
+    ),
+    Mutation(
         "compiled cell: the centroids' softmax has no normaliser in its gradient",
         BACKWARD, "alpha[j] * (d_logit[j] - mean)", "alpha[j] * d_logit[j]",
         CENTROIDS,

@@ -410,9 +410,16 @@ MUTATIONS = [
     Mutation(
         "centroids: the noise is lost",
         LAYERS,
-        "y_before if self.noise is None else y_before + self.noise",
-        "y_before",
+        "(y if noise is None else y + noise).to(wide)",
+        "y.to(wide)",
         ("tests/lm/model/test_centroids.py",),
+    ),
+    Mutation(
+        "centroids: one of them is read where there is no token before",
+        LAYERS,
+        "keys, key_bias), -1) * has_token_before",
+        "keys, key_bias), -1)",
+        ("tests/lm/model/test_centroids.py", f"{ORACLE} -k centroids"),
     ),
     Mutation(
         "centroids: a window reads the noise of the first tokens",

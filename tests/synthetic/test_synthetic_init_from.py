@@ -1,6 +1,7 @@
 """`init_from` of synthetic runs: outputs at the start, what is refused, what is left alone."""
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -109,17 +110,16 @@ def test_what_does_not_fit_is_refused(args, tmp_path, capsys, overrides, words):
 
 
 SEED = torch.Generator().manual_seed(0)
-THROUGH = "model.layers=[mamba, {fp_mamba1: {state_centroids: 4}}, mamba]"
+THROUGH = "model.layers=[mamba, {fp_mamba1: {state_centroids: 3}}, mamba]"
 
 
-def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
+def test_new_centroids_are_the_mean_state_of_each_answer(args, source):
     cfg = config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true"))
     started = Training(cfg)
     said = started.init_from.apply()
-    assert said[-2].startswith("layer 1: 4 centroids, zero and the means of 8,192 states")
-    assert said[-1].startswith("warning: layer 1: the states hardly")  # it has hardly been trained
+    expected = "layer 1: 3 centroids, the means of 8,192 states by their 3 answers"
+    assert said[-1].startswith(expected)
     centroids = started.model.backbone.layers[1].block.centroids
-    assert centroids.vectors[0].eq(0).all()
     assert centroids.log_sharpness.exp().item() == pytest.approx(64)
     # Z3: the answer is the sum modulo 3. One sequence at a time, one token at a time.
     loaded, sums, states = load_run(source), [], []
@@ -137,7 +137,7 @@ def test_new_centroids_are_zero_and_the_mean_state_of_each_answer(args, source):
         state_of[word] = state.layers[0].y[0]
     for answer, word in zip(sums, states):
         means[answer] += state_of[word] / sums.count(answer)
-    torch.testing.assert_close(centroids.vectors[1:], means, rtol=0, atol=1e-4)
+    torch.testing.assert_close(centroids.vectors, means, rtol=0, atol=1e-4)
 
 
 def ends_of(answers, tokens, states):
@@ -153,21 +153,20 @@ def ends_of_signs(times=30):
 
 
 def means_of(k, ends):
-    means, said, warning = centroids._chosen_means(k, ends.states[0], ends, Path("runs/z2"))
-    return means.tolist(), said, warning
+    means, description = centroids._choose_means(k, ends.states[0], ends, Path("runs/z2"))
+    return means.tolist(), description
 
 
-def test_states_that_tell_answers_beside_the_last_token_are_warned_of():
-    means, said, warning = means_of(3, ends_of_signs())
-    assert means == [[0, 5], [0, 5]] and said.endswith("(0.0% of the variance is between them)")
-    assert warning.startswith("the states hardly tell the answers apart")
-    assert warning.endswith("100.0% is between its pairs with the answer, model.state_centroids=5")
+def test_one_mean_for_each_answer():
+    means, description = means_of(2, ends_of_signs())
+    assert means == [[0, 5], [0, 5]]
+    assert description == "2 centroids, the means of 120 states by their 2 answers"
 
 
 def test_a_mean_for_each_pair_of_answer_and_last_token():
-    means, said, warning = means_of(5, ends_of_signs())
-    assert means == [[3, 5], [-3, 5], [-3, 5], [3, 5]] and not warning
-    assert "4 pairs of answer and last token (100.0% of" in said
+    means, description = means_of(4, ends_of_signs())
+    assert means == [[3, 5], [-3, 5], [-3, 5], [3, 5]]
+    assert "4 pairs of answer and last token" in description
 
 
 @pytest.mark.parametrize(
@@ -179,27 +178,21 @@ def test_a_mean_for_each_pair_of_answer_and_last_token():
     ],
 )
 def test_pairs_that_are_no_means_are_not_offered(ends):
-    assert means_of(3, ends)[-1].endswith("the layer learns anew")
-    with pytest.raises(ConfigError, match=r"has 2 answers: set 3$"):
+    with pytest.raises(ConfigError, match=r"has 2 answers: set 2$"):
         means_of(5, ends)
 
 
-def test_answers_that_the_states_tell_are_not_warned_of():
-    answers = [0, 1, 2] * 40
-    told = torch.tensor(answers).unsqueeze(1) + 0.1 * torch.randn(120, 4, generator=SEED)
-    assert means_of(4, ends_of(answers, [0] * 120, told))[-1] == ""
-    alone = ends_of([0] * 40, [0] * 40, torch.randn(40, 4, generator=SEED))
-    assert means_of(2, alone)[-1] == ""  # one answer: nothing to tell apart
+def test_the_started_model_is_measured_before_training(args, source, capsys):
+    train(config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true")))
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"right on [01]\.\d{3} of the sequences of 4 before training", said)
 
 
-ALIKE = torch.full((600, 64), 0.1)
-BY_A_BIT = torch.where(torch.arange(600) % 60 < 30, 0.0, 1e-8).unsqueeze(1)
-
-
-@pytest.mark.parametrize("states", [ALIKE, ALIKE + BY_A_BIT, torch.randn(600, 64, generator=SEED)])
-def test_what_lies_between_by_chance_is_not_counted(states):
-    """States alike but for rounding; noise, of which 60 means have a tenth between them."""
-    assert 0 <= centroids._Means.of(states, torch.arange(600) % 60).between < 0.02
+def test_a_start_that_has_to_learn_anew_is_warned_of():
+    assert centroids.describe_start(0.0, 16).startswith("warning: right on 0.000")
+    assert centroids.describe_start(0.97, 16) == (
+        "right on 0.970 of the sequences of 16 before training"
+    )
 
 
 def test_an_answer_and_its_token_stand_at_the_sequences_end(source, monkeypatch):
@@ -230,9 +223,9 @@ def test_an_answer_and_its_token_stand_at_the_sequences_end(source, monkeypatch)
 
 
 def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, capsys):
-    more = THROUGH.replace("4", "9"), "init_from.partial=true"
+    more = THROUGH.replace("3", "8"), "init_from.partial=true"
     said = refused(capsys, *args, *more)
-    assert "has 3 answers: set 4; or for each answer and last token: set 10" in said
+    assert "has 3 answers: set 3; for each pair of answer and last token: 9" in said
     assert not (tmp_path / "t").exists()
 
 
@@ -240,7 +233,7 @@ def test_another_number_of_centroids_than_answers_is_refused(args, tmp_path, cap
     "others, why",
     [
         (["task.group=S3"], "it was trained on another task (task.group Z3 there, S3 here)"),
-        ([THROUGH.replace("4}", "4, expand: 1}")], "layer 0, has no states of 16 channels"),
+        ([THROUGH.replace("3}", "3, expand: 1}")], "layer 0, has no states of 16 channels"),
     ],
 )
 def test_centroids_without_states_to_start_from_stay_random(args, others, why):

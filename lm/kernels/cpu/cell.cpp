@@ -10,6 +10,7 @@ template <class T> struct Forward {
     std::vector<Token<T>> token;
     T *rows, *y_before, *h, *inflow, *B_before, *c, *m, *v;
     T *alpha, *read;             // of the centroids: (sequence, k), (sequence, width)
+    T *has_before;               // (sequence): 1, and 0 where there is no token before
     Arena<T> arena;
 
     static int64_t size(const Cell &p, int64_t count) {
@@ -17,7 +18,7 @@ template <class T> struct Forward {
         const int64_t d = whole(p.channels), state = whole(p.states * p.channels);
         const int64_t each = whole(p.columns) + 3 * d + state + whole(p.groups * p.states) +
                              whole(p.centroids);
-        return count * (each + Token<T>::size(p)) + (p.rank + 2) * d;
+        return count * (each + Token<T>::size(p)) + (p.rank + 2) * d + whole(count);
     }
     Forward(const Cell &p, int64_t count)
         : width(Arena<T>::whole(p.channels)), arena(size(p, count)) {
@@ -32,6 +33,7 @@ template <class T> struct Forward {
         v = arena.take(p.channels);
         alpha = arena.take(count * p.centroids);
         read = arena.take(count * width);
+        has_before = arena.take(count);
     }
 };
 
@@ -175,8 +177,8 @@ template <class T> void start(const Cell &p, int64_t first, int64_t count, Forwa
     if (p.h0) std::memcpy(f.h, in<T>(p.h0) + first * state, count * state * sizeof(T));
 }
 
-// softmax of k numbers, in place.
-template <class T> void soften(int64_t k, T *alpha) {
+// softmax of k numbers, in place, times `factor`.
+template <class T> void soften(int64_t k, T factor, T *alpha) {
     const T most = *std::max_element(alpha, alpha + k);
     Vec<T> sums{};
     blocks<T>(k, [&](int64_t j, int64_t lanes) {
@@ -184,11 +186,12 @@ template <class T> void soften(int64_t k, T *alpha) {
         store<T>(alpha + j, e, lanes);
         sums += first_lanes<T>(e, lanes);
     });
-    const T times = 1 / across<T>(sums);
+    const T times = factor / across<T>(sums);
     for (int64_t j = 0; j < k; ++j) alpha[j] *= times;
 }
 
-// What token t of all sequences reads through the centroids in the place of y_before: Σ_i α_i c_i.
+// What token t of all sequences reads through the centroids in the place of y_before: Σ_i α_i c_i;
+// zero where there is no token before, so that zero is no centroid (lm/model/layers.py, Centroids).
 template <class T>
 void read_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
                     Forward<T> &f) {
@@ -200,7 +203,7 @@ void read_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, cons
         const T *y = f.y_before + i * f.width;
         project_some<T, decltype(S)::value>(maps.keys, k, f.width, y, alphas + i * step, step);
     });
-    for (int64_t i = 0; i < count; ++i) soften<T>(k, alphas + i * step);
+    for (int64_t i = 0; i < count; ++i) soften<T>(k, f.has_before[i], alphas + i * step);
     by_parts(count, [&](int64_t i, auto S) {
         T *read = f.read + i * f.width;
         gather_some<T, decltype(S)::value>(maps.values, k, f.width, alphas + i * step, step, read);
@@ -222,6 +225,10 @@ void rows_of(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<
         if (p.keep && in<T>(p.keep)[at] != T(1))
             for (int64_t c = 0; c < p.channels; ++c)
                 f.y_before[i * f.width + c] *= in<T>(p.keep)[at];
+        if (p.centroids) {
+            const T *y = f.y_before + i * f.width;
+            f.has_before[i] = std::any_of(y, y + p.channels, [](T value) { return value != 0; });
+        }
         for (int64_t c = 0; c < p.channels && p.noise; ++c)
             f.y_before[i * f.width + c] += in<T>(p.noise)[at * p.channels + c];
     }

@@ -29,10 +29,22 @@ def test_a_sharp_reading_is_the_nearest_vector_not_the_longest():
         reading.vectors.copy_(torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0]]))
         reading.log_sharpness.fill_(math.log(1e4))
     near = torch.tensor([[1.2, 0.3], [0.2, 1.4], [7.0, 8.0]])
-    torch.testing.assert_close(reading(near), reading.vectors[[0, 2, 1]])
+    torch.testing.assert_close(reading(near, None), reading.vectors[[0, 2, 1]])
     with torch.no_grad():
         reading.log_sharpness.fill_(-30.0)
-    torch.testing.assert_close(reading(near), reading.vectors.mean(0).expand(3, 2))
+    torch.testing.assert_close(reading(near, None), reading.vectors.mean(0).expand(3, 2))
+
+
+def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
+    """A state between all centroids is nearest to zero, which must not capture it."""
+    reading = Centroids(2, 2)
+    with torch.no_grad():
+        reading.vectors.copy_(torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+        reading.log_sharpness.fill_(math.log(1e4))
+    states = torch.tensor([[0.0, 0.0], [0.2, 0.1], [-0.1, -1.0]])
+    for noise in (None, torch.full((3, 2), 0.01)):
+        expected = torch.stack([torch.zeros(2), *reading.vectors])
+        torch.testing.assert_close(reading(states, noise), expected)
 
 
 def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
