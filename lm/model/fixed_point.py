@@ -588,7 +588,9 @@ class FixedPointBlock(nn.Module):
     def _forward(self, u, seqs, checkpoint, count_iterations):
         c = self.settings(seqs)
         if self.training:
-            seqs = seqs._replace(noise=seqs.solving.draw_noise(self, u, c.state_noise))
+            how = seqs.solving
+            noise = how.draw_noise(self, u, c.state_noise, how.generators)
+            seqs = seqs._replace(noise=noise)
         if torch.is_grad_enabled() and not compiling():
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))

@@ -195,20 +195,57 @@ def once(kept: WeightCache | None, name: Hashable, make: Callable[[], Any]) -> A
     return make() if kept is None else kept.get_or_make(name, make)
 
 
-def gaussian(block: Any, u: torch.Tensor, sigma: float) -> torch.Tensor | None:
-    """`state_noise` σ of a block: N(0, s²) with an s of every sequence's own from U[0, σ]; None for
-    σ = 0. u: (b,l,d_model) → (b,l,d_inner), in units of the vector that the block's norm makes."""
+def draw(
+    sample: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    device: torch.device,
+    generators: list[torch.Generator] | None,
+) -> torch.Tensor:
+    """Draw random numbers for a batch.
+
+    Args:
+        sample: torch.randn or torch.rand.
+        shape: (b,…).
+        device: of the result and of the generators.
+        generators: One for each sequence, so that its numbers do not depend on the batch that it is
+            in. None: torch's own generator, for the batch as a whole.
+    """
+    if generators is None:
+        return sample(shape, device=device)
+    if len(generators) != shape[0]:
+        raise ValueError(f"{len(generators)} generators for {shape[0]} sequences")
+    return torch.stack([sample(shape[1:], device=device, generator=g) for g in generators])
+
+
+def draw_state_noise(
+    block: Any,
+    u: torch.Tensor,
+    sigma: float,
+    generators: list[torch.Generator] | None,
+) -> torch.Tensor | None:
+    """Draw the `state_noise` of a block: N(0, s²), with s drawn from U[0, σ] for every sequence.
+
+    Args:
+        block: The fixed-point block.
+        u: (b,l,d_model), its input.
+        sigma: σ, in units of the vector that the block's norm makes.
+        generators: As in `draw`.
+
+    Returns:
+        (b,l,d_inner), or None for σ = 0.
+    """
     if not sigma:
         return None
-    noise = torch.randn(*u.shape[:2], block.config.d_inner, device=u.device)
-    return sigma * torch.rand(len(u), 1, 1, device=u.device) * noise
+    noise = draw(torch.randn, (*u.shape[:2], block.config.d_inner), u.device, generators)
+    return sigma * draw(torch.rand, (len(u), 1, 1), u.device, generators) * noise
 
 
 class Solving(NamedTuple):
     """How the layers solve in one pass of the model."""
 
     settings: Any = None  # a config whose solver fields hold; None: the block's own
-    draw_noise: Callable[..., torch.Tensor | None] = gaussian  # an Adversary has its own
+    draw_noise: Callable[..., torch.Tensor | None] = draw_state_noise  # an Adversary has its own
+    generators: list[torch.Generator] | None = None  # of the noise, one for each sequence: `draw`
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # each solve: a clock's context
 
 
@@ -327,18 +364,18 @@ class Adversary:
         """The context of the second, after the backward of the first."""
         return self.model.passes(draw_noise=self._against)
 
-    def _kept(self, block, u, sigma):
-        noise = gaussian(block, u, sigma)
+    def _kept(self, block, u, sigma, generators):
+        noise = draw_state_noise(block, u, sigma, generators)
         if noise is None:
             noise = torch.zeros(*u.shape[:2], block.config.d_inner, device=u.device)
         self.noise[block] = noise.requires_grad_()
         return noise
 
-    def _against(self, block, u, sigma):
+    def _against(self, block, u, sigma, generators):
         noise = self.noise[block]
         if noise.grad is None:
             raise RuntimeError("the second pass needs the backward of the first")
         length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
         worst = noise.grad / length.clamp_min(torch.finfo(length.dtype).tiny)
-        size = self.size * math.sqrt(noise.shape[-1]) * torch.rand(len(u), 1, 1, device=u.device)
-        return noise.detach() + size * worst
+        share = draw(torch.rand, (len(u), 1, 1), u.device, generators)
+        return noise.detach() + self.size * math.sqrt(noise.shape[-1]) * share * worst

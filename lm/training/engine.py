@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 
@@ -272,6 +273,7 @@ class Engine:
         if cfg.train.skip:
             self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
+        self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
         self.times = UpdateTimes(ranks.device, self._solves)
         _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
 
@@ -293,7 +295,9 @@ class Engine:
         extra = {"loss_only": True, "log_z": log_z}
         timed: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._solves:
-            timed = self.deepspeed.module.passes(around=self.times.solving)
+            timed = self.deepspeed.module.passes(
+                around=self.times.solving, generators=self._noise_generators
+            )
         with timed:
             return self.deepspeed(
                 input_ids=batch["input_ids"],
@@ -330,6 +334,7 @@ class Engine:
         adversary = self._adversary if against else None
         for i, (batch, share) in enumerate(zip(batches, shares)):
             is_last = i == len(batches) - 1
+            self._noise_generators = self._make_noise_generators(i, len(batch["input_ids"]))
             with adversary.first_pass() if adversary else contextlib.nullcontext():
                 loss, z_loss, report = self._pass(batch, share)
             if report is not None:
@@ -360,6 +365,30 @@ class Engine:
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
         return Update(loss, norm, stats, asked > 0, added, self._skip)
+
+    def _make_noise_generators(self, number: int, size: int) -> list[torch.Generator] | None:
+        """Make the generators of the state noise, one for each sequence of a micro-batch.
+
+        They are seeded by (seed, update, index of the sequence in the global batch), so that a
+        sequence meets the same noise on any number of ranks and in micro-batches of any size. With
+        torch's own generator, which every rank seeds alike, all ranks would draw the same noise.
+
+        Args:
+            number: Micro-batches of this rank before this one, in this update.
+            size: Sequences of the micro-batch.
+
+        Returns:
+            The generators; None for a model without fixed-point layers.
+        """
+        if not self._solves:
+            return None
+        first = (number * self.ranks.world_size + self.ranks.rank) * size
+        update = self.deepspeed.global_steps
+        generators = []
+        for index in range(first, first + size):
+            state = np.random.SeedSequence([self.cfg.seed, update, index]).generate_state(1, "u8")
+            generators.append(torch.Generator(self.ranks.device).manual_seed(int(state[0] >> 1)))
+        return generators
 
     def _pass(
         self, batch: Batch, share: float

@@ -489,7 +489,8 @@ MUTATIONS = [
     # Noise on sh(y).
     Mutation(
         "noise: of one size in all sequences",
-        STATE_NOISE, "sigma * torch.rand(len(u), 1, 1, device=u.device) * noise", "sigma * noise",
+        STATE_NOISE, "return sigma * draw(torch.rand, (len(u), 1, 1), u.device, generators) * noise",
+        "return sigma * noise",
         of_noise("it_is_noise_added_to_what_is_read_of_the_token_before[fp_mamba1-parallel-plain]"),
     ),
     Mutation(
@@ -499,12 +500,12 @@ MUTATIONS = [
     ),
     Mutation(
         "noise: the adversary lowers the loss",
-        STATE_NOISE, "return noise.detach() + size * worst", "return noise.detach() - size * worst",
+        STATE_NOISE, "return noise.detach() + self.size", "return noise.detach() - self.size",
         AGAINST,
     ),
     Mutation(
         "noise: the adversary without the first pass's noise",
-        STATE_NOISE, "return noise.detach() + size * worst", "return size * worst",
+        STATE_NOISE, "return noise.detach() + self.size", "return self.size",
         AGAINST,
     ),
     Mutation(

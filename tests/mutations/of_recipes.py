@@ -57,6 +57,20 @@ MUTATIONS = [
         AGAINST,
     ),
     Mutation(
+        "recipes: every rank draws the same noise",
+        ENGINE,
+        "first = (number * self.ranks.world_size + self.ranks.rank) * size",
+        "first = number * self.ranks.world_size * size",
+        ("tests/lm/training/test_elastic.py::test_2_1_2_ranks_and_stages_1_3_0",),
+    ),
+    Mutation(
+        "recipes: the noise of an update depends on its micro-batches' size",
+        ENGINE,
+        "first = (number * self.ranks.world_size + self.ranks.rank) * size",
+        "first = number * self.ranks.world_size + self.ranks.rank",
+        ("tests/lm/training/test_elastic.py::test_2_1_2_ranks_and_stages_1_3_0",),
+    ),
+    Mutation(
         "recipes: a stage, and with it the adversary, begins an update late",
         "lm/data/batches/mixture_loader.py",
         "return bisect.bisect_right(self._ends, self._next)",

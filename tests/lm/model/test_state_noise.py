@@ -10,7 +10,7 @@ import torch
 from lm.model import fixed_point
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Adversary, gaussian
+from lm.model.state import Adversary, draw_state_noise
 
 SIGMA, LENGTH = 0.3, 9
 MODELS = {
@@ -111,6 +111,29 @@ def test_it_is_in_training_alone_and_the_seeds(schedule):
         assert torch.equal(noisy.eval()(tokens()).logits, expected)
 
 
+def generators(*seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def test_the_noise_of_a_sequence_does_not_depend_on_its_batch():
+    model, ids = model_of(n_layer=2, state_noise=SIGMA), tokens()
+    with torch.no_grad():
+        with model.passes(generators=generators(5, 6)):
+            together = model(ids).logits
+        with model.passes(generators=generators(6)):
+            alone = model(ids[1:]).logits
+        with model.passes(generators=generators(6, 6)):
+            alike = model(ids).logits
+    torch.testing.assert_close(alone, together[1:])
+    torch.testing.assert_close(alike[1:], together[1:])
+    assert (alike[0] - together[0]).abs().max() > 1e-3
+    with (
+        pytest.raises(ValueError, match="3 generators for 2 sequences"),
+        model.passes(generators=generators(1, 2, 3)),
+    ):
+        model(ids)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_checkpoint_computes_again_with_the_same_noise(schedule, reentrant):
@@ -191,7 +214,7 @@ def test_an_adversary_leaves_nothing_behind():
         inside = copy.deepcopy(model)
         raise KeyError
     for one in (model, inside):
-        assert one.backbone.how.draw_noise is gaussian
+        assert one.backbone.how.draw_noise is draw_state_noise
     with adversary.first_pass():
         model(tokens(), labels=tokens())
     with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():
