@@ -489,8 +489,7 @@ MUTATIONS = [
     # Noise on sh(y).
     Mutation(
         "noise: of one size in all sequences",
-        STATE_NOISE, "return sigma * draw(torch.rand, (len(u), 1, 1), u.device, generators) * noise",
-        "return sigma * noise",
+        STATE_NOISE, "u.device, generators) * noise", "u.device, generators)",
         of_noise("it_is_noise_added_to_what_is_read_of_the_token_before[fp_mamba1-parallel-plain]"),
     ),
     Mutation(
