@@ -174,6 +174,13 @@ MUTATIONS = [
         (INIT_FROM,),
     ),
     Mutation(
+        "training: train.length loses its lower end",
+        "synthetic/train.py",
+        "lengths = min(self.shortest, self.longest), self.longest",
+        "lengths = self.longest, self.longest",
+        ("tests/synthetic/test_synthetic_train.py -k as_short_and_as_long",),
+    ),
+    Mutation(
         "centroids: pairs of a few states have means",
         "synthetic/centroids.py",
         "MIN_STATES = 30",

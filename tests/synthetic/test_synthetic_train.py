@@ -16,7 +16,7 @@ from synthetic import config, tasks
 from synthetic.cli import main, parser
 from synthetic.evaluate import evaluate_run
 from synthetic.tasks import TaskError
-from synthetic.train import train
+from synthetic.train import Training, train
 from synthetic.update import MaxIters, batches_from
 
 TREE = {
@@ -61,6 +61,14 @@ def test_a_run_leaves_metrics_and_a_result(cfg):
     assert all(len(r["num_iters"]["mean"]) == len(r["failed"]) == 1 for r in saved["eval"])
     assert all(r["probed"] == 8 and r["stderr"]["num_iters"] >= 0 for r in saved["eval"])
     assert saved["updates"] == 12 and saved["chance"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("curriculum, longest", [((), 5), (("train.curriculum={start: 3}",), 3)])
+def test_training_words_are_as_short_and_as_long_as_the_range_says(cfg, curriculum, longest):
+    """From its lower end to its upper one, or as far as the curriculum has come."""
+    batches = Training(cfg("train.length=[2, 5]", *curriculum))._batches()
+    lengths = {next(batches).input_ids.shape[1] for _ in range(60)}
+    assert (min(lengths), max(lengths)) == (2, longest)
 
 
 def test_probes_are_made_every_so_often_and_change_nothing(cfg):
