@@ -29,7 +29,9 @@ DEMOS = {
     "s3": Demo(
         "demo",
         "Words of the group S3: the answer after each letter is the product of all so far. Both"
-        " models learn on words of up to 16 letters, and then read words of up to 1,024.",
+        " models learn on words of up to 16 letters, and then read words of up to 1,024. FP-Mamba"
+        " learns them in a curriculum, with noise on its states; Mamba learns them at all lengths"
+        " from the start, because a curriculum would keep it at short words.",
     )
 }
 

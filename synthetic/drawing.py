@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
-from synthetic.trained import Spread, Trained, notes
+from synthetic.trained import Spread, Trained, curriculum_notes, notes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,13 +37,17 @@ class Drawing:
     summary: list[dict] = field(default_factory=list)  # the few worth printing
     shown: list[tuple[str, list[dict]]] = field(default_factory=list)  # (label, rows drawn)
 
-    def add_footer(self, *more: str, any_limit: bool = False) -> None:
-        """Below all: what solved the models, which samples training has too, and what errors are.
+    def add_footer(self, runs: Sequence[Trained], *more: str, any_limit: bool = False) -> None:
+        """Write the notes below the figure: solvers, curricula that ended early, test samples that
+        training has too, and `more`.
 
-        Args: any_limit: as of `synthetic.trained.notes`.
+        Args:
+            runs: All runs of the figure.
+            more: Further notes.
+            any_limit: As in `synthetic.trained.notes`.
         """
         letters = int(17 * self.figure.get_figwidth())
-        paragraphs = [*notes(self.shown, any_limit), *more]
+        paragraphs = [*notes(self.shown, any_limit), *curriculum_notes(runs), *more]
         lines = [line for paragraph in paragraphs for line in wrap(paragraph, letters)]
         self.figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="x-small")
 

@@ -97,7 +97,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
     unlearned = metric == "num_iters" and not all(map(has_learned, by_seed(runs).values()))
     elsewhere = metric == "num_iters" and any(map(_is_elsewhere, by_seed(runs).values()))
     notes = [_about_unlearned(runs[0])] * unlearned + [ELSEWHERE_NOTE] * elsewhere
-    drawing.add_footer(*notes, ERRORS)
+    drawing.add_footer(runs, *notes, ERRORS)
     return drawing
 
 
@@ -221,7 +221,7 @@ def scatter(runs: list[Trained], title: str, x: tuple[str, str], y: tuple[str, s
         ax.set(**{f"{axis}lim": (0, 1.02), f"{axis}label": text})
     ax.grid(alpha=0.3)
     drawing.add_legend([ax])
-    drawing.add_footer(ERRORS)
+    drawing.add_footer(runs, ERRORS)
     return drawing
 
 
@@ -304,7 +304,7 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     if not metric.startswith("scaled"):
         ax.axvline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
         drawing.add_legend([ax])
-    drawing.add_footer(ERRORS)
+    drawing.add_footer(runs, ERRORS)
     return drawing
 
 
@@ -448,7 +448,7 @@ def times(runs: list[Trained], title: str) -> Drawing:
     ax.set_ylabel(f"longest solved length (tokens)\n{words(runs[0].headline)} ≥ {SOLVED}")
     ax.grid(alpha=0.3)
     drawing.add_legend([ax])
-    drawing.add_footer("n: training seeds; thin lines: each of several, thick: their mean")
+    drawing.add_footer(runs, "n: training seeds; thin lines: each of several, thick: their mean")
     return drawing
 
 
@@ -528,7 +528,7 @@ def heatmap(runs: list[Trained], title: str) -> Drawing:
     drawing.shown = [
         (label, [row]) for label, rows in shown for row in rows if row["length"] in lengths
     ]
-    drawing.add_footer(ERRORS, any_limit=True)
+    drawing.add_footer(runs, ERRORS, any_limit=True)
     return drawing
 
 

@@ -98,6 +98,8 @@ def notes(made: dict[str, list[dict]]) -> list[str]:
     for row in made["work"]:
         if noise := row["state_noise"]:
             said.append(f"{row['model']}: trained with noise of {noise:g} on its states")
+        for note in row.get("curriculum_notes", ()):
+            said.append(f"{row['model']}, {row['ability']}, {note}")
     for row in made["bars"]:
         if row["in_training"] == "0":
             continue

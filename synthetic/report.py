@@ -25,7 +25,7 @@ from synthetic.drawing import Drawing, ReportError
 from synthetic.figures import bars, curves, heatmap, scatter, times
 from synthetic.labels import model_label, task_label
 from synthetic.runs import differences, is_finished, result_of, seed_of
-from synthetic.trained import Trained, notes
+from synthetic.trained import Trained, curriculum_notes, notes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -406,7 +406,7 @@ def report(
     plt.close(drawing.figure)
     counts = f"{len(runs)} of {len(sweep.configs)} runs"
     say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {counts})"))
-    for note in notes([(run.model, run.result["eval"]) for run in runs]):
+    for note in notes([(run.model, run.result["eval"]) for run in runs]) + curriculum_notes(runs):
         say(note)
     say(_papers_values(entry, scale))
     for what, path in paths.items():

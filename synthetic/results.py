@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
-from synthetic.config import Bar
+from synthetic.config import Bar, Config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +36,20 @@ def solver_text(solver: dict | str, limit: bool = True) -> str:
     if limit and solver["max_iters"] is not None:
         parts.append(f"at most {solver['max_iters']} iterations")
     return ", ".join(parts)
+
+
+def curriculum_note(result: dict, cfg: Config) -> str:
+    """Describe how far the curriculum came, if it ended below the full training length; else "".
+
+    Args:
+        result: Of the run. Results written before `trained_length` was recorded give "".
+        cfg: Of the run.
+    """
+    full_length = cfg.train.lengths[1]
+    length = result.get("trained_length", full_length)
+    if length == full_length:
+        return ""
+    return f"its curriculum ended at length {length}: it was never trained at {full_length}"
 
 
 class Way(NamedTuple):

@@ -43,7 +43,7 @@ from synthetic.evaluate import (
     solving,
 )
 from synthetic.init_from import Start
-from synthetic.results import passes, solver_text
+from synthetic.results import curriculum_note, passes, solver_text
 from synthetic.update import MaxIters, Pass, backward, batches_from, loss_of
 
 
@@ -487,6 +487,7 @@ class Training(Loop):
             "parameters": self.parameters,
             "updates": self.step,
             "solved_at": self.solved_at,
+            "trained_length": self.longest,
             "training_seconds": round(self.seconds, 1),
             "headline": task.headline,
             "chance": task.chance,
@@ -494,6 +495,8 @@ class Training(Loop):
             "bars": passes(cfg.bars, results),
         }
         write_json(self.run.result, result)
+        if note := curriculum_note(result, cfg):
+            say(f"note: {note}")
         return result
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from synthetic.config import Config
 from synthetic.results import (
     TOKEN_BY_TOKEN,
     UNKNOWN,
+    curriculum_note,
     distinct_samples,
     error_of_mean,
     failed_share,
@@ -216,6 +217,12 @@ def notes(shown: list[tuple[str, list[dict]]], any_limit: bool = False) -> list[
             f"Test samples that training has too, at length (at most): {', '.join(in_both)}"
         )
     return lines
+
+
+def curriculum_notes(runs: Iterable[Trained]) -> list[str]:
+    """Name the runs whose curriculum ended below the full training length."""
+    found = ((run, curriculum_note(run.result, run.cfg)) for run in runs)
+    return [f"{run.label or 'the model'}, seed {run.seed}: {note}" for run, note in found if note]
 
 
 def _share(text: str) -> float:

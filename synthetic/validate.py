@@ -15,7 +15,14 @@ from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.abilities import ABILITIES, RECIPES
-from synthetic.results import error_of_mean, in_training, iterations_of_layers, mean_of, way_of
+from synthetic.results import (
+    curriculum_note,
+    error_of_mean,
+    in_training,
+    iterations_of_layers,
+    mean_of,
+    way_of,
+)
 from synthetic.runs import differences, is_finished, result_of, run_all
 from synthetic.trained import Spread, spread_of
 
@@ -227,6 +234,10 @@ def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
             judged = {"least": bar.least, "passed": passed}
             made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
         about["state_noise"] = configs[0].solver.state_noise
+        ends = [curriculum_note(result, cfg) for result, cfg in zip(results, configs, strict=True)]
+        about["curriculum_notes"] = [
+            f"seed {cfg.seed}: {note}" for cfg, note in zip(configs, ends) if note
+        ]
         made["work"].append({**about, **_work(results, trained_to)})
     return made
 

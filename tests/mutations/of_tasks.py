@@ -174,6 +174,13 @@ MUTATIONS = [
         (INIT_FROM,),
     ),
     Mutation(
+        "results: a curriculum that ended early is not said",
+        "synthetic/results.py",
+        "if length == full_length:",
+        "if length <= full_length:",
+        ("tests/synthetic/test_synthetic_train.py -k ends_early",),
+    ),
+    Mutation(
         "training: train.length loses its lower end",
         "synthetic/train.py",
         "lengths = min(self.shortest, self.longest), self.longest",

@@ -187,6 +187,15 @@ def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
     assert not found
 
 
+def test_a_figure_names_the_models_that_their_curriculum_kept_short(tmp_path, capsys):
+    cfg, *_ = fabricate_all("demo", tmp_path)
+    path = cfg.run_dir / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "trained_length": 8}))
+    report.report("demo", overrides=(f"out_dir={tmp_path}",))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "its curriculum ended at length 8: it was never trained at 16" in said
+
+
 def test_rows_are_averaged_over_seeds_and_layers():
     made = [
         {"length": 8, "metrics": {"a": 0.5}, "num_iters": {"mean": [2.0, 4.0]}, "probed": 2},

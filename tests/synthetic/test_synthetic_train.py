@@ -15,6 +15,7 @@ from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
 from synthetic.cli import main, parser
 from synthetic.evaluate import evaluate_run
+from synthetic.results import curriculum_note
 from synthetic.tasks import TaskError
 from synthetic.train import Training, train
 from synthetic.update import MaxIters, batches_from
@@ -195,6 +196,19 @@ def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
     assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
     again = train(c)
     assert again["solved_at"] == again["updates"] == 6
+
+
+def test_a_curriculum_that_ends_early_is_said(cfg, capsys):
+    """Or a model that was kept at short words would pass for one that has learned all."""
+    curriculum = "train.curriculum={start: 1, grow: 1, at: 1.0}"
+    c = cfg("task.group=A5", "train.length=3", "train.steps=2", "eval.every=1", curriculum)
+    result = train(c)
+    note = "its curriculum ended at length 1: it was never trained at 3"
+    assert f"note: {note}" in capsys.readouterr().out and result["trained_length"] == 1
+    assert curriculum_note(result, c) == note
+    assert curriculum_note({**result, "trained_length": 3}, c) == ""
+    del result["trained_length"]  # written before this was recorded
+    assert curriculum_note(result, c) == ""
 
 
 LETTERS = "train.curriculum={start: 2, grow: 2, at: 0.0, letters: 2}"  # goes on whatever the score
