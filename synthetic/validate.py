@@ -235,10 +235,8 @@ def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
             made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
         about["state_noise"] = configs[0].solver.state_noise
         ends = [curriculum_note(result, cfg) for result, cfg in zip(results, configs, strict=True)]
-        about["curriculum_notes"] = [
-            f"seed {cfg.seed}: {note}" for cfg, note in zip(configs, ends) if note
-        ]
-        made["work"].append({**about, **_work(results, trained_to)})
+        early = [f"seed {cfg.seed}: {note}" for cfg, note in zip(configs, ends) if note]
+        made["work"].append({**about, "curriculum_notes": early, **_work(results, trained_to)})
     return made
 
 
