@@ -458,6 +458,18 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Do as GenerationMixin does, and add an empty cache if the prompt is read in chunks.
+
+        Without chunks the first forward pass makes the cache; `generate` splits a prompt only if
+        there is a cache before it.
+        """
+        in_chunks = generation_config.prefill_chunk_size is not None
+        given = any(model_kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if in_chunks and not given and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = FPRNNCache()
+
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
