@@ -1,5 +1,4 @@
-"""The HuggingFace classes: FPRNNModel (backbone), FPRNNForCausalLM, with loss and generation, and
-FPRNNForSequenceClassification.
+"""The HuggingFace classes: backbone, language model with generation, sequence classifier.
 
 Shapes: b batch, l length. This file and those it imports travel with an exported checkpoint.
 """
