@@ -27,22 +27,33 @@ def _register_models():
     for name, last in _WHOLE.items():
         if name in sys.modules and not hasattr(sys.modules[name], last):
             return  # it is being imported; this is called again at its end
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
     from lm.model.configuration_fprnn import FPRNNConfig
-    from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
+    from lm.model.modeling_fprnn import (
+        FPRNNForCausalLM,
+        FPRNNForSequenceClassification,
+        FPRNNModel,
+    )
 
     _register_config()
     AutoModel.register(FPRNNConfig, FPRNNModel, exist_ok=True)
     AutoModelForCausalLM.register(FPRNNConfig, FPRNNForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(
+        FPRNNConfig, FPRNNForSequenceClassification, exist_ok=True
+    )
 
 
 # What importing the models runs through, and a name that a module has when it has been executed.
 _WHOLE = {
-    "transformers.models.auto.modeling_auto": "AutoModelForCausalLM",
+    "transformers.models.auto.modeling_auto": "AutoModelForSequenceClassification",
     "transformers.modeling_layers": "GenericForTokenClassification",
     "lm.model.stack": "initialise_once",
-    "lm.model.modeling_fprnn": "FPRNNForCausalLM",
+    "lm.model.modeling_fprnn": "FPRNNForSequenceClassification",
 }
 _REGISTRIES = {
     "transformers.models.auto.configuration_auto": _register_config,

@@ -202,7 +202,7 @@ def _try_deepspeed() -> dict:
 
 def packages() -> list[Finding]:
     """What of the extras is missing, and of what makes the kernels."""
-    missing = [name for name in EXTRAS if not _installed(name)]
+    missing = [name for name, of in EXTRAS.items() if of != "serve" and not _installed(name)]
     needed = [n for n in missing if EXTRAS[n] == "train" and n not in OPTIONAL]
     extras = ",".join(sorted({EXTRAS[n] for n in missing}, reverse=True))
     findings = [Finding("packages", "ok", "all of the extras train and eval")]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import lm
 from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
+from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
 from lm.cli import sweep as cli_sweep
 from lm.cli import tokenizer as cli_tokenizer
@@ -34,6 +35,7 @@ EPILOG = """examples:
   fprnn eval runs/demo/hf --tasks catbabi_mini
   fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn generate runs/demo/hf --prompt "The list"
+  fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn agree runs/demo/hf
   fprnn report runs/demo
@@ -548,6 +550,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
+    cli_serve.add(commands)
     _add_agree(commands)
     _add_check_mixer(commands)
     for add in more:

@@ -10,14 +10,17 @@ EXTRAS = {
     "accelerate": "eval",
     "datasets": "train",
     "deepspeed": "train",
+    "fastapi": "serve",
     "lm_eval": "eval",
     "matplotlib": "train",
+    "openai": "serve",
     "pyarrow": "train",  # comes with datasets
     "pydantic": "train",
     "rich": "train",
     "sentencepiece": "train",
     "tensorboard": "train",
     "tokenizers": "train",
+    "uvicorn": "serve",
     "wandb": "train",
     "yaml": "train",
 }

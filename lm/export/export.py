@@ -250,13 +250,19 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _map_auto_classes(model: PreTrainedModel) -> None:
-    """Have `save_pretrained` write the model's code, and for which class it stands in AutoConfig,
-    AutoModel and AutoModelForCausalLM."""
+    """Have `save_pretrained` write the model's code, and name its classes for AutoConfig,
+    AutoModel, AutoModelForCausalLM and AutoModelForSequenceClassification."""
+    from lm.model.modeling_fprnn import FPRNNForSequenceClassification
+
     model.config.register_for_auto_class()
     type(model).register_for_auto_class("AutoModelForCausalLM")
-    base = type(model.base_model)  # in the same file; it is not what is saved
-    file = base.__module__.rpartition(".")[2]
-    model.config.auto_map = {"AutoModel": f"{file}.{base.__name__}"}
+    # These are in the same file as the model that is saved.
+    others = {
+        "AutoModel": type(model.base_model),
+        "AutoModelForSequenceClassification": FPRNNForSequenceClassification,
+    }
+    file = type(model).__module__.rpartition(".")[2]
+    model.config.auto_map = {auto: f"{file}.{cls.__name__}" for auto, cls in others.items()}
 
 
 def _refuse_if_other(out: Path) -> None:

@@ -70,11 +70,13 @@ class FPRNNConfig(PretrainedConfig):
     """
 
     model_type = "fprnn"
+    # Aliases → the names that `to_dict` and config.json have. PEFT looks for `tie_word_embeddings`
+    # in that dictionary; without the entry it trains the embedding apart from the tied head.
     attribute_map = {  # noqa: RUF012 (HuggingFace's convention)
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
         "state_size": "d_state",
-        "tie_word_embeddings": "tie_embeddings",
+        "tie_embeddings": "tie_word_embeddings",
     }
     # What an output has besides logits is no prediction, to be gathered over an evaluation.
     keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values", "cache"]  # noqa: RUF012
@@ -85,6 +87,7 @@ class FPRNNConfig(PretrainedConfig):
                 raise ValueError(f"{name} is {value!r}, and is no longer there: leave it out")
         for name, field in FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
+        # Older exports have `tie_embeddings` alone, which the loop has read.
         self.tie_embeddings = fields.pop("tie_word_embeddings", self.tie_embeddings)
         self.settle()
         for name, default in BY_CONVENTION.items():

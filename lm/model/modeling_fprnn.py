@@ -1,4 +1,4 @@
-"""The HuggingFace classes: FPRNNModel (backbone) and FPRNNForCausalLM, with loss and generation.
+"""The HuggingFace classes: backbone, language model with generation, sequence classifier.
 
 Shapes: b batch, l length. This file and those it imports travel with an exported checkpoint.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from .batch import (
@@ -458,6 +459,18 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Do as GenerationMixin does, and add an empty cache if the prompt is read in chunks.
+
+        Without chunks the first forward pass makes the cache; `generate` splits a prompt only if
+        there is a cache before it.
+        """
+        in_chunks = generation_config.prefill_chunk_size is not None
+        given = any(model_kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if in_chunks and not given and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = FPRNNCache()
+
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -616,9 +629,97 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         return evaluations * step + (3 if training else 1) * differentiated
 
 
+class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
+    """FPRNNModel with a linear head on each row's last token, which has read all before it."""
+
+    # Of a language model's checkpoint the head on top of the vocabulary is left out.
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+    # The loss is a mean over rows: the Trainer divides it by the number of accumulation steps.
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: FPRNNConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.backbone = FPRNNModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
+        let_be_known(self)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Score every row by its last token that is not padding.
+
+        Args:
+            input_ids, attention_mask, inputs_embeds, kwargs: See FPRNNModel.forward. Without a mask
+                config.pad_token_id says which ids are padding, where it is set.
+            labels: (b,) classes; (b,) numbers for one label; (b,num_labels) 0 or 1 for
+                config.problem_type "multi_label_classification".
+            use_cache: Has no effect; no cache is returned.
+
+        Returns:
+            logits (b,num_labels) in fp32, hidden_states if asked for, and with labels their loss.
+
+        Raises:
+            ValueError: Several rows, without a mask and a pad_token_id; or as FPRNNModel.forward.
+        """
+        outputs = self.backbone(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            use_cache=False,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        places = self._last_tokens(hidden, input_ids, attention_mask)
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        logits = in_fp32(self.score(hidden[rows, places]))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
+            )
+        output = SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states
+        )
+        return output if _as_dict(return_dict, self.config) else output.to_tuple()
+
+    def _last_tokens(self, hidden, input_ids, attention_mask):
+        """Place of every row's last token that is not padding, (b,)."""
+        batch, length = hidden.shape[:2]
+        if attention_mask is not None:
+            is_token = attention_mask != 0
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            is_token = input_ids != self.config.pad_token_id
+        elif batch == 1:
+            is_token = torch.ones(1, length, dtype=torch.bool)
+        else:
+            raise ValueError(
+                f"a batch of {batch} rows needs an attention_mask, 0 at padding: input_ids and"
+                " config.pad_token_id do not say where their last tokens are"
+            )
+        places = torch.arange(length, device=hidden.device)
+        return (places * is_token.to(hidden.device)).argmax(1)
+
+
 def _as_dict(return_dict, config):
     """Whether an output is returned as it is, or as a tuple."""
     return config.return_dict if return_dict is None else return_dict
 
 
-__all__ = ["FPRNNForCausalLM", "FPRNNModel", "FPRNNPreTrainedModel"]
+__all__ = [
+    "FPRNNForCausalLM",
+    "FPRNNForSequenceClassification",
+    "FPRNNModel",
+    "FPRNNPreTrainedModel",
+]

@@ -203,14 +203,17 @@ def _start_gates(mixer, value):
 
 
 def let_be_known(model: Any) -> None:
-    """Enter a language model's name, and its base model's, in transformers' lists of names: under
-    label smoothing the Trainer shifts labels only for models in it, and pipelines warn of others.
+    """Enter a model's class, and its base model's, in transformers' lists of names: under label
+    smoothing the Trainer shifts labels only for models in it, and pipelines warn of others.
     """
     # Not at the top: the Auto classes may be importing the file that imports this one.
     from transformers.models.auto import modeling_auto
 
-    kind = model.config.model_type
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(kind, type(model).__name__)
+    kind, name = model.config.model_type, type(model).__name__
+    names_of_task = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name.endswith("ForSequenceClassification"):
+        names_of_task = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    names_of_task.setdefault(kind, name)
     modeling_auto.MODEL_MAPPING_NAMES.setdefault(kind, type(model.base_model).__name__)
 
 

@@ -151,8 +151,7 @@ class FPRNNCache:
     def crop(self, max_length: int) -> None:
         raise ValueError(
             f"a recurrent cache cannot be cropped (to {max_length} tokens): its state has no memory"
-            " of earlier ones. Assisted generation and what else takes tokens back needs"
-            " use_cache=False"
+            " of earlier ones. Read the shorter text again, with a new cache"
         )
 
 

@@ -122,6 +122,38 @@ def test_adapters_train_under_gradient_checkpointing(name, reentrant):
         torch.testing.assert_close(b, a, rtol=1e-7, atol=1e-9)
 
 
+TOKENS = [3, 5, 7]
+TRAINED_TOKENS = {
+    "trainable tokens": ("TrainableTokensConfig", dict(token_indices=TOKENS)),
+    "lora": ("LoraConfig", dict(r=2, trainable_token_indices={"embeddings": TOKENS})),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", TRAINED_TOKENS)
+def test_trained_tokens_merge_into_the_logits_they_had(kind, tied):
+    peft = pytest.importorskip("peft")
+    name, fields = TRAINED_TOKENS[kind]
+    targets = ["embeddings" if kind == "trainable tokens" else "out_proj"]
+    model = exact("fp_mamba1", tie_embeddings=tied)
+    plain = model.eval()(X).logits.detach()
+    wrapped = peft.get_peft_model(model, getattr(peft, name)(target_modules=targets, **fields))
+    wrapped = wrapped.double().train()
+    tokens = torch.tensor([[3, 5, 7, 9, 5, 3]])
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        logits = wrapped.eval()(input_ids=tokens).logits
+        merged = wrapped.merge_and_unload()
+        torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-9, atol=1e-9)
+        assert (merged(X).logits - plain).abs().max() > 1e-3, "nothing was learned"
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    assert (head.weight is embedding.weight) == tied
+
+
 @every_block
 @pytest.mark.parametrize("variant", [{}, {"use_short_conv": True}], ids=["plain", "conv"])
 def test_int8_by_bitsandbytes_is_near(name, variant, tmp_path):

@@ -23,6 +23,7 @@ def test_the_extras_are_those_of_the_project():
     for package, extra in EXTRAS.items():
         asked = [r.partition(">")[0].partition("[")[0].lower() for r in extras[extra]]
         through = {"accelerate": "lm_eval", "pyarrow": "datasets", "yaml": "pyyaml"}
+        through |= dict.fromkeys(("fastapi", "openai", "uvicorn"), "transformers")  # [serving]
         assert through.get(package, package) in asked, package
 
 

@@ -206,11 +206,20 @@ def test_generation_goes_on_from_a_returned_cache(padded):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
-def test_a_prompt_prefilled_in_chunks():
+@pytest.mark.parametrize("given", [True, False], ids=["into a cache", "without a cache"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_prompt_prefilled_in_chunks(given, beams):
     model, tokens = quick(**LOOSE), ids(2, 10)
-    chunked = generate(model, tokens, past_key_values=FPRNNCache(), prefill_chunk_size=4)[0]
-    assert torch.equal(chunked.sequences, generate(model, tokens)[0].sequences)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    kwargs = dict(attention_mask=mask, num_beams=beams)
+    cache = dict(past_key_values=FPRNNCache()) if given else {}
+    chunked, _, lengths = generate(model, tokens, prefill_chunk_size=4, **cache, **kwargs)
+    assert lengths[:3] == [4, 4, 2]
+    assert torch.equal(chunked.sequences, generate(model, tokens, **kwargs)[0].sequences)
     assert chunked.past_key_values.get_seq_length() == chunked.sequences.shape[1] - 1
+    with pytest.raises(ValueError, match="chunking without a cache"):
+        generate(model, tokens, prefill_chunk_size=4, use_cache=False)
 
 
 @some_blocks
@@ -322,8 +331,9 @@ def test_the_cache_of_another_block_is_refused():
 def test_assisted_generation_is_refused():
     model, tokens = quick(**LOOSE), ids(1, 6)
     for kwargs in (dict(prompt_lookup_num_tokens=2), dict(assistant_model=quick(**LOOSE))):
-        with pytest.raises(ValueError, match="assisted generation is not supported"):
-            generate(model, tokens, **kwargs)
+        for use_cache in (True, False):
+            with pytest.raises(ValueError, match="assisted generation is not supported"):
+                generate(model, tokens, use_cache=use_cache, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1", *GENERATING])

@@ -1,5 +1,6 @@
 """The HuggingFace classes: loss, generation, saving, loading, padding, initialisation."""
 
+import json
 import subprocess
 import sys
 
@@ -36,6 +37,23 @@ def test_every_config_field_has_a_default_and_survives_saving(tmp_path):
         k: v for k, v in changed.to_dict().items() if k != "transformers_version"
     }
     assert loaded.tie_embeddings is loaded.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_config_json_says_as_transformers_does_whether_the_head_is_tied(tied, tmp_path):
+    FPRNNConfig(tie_embeddings=tied).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    assert written["tie_word_embeddings"] is tied and "tie_embeddings" not in written
+    assert FPRNNConfig.from_pretrained(tmp_path).to_dict()["tie_word_embeddings"] is tied
+    # As exports had it before.
+    written["tie_embeddings"] = written.pop("tie_word_embeddings")
+    file.write_text(json.dumps(written))
+    for loaded in (FPRNNConfig.from_pretrained(tmp_path), FPRNNConfig(**written)):
+        assert loaded.tie_embeddings is loaded.tie_word_embeddings is tied
+        assert loaded.to_dict()["tie_word_embeddings"] is tied
+    changed = FPRNNConfig.from_pretrained(tmp_path, tie_embeddings=not tied)
+    assert changed.tie_word_embeddings is not tied
 
 
 @pytest.mark.parametrize("bad", [dict(d_model=0), dict(mixer_rank=0), dict(max_iters=0)])

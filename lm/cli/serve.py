@@ -1,0 +1,122 @@
+"""`fprnn serve`: an OpenAI-compatible server for an export, which is `transformers serve`."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lm.cli.arguments import Whole, add_trust
+from lm.common.errors import UserError, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+PACKAGES = ("fastapi", "uvicorn", "openai")  # without them `transformers serve` does not start
+
+
+class ServeError(UserError, RuntimeError):
+    """An export that cannot be served; the message gives the reason."""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the command to those of the command line. Nothing heavy is imported."""
+    c = commands.add_parser(
+        "serve",
+        help="serve an exported directory to OpenAI clients (/v1/completions)",
+        description="Load an export and answer /v1/completions, whole or streamed, until Ctrl-C:"
+        " `transformers serve`, which does not find the model classes of a checkpoint by itself."
+        " It needs pip install 'transformers[serving]'. A client names the model as CKPT is named"
+        " here (docs/serving.md).",
+    )
+    c.add_argument("checkpoint", metavar="CKPT")
+    c.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
+    c.add_argument(
+        "--port",
+        type=Whole(1, 65535),
+        default=8000,
+        metavar="N",
+        help="port to listen on, 1 to 65535 (default: 8000)",
+    )
+    add_trust(c)
+    c.set_defaults(run_command=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from lm.common.console import say
+
+    _check_export(args.checkpoint)
+    for package in PACKAGES:
+        require(package, "fprnn serve")
+    _check_address(args.host, args.port)
+
+    from lm.runs.exported import load_model, load_tokenizer
+
+    # The server would replace damaged weights by random ones; this refuses them.
+    config = load_model(args.checkpoint, args.trust).config
+    load_tokenizer(args.checkpoint, args.trust)
+
+    # Only now: transformers replaces its own module object while its models are first imported, and
+    # the server must see the object that has the class.
+    from transformers.cli.serve import Serve
+
+    provide_class(config)
+    say(f"serving     {args.checkpoint} at http://{args.host}:{args.port}/v1")
+    Serve(
+        force_model=args.checkpoint,
+        host=args.host,
+        port=args.port,
+        trust_remote_code=args.trust,
+    )
+    return 0
+
+
+def provide_class(config: PreTrainedConfig) -> None:
+    """Make a model's class an attribute of the module `transformers`, as `transformers serve`
+    expects of every model. AutoModelForCausalLM stands in for it: it knows the classes of this
+    package and, if they are trusted, those that a checkpoint brings along."""
+    import transformers
+
+    for name in config.architectures or ():
+        if not hasattr(transformers, name):
+            setattr(transformers, name, transformers.AutoModelForCausalLM)
+
+
+def _check_export(checkpoint: str) -> None:
+    """Refuse, before anything heavy is imported, a path that is no export.
+
+    Raises:
+        ServeError: The path holds no export, or has a character that the server does not take.
+    """
+    folder = Path(checkpoint)
+    if not (folder / "config.json").is_file():
+        cure = f"make one with `fprnn export RUN {checkpoint}`"
+        if (folder / "config.yaml").is_file():
+            cure = f"it is a run: `fprnn export {folder} {folder / 'hf'}`, then serve that"
+        raise ServeError(f"no export at {checkpoint}: {cure}")
+    if "@" in checkpoint:
+        raise ServeError(
+            f"{checkpoint} has an @ in its path, after which `transformers serve` expects a"
+            " revision: rename the folder, or serve a link to it"
+        )
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuse, before the model is loaded, an address that cannot be listened on.
+
+    Raises:
+        ServeError: The port is in use, or the host is not an address of this machine.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as e:
+        raise ServeError(
+            f"cannot listen on {host}, port {port}: {e.strerror}. Choose another with --port or"
+            " --host"
+        ) from None

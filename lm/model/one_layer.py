@@ -1,0 +1,66 @@
+"""One fixed-point layer as a module of PyTorch, for models that are not ours.
+
+Shapes: b batch, l length.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .batch import checked_mask
+from .blocks import build_block
+from .configuration_fprnn import FPRNNConfig
+from .modeling_fprnn import Tokens
+from .stack import initialise
+from .state import Sequences, Solving
+
+
+class FixedPointLayer(nn.Module):
+    """A fixed-point layer that takes the place of an attention or Mamba layer.
+
+    It is the bare layer: the norm before it and the residual connection around it are the caller's,
+    as those of Mamba are. Every token depends on the tokens before it and on itself.
+    """
+
+    def __init__(self, d_model: int, **fields: Any) -> None:
+        """Make and initialise the layer.
+
+        Args:
+            d_model: Width of input and output.
+            fields: Fields of FPRNNConfig: block, mixer, d_state, expand, schedule, tol, …
+
+        Raises:
+            ValueError: A field is unknown to FPRNNConfig or has a value that it cannot have.
+        """
+        super().__init__()
+        unknown = sorted(fields.keys() - FPRNNConfig.__signature__.parameters.keys())
+        if unknown:
+            raise ValueError(f"FixedPointLayer does not know the field {', '.join(unknown)}")
+        self.config = FPRNNConfig(d_model=d_model, **{"n_layer": 1, **fields})
+        self.block = build_block(self.config)
+        with torch.no_grad():
+            self.apply(lambda module: initialise(module, self.config))
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Map a batch of sequences to one of the same shape.
+
+        Args:
+            x: (b,l,d_model).
+            attention_mask: (b,l), 0 at padding on either side; None: there is no padding.
+
+        Returns:
+            (b,l,d_model). Outputs at padding have no meaning.
+
+        Raises:
+            ValueError: x or the mask has another shape.
+            NonFiniteError: Something became NaN or infinite.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.config.d_model or 0 in x.shape:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: it must be (batch, length, {self.config.d_model})"
+            )
+        mask = checked_mask(attention_mask, *x.shape[:2])
+        tokens = Tokens(x, None, mask, None).with_padding_on_the_right()
+        seqs = Sequences(tokens.mask, None, return_state=False, solving=Solving(self.config))
+        return tokens.put_back(self.block(tokens.hidden, seqs)[0])

@@ -1,0 +1,196 @@
+"""FPRNNForSequenceClassification: padding, losses, loading of a language model, trainers."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+import lm  # noqa: F401 (registers the Auto classes)
+from lm.export.export import write_export
+from lm.model.modeling_fprnn import FPRNNForSequenceClassification
+from tests.hf.models import BLOCKS, PAD, VOCAB, build, fprnn_config, ids
+from tests.hf.test_hf_export import elsewhere, warm_cache
+
+SOLVED = dict(contractive=0.2, schedule="sequential", eval_tol=1e-10, tol=1e-10)
+
+
+def classifier(block="fp_mamba1", num_labels=3, **fields):
+    torch.manual_seed(0)
+    config = fprnn_config(block, **{**SOLVED, "num_labels": num_labels, **fields})
+    return FPRNNForSequenceClassification(config).double().eval()
+
+
+def padded(rows, side):
+    """(input_ids, attention_mask) of sequences of several lengths."""
+    length = max(map(len, rows))
+    tokens = torch.full((len(rows), length), PAD)
+    mask = torch.zeros_like(tokens)
+    for i, row in enumerate(rows):
+        place = slice(len(row)) if side == "right" else slice(length - len(row), length)
+        tokens[i, place], mask[i, place] = row, 1
+    return tokens, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("block", [*BLOCKS, "hybrid"])
+@torch.no_grad()
+def test_each_row_is_scored_by_its_last_token_on_either_side_of_padding(block, side):
+    if block == "hybrid":
+        model = classifier(layers=["fp_mamba1", "mamba", "attention"], n_layer=3)
+    else:
+        model = classifier(block)
+    rows = [ids(1, n, seed=n)[0] for n in (7, 3, 1)]
+    tokens, mask = padded(rows, side)
+    alone = torch.cat([model(row[None]).logits for row in rows])
+    out = model(tokens, mask, output_hidden_states=True)
+    torch.testing.assert_close(out.logits, alone)
+    assert out.logits.dtype == torch.float64 and out.logits.shape == (3, 3)
+    by_hand = model.score(out.hidden_states[-1][0, 6 if side == "left" else len(rows[0]) - 1])
+    torch.testing.assert_close(out.logits[0], by_hand)
+    embeds = model.get_input_embeddings()(tokens)
+    torch.testing.assert_close(model(None, mask, embeds).logits, alone)
+    if side == "right":  # the ids of padding say where it is
+        torch.testing.assert_close(model(tokens).logits, alone)
+
+
+def test_rows_whose_ends_are_unknown_are_refused():
+    model = classifier(pad_token_id=None)
+    with pytest.raises(ValueError, match="a batch of 2 rows needs an attention_mask"):
+        model(ids(2, 5))
+    assert model(ids(1, 5)).logits.shape == (1, 3)
+    with pytest.raises(TypeError, match="does not know the argument lables"):
+        model(ids(1, 5), lables=1)
+
+
+@pytest.mark.parametrize(
+    "num_labels, labels, loss",
+    [
+        (3, torch.tensor([2, 0]), nn.functional.cross_entropy),
+        (1, torch.tensor([0.5, -1.0]).double(), lambda x, y: nn.functional.mse_loss(x[:, 0], y)),
+        (
+            3,
+            torch.tensor([[1, 0, 1], [0, 0, 1]]).double(),
+            nn.functional.binary_cross_entropy_with_logits,
+        ),
+    ],
+    ids=["classes", "numbers", "several labels"],
+)
+def test_the_loss_is_the_one_of_its_labels_and_reaches_every_weight(num_labels, labels, loss):
+    model = classifier(num_labels=num_labels).train()
+    out = model(ids(2, 6), labels=labels)
+    torch.testing.assert_close(out.loss, loss(out.logits, labels))
+    out.loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.numel() > 1)
+    as_tuple = model(ids(2, 6), labels=labels, return_dict=False)
+    torch.testing.assert_close(as_tuple[1], out.logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_is_loaded_with_a_new_head(tied, tmp_path, caplog):
+    language_model = build("fp_mamba1", tie_embeddings=tied)
+    path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
+    load = AutoModelForSequenceClassification.from_pretrained
+    model, found = load(path, num_labels=2, output_loading_info=True)
+    assert type(model) is FPRNNForSequenceClassification
+    assert set(found["missing_keys"]) == {"score.weight"} and not found["unexpected_keys"]
+    assert model.score.weight.shape == (2, 16)
+    assert 0 < model.score.weight.abs().max() <= 16**-0.5
+    expected = language_model.backbone.state_dict()
+    for name, weight in model.backbone.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.num_labels == 2 and torch.equal(again.score.weight, model.score.weight)
+    assert torch.equal(again.eval()(ids()).logits, model.eval()(ids()).logits)
+
+
+@pytest.mark.slow
+def test_the_trainer_accumulates_gradients_as_one_batch(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids(1, 5, seed=i)[0], "labels": torch.tensor(i % 3)} for i in range(4)]
+    weights = []
+    for size, steps in ((4, 1), (1, 4)):
+        model = classifier().train()
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+            max_steps=1, report_to=[], use_cpu=True, optim="sgd", learning_rate=0.5,
+            max_grad_norm=0, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        Trainer(model, arguments, train_dataset=rows).train()
+        weights.append(model.score.weight)
+    torch.testing.assert_close(weights[1], weights[0])
+    assert not torch.allclose(weights[0], classifier().score.weight)
+
+
+ELSEWHERE = """
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+ids = torch.tensor(json.loads(sys.argv[2]))
+load = AutoModelForSequenceClassification.from_pretrained
+model = load(sys.argv[1], num_labels=1, trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules"), type(model).__module__
+expected = model(ids).logits
+model.save_pretrained(sys.argv[1] + "-saved")
+again = load(sys.argv[1] + "-saved", trust_remote_code=True).eval()
+assert type(again).__module__.startswith("transformers_modules"), type(again).__module__
+torch.testing.assert_close(again(ids).logits, expected)
+# The scored model's backbone is a language model's again, with a head of its own if it is tied.
+back = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "-saved", trust_remote_code=True)
+print(json.dumps([model.score.weight.tolist(), expected.tolist(), back(ids).logits.tolist()]))
+"""
+
+
+@pytest.mark.slow
+def test_under_trust_remote_code_it_is_loaded_saved_and_loaded(tmp_path):
+    language_model = build("fp_mamba1").eval()
+    path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
+    (head, scores, logits), _ = elsewhere(
+        ELSEWHERE, tmp_path, str(path), json.dumps(ids().tolist()), **warm_cache(tmp_path)
+    )
+    with torch.no_grad():
+        hidden = language_model.backbone(ids()).last_hidden_state[:, -1]
+        expected = language_model(ids()).logits
+    torch.testing.assert_close(torch.tensor(scores), hidden @ torch.tensor(head).T)
+    torch.testing.assert_close(torch.tensor(logits), expected)
+
+
+@pytest.mark.slow
+def test_trl_trains_a_reward_model_from_the_path_of_a_language_model(byte_tokenizer, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+    language_model = build("fp_mamba1", vocab_size=max(VOCAB, len(tokenizer)))
+    language_model.config.pad_token_id = tokenizer.pad_token_id
+    path = write_export(language_model, tmp_path / "lm", byte_tokenizer, "tiny", "")
+    pairs = datasets.Dataset.from_dict(
+        {
+            "prompt": ["one", "a longer one"] * 8,
+            "chosen": [" good", " good"] * 8,
+            "rejected": [" bad and more", " bad"] * 8,
+        }
+    )
+    arguments = trl.RewardConfig(
+        str(tmp_path / "out"), max_steps=20, per_device_train_batch_size=4, learning_rate=3e-2,
+        report_to=[], use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
+        model_init_kwargs={"trust_remote_code": True, "dtype": "float32"},
+    )  # fmt: skip
+    trainer = trl.RewardTrainer(
+        str(path), args=arguments, train_dataset=pairs, processing_class=tokenizer
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.2 < losses[0]
+    trainer.save_model(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "saved", trust_remote_code=True
+    ).eval()
+    texts = ["one good", "one bad and more"]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    good, bad = model(**batch).logits
+    assert good > bad

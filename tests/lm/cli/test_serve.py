@@ -1,0 +1,124 @@
+"""`fprnn serve`: refusals in a sentence, and completions for the client of OpenAI."""
+
+import contextlib
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from lm.cli import serve
+from lm.cli.serve import PACKAGES
+from lm.training.engine import _free_port
+from tests.refusals import refused
+from tests.running import ENV
+
+PROMPT = "the list of"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Make the packages of the server look installed."""
+    monkeypatch.setattr(serve, "require", lambda name, purpose: None)
+
+
+def test_a_place_that_is_no_export_is_refused_by_name(tmp_path, capsys):
+    said = refused(capsys, "serve", tmp_path / "nope")
+    assert said == f"no export at {tmp_path / 'nope'}: make one with `fprnn export RUN " + (
+        f"{tmp_path / 'nope'}`"
+    )
+    (tmp_path / "config.yaml").touch()
+    said = refused(capsys, "serve", tmp_path)
+    assert f"`fprnn export {tmp_path} {tmp_path / 'hf'}`" in said
+    other = tmp_path / "a@b"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    assert "has an @ in its path" in refused(capsys, "serve", other)
+    assert "no whole number from 1 to 65535" in refused(capsys, "serve", other, "--port", 70000)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_that_is_missing_is_named(package, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == package else find("sys" if name in PACKAGES else name, *a),
+    )
+    assert f"fprnn serve needs the package {package}" in refused(capsys, "serve", tmp_path)
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(tmp_path, capsys, installed):
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused(capsys, "serve", tmp_path, "--host", "127.0.0.1", "--port", port)
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in said
+    said = refused(capsys, "serve", tmp_path, "--host", "203.0.113.7")
+    assert "cannot listen on 203.0.113.7, port 8000" in said
+
+
+@pytest.mark.slow
+def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed, monkeypatch):
+    damaged = tmp_path / "export"
+    shutil.copytree(tiny_export, damaged)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\xff\xff\xff\xff")
+    monkeypatch.setattr(serve, "_check_address", lambda host, port: None)
+    assert "model.safetensors" in refused(capsys, "serve", damaged)
+
+
+@contextlib.contextmanager
+def served(export, log):
+    """Serve an export within the block → its port."""
+    port = _free_port()
+    command = [sys.executable, "-m", "lm", "serve", export, "--host", "127.0.0.1", "--port", port]
+    with open(log, "w") as out:
+        server = subprocess.Popen([str(a) for a in command], env=ENV, stdout=out, stderr=out)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(urllib.error.URLError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            assert server.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield port
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def expected(export, **sampling) -> str:
+    from lm.evaluation.generate import load_exported
+
+    model, tokenizer = load_exported(export)
+    batch = tokenizer(PROMPT, return_tensors="pt").to(model.device)
+    out = model.generate(**batch, do_sample=False, max_new_tokens=12, **sampling)
+    return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_openai_client_gets_what_the_model_generates(tiny_export, tmp_path):
+    openai = pytest.importorskip("openai")
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    with served(tiny_export, tmp_path / "log") as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        asked = dict(model=str(tiny_export), prompt=PROMPT, max_tokens=12, temperature=0)
+        whole = client.completions.create(**asked)
+        streamed = client.completions.create(**asked, stream=True)
+        text = "".join(part.choices[0].text for part in streamed)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**{**asked, "model": "another"})
+    assert whole.choices[0].text == text == expected(tiny_export)
+    assert whole.usage.completion_tokens == 12 and text
