@@ -16,6 +16,7 @@ their place: it probably finds a solution. The gradient is found by the same ste
 Shape suffixes: b batch, l length, d channels (d_inner); n tokens, whatever their shape.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,15 @@ class FullRank(NamedTuple):
         token = Token(x[which], history[which], gain[which], gate, norm)
         return self._replace(token=token, raw=self.raw[which])
 
+    def with_matrices(self) -> "FullRank":
+        """Return the same equations with Q as a matrix, where a product with it costs less than the
+        mixer, which computes Q again every time."""
+        d = self.token.x.shape[-1]
+        if d > MOST_DENSE or self.mixer.flops_per_token() <= 2 * d**2:
+            return self
+        Q = self.mixer.dense(self.raw, self.weights)
+        return self._replace(raw=Q.flatten(-2), mixer=Matrices(), weights=None)
+
     def before_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """c (n,d) and A (n,d,d) in fp64: f(y) = norm(c + A y)."""
         token = self.token
@@ -71,6 +81,21 @@ class FullRank(NamedTuple):
         return c.double(), A.double()
 
 
+class Matrices:
+    """A mixer of given matrices: `raw` (…,d·d) is Q itself."""
+
+    def dense(self, raw: torch.Tensor, weights: None) -> torch.Tensor:
+        """Return Q, (…,d,d)."""
+        d = math.isqrt(raw.shape[-1])
+        return raw.unflatten(-1, (d, d))
+
+    def mix(
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: None
+    ) -> torch.Tensor:
+        """Return x̃ = Q x + (I − Q) y, (…,d)."""
+        return _times(self.dense(raw, weights), x - y) + y
+
+
 def solve_by_iterating(
     equations: FullRank,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,12 +104,13 @@ def solve_by_iterating(
     Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and the outcome (b,l) as of `cell.find_root`.
     """
     with torch.no_grad():
+        fixed = equations.with_matrices()
 
         def values(which):
-            return (equations if which is None else equations.take(which)).value
+            return (fixed if which is None else fixed.take(which)).value
 
         def by_matrices(which, start, near):
-            return _by_matrices(equations.take(which), start, near)
+            return _by_matrices(fixed.take(which), start, near)
 
         y, outcome = _search(values, torch.zeros_like(equations.token.x), by_matrices)
     if torch.is_grad_enabled():
