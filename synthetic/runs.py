@@ -89,8 +89,9 @@ def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     if "model" in saved:
         # A key that is newer than the run had the effect of its default.
         defaults = type(cfg.model)().model_dump(mode="json")
-        saved = {**saved, "model": settled(defaults | saved["model"])}
-        wanted = {**wanted, "model": settled(wanted["model"])}
+        solver = base.build({"solver": saved.get("solver") or {}}, str(path), Config).solver
+        saved = {**saved, "model": settled(defaults | saved["model"], solver.iterates)}
+        wanted = {**wanted, "model": settled(wanted["model"], cfg.solver.iterates)}
     if section := saved.get("solver"):
         settled_solver = base.build({"solver": section}, str(path), Config).solver.settled()
         saved["solver"] = {key: settled_solver[key] for key in section}  # others are newer than it

@@ -39,6 +39,22 @@ def mixer_bounds(
     return kronecker_norm, contractive
 
 
+# Mixers of full rank that have gates start near the identity: with open gates an untrained layer
+# amplifies rounding from token to token (docs/model.md, "Where a token has several solutions").
+NEAR_IDENTITY = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
+
+
+def gate_start(block: str, mixer: str, iterates: bool, value: float | str) -> float | str:
+    """Return mixer_gate_start, with "auto" replaced.
+
+    Args:
+        iterates: Whether the paper's map is iterated (`token: iterate`), which starts as the paper.
+    """
+    if value != "auto":
+        return value
+    return 0.0 if iterates or block == "fp_rnn" else NEAR_IDENTITY.get(mixer, 0.0)
+
+
 # Fields that are no longer there, and their defaults: a config.json of then is read with these.
 REMOVED = {"jacobian_reg": 0.0}
 # What models of transformers have by convention; a recurrence has no longest input, but
@@ -137,11 +153,17 @@ class FPRNNConfig(PretrainedConfig):
         self.kronecker_norm, self.contractive = mixer_bounds(
             self.block, self.mixer, self.kronecker_norm, self.contractive
         )
+        self.mixer_gate_start = gate_start(
+            self.block, self.mixer, self._iterates(), self.mixer_gate_start
+        )
         if self.dt_rank == "auto":
             self.dt_rank = math.ceil(self.d_model / 16)
         self._check_values()
         if self.expand == round(self.expand):
             self.expand = round(self.expand)  # 2, where a YAML made 2.0 of it
+
+    def _iterates(self):
+        return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
     def _check_values(self):
         for name, field in FIELDS.items():
@@ -179,6 +201,8 @@ class FPRNNConfig(PretrainedConfig):
             self.block, self.mixer, "auto", "auto"
         ):  # of another mixer they may be others
             own.kronecker_norm = own.contractive = "auto"
+        if self.mixer_gate_start == gate_start(self.block, self.mixer, self._iterates(), "auto"):
+            own.mixer_gate_start = "auto"
         for name, value in layer.options.items():
             setattr(own, name, value)
         try:

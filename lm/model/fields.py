@@ -231,12 +231,17 @@ ARCHITECTURE = {
         " (docs/language-model.md#who-speaks-first).",
     ),
     "mixer_gate_start": Field(
-        0.0,
+        "auto",
         Number(-20, 20),
         "The bias that the gates of the mixer start with (of `householder`, `dplr`, `kronecker`,"
         " `monarch`, `mixture`). At −3 they are 0.05 at first instead of 0.5: the layer starts"
-        " nearly as a diagonal one, and learns to mix. A layer that `init_from` converts starts at"
-        " the identity itself, whatever this is (docs/language-model.md#one-change-at-a-time).",
+        " nearly as a diagonal one, and learns to mix. `auto`: −3 for `kronecker`, `monarch` and"
+        " `mixture` of `fp_mamba1` and `fp_mamba2` with `token: exact`"
+        " (docs/model.md#where-a-token-has-several-solutions), else 0, as in the paper. A layer"
+        " that `init_from` converts starts at the identity itself, whatever this is"
+        " (docs/language-model.md#one-change-at-a-time).",
+        AUTO,
+        free=True,  # of new weights alone
     ),
     "eigen_range": Field(
         "signed", Choice(("signed", "positive")), "Eigenvalues of Q in [−1, 1] or in [0, 1]."

@@ -2,26 +2,35 @@
 
     y = f(y) = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),  M = I − Q   (cell.py: Token)
 
-1. Damped Picard from zero, as the paper's iteration goes. 2. Where it has not converged, bisection:
-with g the inverse of the norm's root the equation is linear in y, and one number is unknown. This
-factorises matrices; where they are too large, Anderson's acceleration of the iteration takes its
-place, which is likely to find a solution. The gradient is found by the same two steps.
+An equation may have several solutions. Every precision and every schedule must take the same one:
+
+1. Damped Picard from zero, the paper's iteration, chooses the solution: the one that it has come
+   within ROOT_TOL of after at most MOST_PICARD iterations. Neither number depends on the precision.
+2. A precision that needs a smaller residual (fp64) polishes: more iterations, then Newton.
+3. A token for which Picard has not come that near is solved by bisection, in fp64: with g the
+   inverse of the norm's root the equation is linear in y, and g is the only unknown.
+
+2 and 3 factorise matrices. Where they are too large, Anderson's acceleration of the iteration takes
+their place: it probably finds a solution. The gradient is found by the same steps.
 
 Shape suffixes: b batch, l length, d channels (d_inner); n tokens, whatever their shape.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from .cell import LEAST_INVERSE, MOST_GAIN, Token
+from .cell import LEAST_INVERSE, MOST_GAIN, MOST_PICARD, Token
 from .solver import BISECTED, FAILED, Damping, Rule, token_residual
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
-INNER_TOL = {torch.float32: 2e-6, torch.float64: 1e-12}  # relative residual of a solution
-MOST_PICARD = 60
+# Relative residual at which Picard has chosen a solution, in every precision. A limit that depended
+# on the precision would make fp64 bisect tokens that fp32 iterates, and find another solution.
+ROOT_TOL = 2e-6
+INNER_TOL = {torch.float32: ROOT_TOL, torch.float64: 1e-12}  # relative residual of a solution
 # Bisection factorises a matrix (d,d) of every token left some 40 times.
 MOST_DENSE, BISECTIONS, MOST_NEWTON = 256, 30, 10
 ELEMENTS_AT_ONCE = 1 << 22  # of these matrices
@@ -52,6 +61,15 @@ class FullRank(NamedTuple):
         token = Token(x[which], history[which], gain[which], gate, norm)
         return self._replace(token=token, raw=self.raw[which])
 
+    def with_matrices(self) -> "FullRank":
+        """Return the same equations with Q as a matrix, where a product with it costs less than the
+        mixer, which computes Q again every time."""
+        d = self.token.x.shape[-1]
+        if d > MOST_DENSE or self.mixer.flops_per_token() <= 2 * d**2:
+            return self
+        Q = self.mixer.dense(self.raw, self.weights)
+        return self._replace(raw=Q.flatten(-2), mixer=Matrices(), weights=None)
+
     def before_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """c (n,d) and A (n,d,d) in fp64: f(y) = norm(c + A y)."""
         token = self.token
@@ -63,6 +81,21 @@ class FullRank(NamedTuple):
         return c.double(), A.double()
 
 
+class Matrices:
+    """A mixer of given matrices: `raw` (…,d·d) is Q itself."""
+
+    def dense(self, raw: torch.Tensor, weights: None) -> torch.Tensor:
+        """Return Q, (…,d,d)."""
+        d = math.isqrt(raw.shape[-1])
+        return raw.unflatten(-1, (d, d))
+
+    def mix(
+        self, raw: torch.Tensor, x: torch.Tensor, y: torch.Tensor, weights: None
+    ) -> torch.Tensor:
+        """Return x̃ = Q x + (I − Q) y, (…,d)."""
+        return _times(self.dense(raw, weights), x - y) + y
+
+
 def solve_by_iterating(
     equations: FullRank,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,59 +104,89 @@ def solve_by_iterating(
     Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and the outcome (b,l) as of `cell.find_root`.
     """
     with torch.no_grad():
+        fixed = equations.with_matrices()
 
         def values(which):
-            return (equations if which is None else equations.take(which)).value
+            return (fixed if which is None else fixed.take(which)).value
 
-        start = torch.zeros_like(equations.token.x)
-        y, outcome = _search(values, start, lambda which: _bisected(equations.take(which)))
+        def by_matrices(which, start, near):
+            return _by_matrices(fixed.take(which), start, near)
+
+        y, outcome = _search(values, torch.zeros_like(equations.token.x), by_matrices)
     if torch.is_grad_enabled():
         y = _with_gradient(equations, y, outcome)
     return y, equations.mix(y), outcome
 
 
-def _search(map_of, y, by_matrices):
-    """y = f(y), each token by itself.
+def _search(map_of, start, by_matrices):
+    """Solve y = f(y), each token by itself.
 
-    Args: map_of: which tokens (b,l), None for all → f of them. y: (b,l,d), the start. by_matrices:
-    which → y (n,d), solved (n,).
-    Returns: y (b,l,d), the outcome (b,l).
+    Args:
+        map_of: Function of a mask (b,l), None for all tokens, that returns f of these tokens.
+        start: First iterate, (b,l,d).
+        by_matrices: Function of a mask, their iterates (n,d) and whether Picard has chosen their
+            solution (n,); it returns y (n,d) and whether it is solved (n,).
+    Returns:
+        y (b,l,d) and the outcome (b,l).
     """
-    y, solved = _picard(map_of(None), y)
+    y, near, solved = _picard(map_of, start)
     left = ~solved
     outcome = left.to(torch.uint8) * FAILED
     if not left.any():
         return y, outcome
-    if y.shape[-1] <= MOST_DENSE:
-        at_once = max(1, ELEMENTS_AT_ONCE // y.shape[-1] ** 2)
-        search, what = by_matrices, BISECTED
-    else:
-        at_once = left.numel()
-        search, what = (lambda which: _accelerated(map_of(which), y[which])), 0
+    has_matrices = y.shape[-1] <= MOST_DENSE
+    at_once = max(1, ELEMENTS_AT_ONCE // y.shape[-1] ** 2) if has_matrices else left.numel()
     for tokens in left.nonzero().split(at_once):
         which = torch.zeros_like(left).index_put_(tokens.unbind(1), left.new_ones(()))
-        found, solved = search(which)
-        y = y.index_put((which,), torch.where(solved.unsqueeze(-1), found.to(y.dtype), y[which]))
-        outcome[which] = torch.where(solved, what, FAILED).to(torch.uint8)
+        if has_matrices:
+            root, solved = by_matrices(which, y[which], near[which])
+            method = torch.where(near[which], 0, BISECTED)
+        else:
+            root, solved = _accelerated(map_of(which), y[which])
+            method = torch.zeros_like(solved)
+        y = y.index_put((which,), torch.where(solved.unsqueeze(-1), root.to(y.dtype), y[which]))
+        outcome[which] = torch.where(solved, method, FAILED).to(torch.uint8)
     return y, outcome
 
 
-def _picard(f, y):
-    """The paper's damped iteration. → y, and which have converged."""
-    damping = Damping(Rule(), y[..., 0])
-    solved = torch.zeros_like(y[..., 0], dtype=torch.bool)
-    for _ in range(MOST_PICARD):
-        g = f(y)
-        residual = token_residual(y, g)
-        converged = residual < INNER_TOL[y.dtype]
-        # One that has converged stays as it is then: it may not depend on its neighbours.
-        y = torch.where((converged & ~solved).unsqueeze(-1), g, y)
-        solved = solved | converged
-        if solved.all():
-            break
+def _picard(map_of, start):
+    """Iterate from `start` (b,l,d) with the paper's damping.
+
+    Tokens leave the iteration when they are solved, or when they have not come within ROOT_TOL of a
+    solution after MOST_PICARD iterations. The rest may iterate as often again, down to INNER_TOL.
+
+    Returns:
+        y (b,l,d), whether it has come within ROOT_TOL (b,l), whether it is solved (b,l).
+    """
+    y = start.clone()
+    near, solved = (torch.zeros_like(start[..., 0], dtype=torch.bool) for _ in range(2))
+    searched = ~solved  # the tokens that the rest of the names stands for
+    f, at, damping = map_of(None), start.flatten(0, -2), Damping(Rule(), start[..., 0].flatten())
+    is_near, is_solved = near.flatten().clone(), solved.flatten().clone()
+    for iteration in range(2 * MOST_PICARD):
+        value = f(at.view(start.shape) if searched.all() else at).flatten(0, -2)
+        residual = token_residual(at, value)
+        if iteration < MOST_PICARD:
+            is_near = is_near | (residual < ROOT_TOL)
+        # A solved token keeps its value: it may not depend on its neighbours.
+        done = ~is_solved & (residual < INNER_TOL[at.dtype])
+        at = torch.where(done.unsqueeze(-1), value, at)
+        is_solved = is_solved | done
+        moving = ~is_solved if iteration + 1 < MOST_PICARD else is_near & ~is_solved
         damping.update(residual)
-        y = torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))
-    return y, solved
+        at = torch.lerp(at, value, (damping.step * moving).unsqueeze(-1))
+        count = int(moving.sum())
+        if 2 * count <= len(moving):  # write the tokens down that stand, and go on with the others
+            y[searched], near[searched], solved[searched] = at, is_near, is_solved
+            if not count:
+                return y, near, solved
+            searched[searched.clone()] = moving
+            f, at, is_near, is_solved = (
+                map_of(searched), at[moving], is_near[moving], is_solved[moving]
+            )  # fmt: skip
+            damping.take(moving)
+    y[searched], near[searched], solved[searched] = at, is_near, is_solved
+    return y, near, solved
 
 
 def _accelerated(f, y):
@@ -172,15 +235,22 @@ class Anderson:
         return torch.where(leap <= MOST_LEAP * size, moved, g)  # NaN is not
 
 
-def _bisected(equations):
-    """A solution of n tokens: one always exists (see cell.py, `_last_resort`), polished by Newton.
-    → y (n,d), solved (n,)"""
+def _by_matrices(equations, start, near):
+    """Solve n tokens by Newton from `start` (n,d) where that is `near` (n,) a solution, else by
+    bisection: a solution always exists (cell.py, `_last_resort`).
+
+    Returns:
+        y (n,d) and whether it is solved (n,).
+    """
     c, A = equations.before_norm()
     norm = equations.token.norm
     if norm.kind == "none":
         y = torch.linalg.solve_ex(_eye(A) - A, c.unsqueeze(-1))[0].squeeze(-1)
     else:
-        y = _polished(c, A, norm, _crossing(c, A, norm))
+        y = start.double()
+        if not near.all():
+            y = torch.where(near.unsqueeze(-1), y, _crossing(c, A, norm))
+        y = _polished(c, A, norm, y)
     residual = token_residual(y, norm(c + _times(A, y)))
     return y, residual < INNER_TOL[equations.token.x.dtype]
 
@@ -257,7 +327,7 @@ def _with_gradient(equations, y, outcome):
                 f0 = some.value(y0)
             return lambda g: v_some + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
 
-        def dense(which):
+        def dense(which, start, near):
             some = equations.take(which)
             c, A = some.before_norm()
             slope = _slope(c, A, some.token.norm, y[which].double())

@@ -112,6 +112,7 @@ class FixedPointStats(NamedTuple):
 # Distance, in lengths of y, beyond which the paper's procedure, whose own tolerance is 0.1 of the
 # largest entry, has ended in another solution.
 FAR = 0.5
+RESIDUAL_FLOOR = 1e-8  # added to ‖g‖∞ in a relative residual
 SHARES = ("failed", "bisected", "limited")  # of the tokens that are no padding
 
 # A token's outcome is a sum of these, 0 where all is well.
@@ -131,7 +132,7 @@ class Solution(NamedTuple):
 
 def token_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token. y, g: (b,l,d) → (b,l)."""
-    return (y - g).abs().amax(-1) / (g.abs().amax(-1) + 1e-8)
+    return (y - g).abs().amax(-1) / (g.abs().amax(-1) + RESIDUAL_FLOOR)
 
 
 def relative_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,8 @@ class RunDir:
 def comparable(cfg: Run) -> dict:
     """A configuration by dotted keys, its model and solver sections `settled`."""
     tree = cfg.model_dump(mode="json")
-    return _flat({**tree, "model": settled(tree["model"]), "solver": cfg.solver.settled()})
+    model = settled(tree["model"], cfg.solver.iterates)
+    return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
 
 
 def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
@@ -243,15 +244,20 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
         )
 
 
-def settled(model: dict) -> dict:
-    """A model section with each "auto" of the mixer's bounds as what it is: two that are the same
-    model are equal, whether they were written before there was an `auto` or after."""
-    from lm.model.configuration_fprnn import mixer_bounds
+def settled(model: dict, iterates: bool) -> dict:
+    """Return a model section with each "auto" of the mixer replaced: two sections that describe the
+    same model are equal, whether they were written before there was an `auto` or after.
 
-    fields = {"block": "fp_mamba1", "mixer": "householder"}
-    fields |= {"kronecker_norm": "auto", "contractive": "auto"}
-    norm, kappa = mixer_bounds(*(model.get(name, auto) for name, auto in fields.items()))
-    return {**model, "kronecker_norm": norm, "contractive": kappa}
+    Args:
+        iterates: Whether the run's solver iterates the paper's map (`Solver.iterates`).
+    """
+    from lm.model.configuration_fprnn import gate_start, mixer_bounds
+
+    block, mixer = model.get("block", "fp_mamba1"), model.get("mixer", "householder")
+    bounds = (model.get(name, "auto") for name in ("kronecker_norm", "contractive"))
+    norm, kappa = mixer_bounds(block, mixer, *bounds)
+    start = gate_start(block, mixer, iterates, model.get("mixer_gate_start", "auto"))
+    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_start": start}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

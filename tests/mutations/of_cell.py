@@ -253,9 +253,20 @@ MUTATIONS = [
     ),
     Mutation(
         "token: the inner iteration goes on where it has converged",
-        FULL, "torch.lerp(y, g, (damping.step * ~solved).unsqueeze(-1))",
-        "torch.lerp(y, g, damping.step.unsqueeze(-1))",
+        FULL, "torch.lerp(at, value, (damping.step * moving).unsqueeze(-1))",
+        "torch.lerp(at, value, damping.step.unsqueeze(-1))",
         of_full("a_token_that_iterates_depends_on_no_other"),
+    ),
+    Mutation(
+        "token: the precision decides when Picard has chosen a full-rank solution",
+        FULL, "is_near = is_near | (residual < ROOT_TOL)",
+        "is_near = is_near | (residual < INNER_TOL[at.dtype])",
+        of_full("every_precision_takes_the_same_of_several_solutions"),
+    ),
+    Mutation(
+        "full-rank mixers start with open gates",
+        "lm/model/configuration_fprnn.py", 'NEAR_IDENTITY.get(mixer, 0.0)', "0.0",
+        ("tests/lm/model/test_modeling.py::test_full_rank_mixers_start_near_the_identity",),
     ),
     Mutation(
         "token: bisection of a full-rank equation goes the other way",

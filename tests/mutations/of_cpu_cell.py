@@ -104,8 +104,13 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: Newton is tried from anywhere",
-        ROOT, "if (q > 0 && q < 0.99 && near) {", "if (q > 0 && q < 0.99) {",
+        ROOT, "if (q > 0 && q < SLOWEST && near) {", "if (q > 0 && q < SLOWEST) {",
         PICARD,
+    ),
+    Mutation(
+        "compiled cell: Newton is tried ten times as far from the root as in Python",
+        ROOT, "NEAR = 0.05;", "NEAR = 0.5;",
+        ("tests/lm/kernels/test_constants.py::test_cpp_has_the_constants_of_python[cell_root.h]",),
     ),
     Mutation(
         "compiled cell: bisection goes the other way",

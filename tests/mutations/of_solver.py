@@ -27,8 +27,18 @@ MUTATIONS = [
     # The solver.
     Mutation(
         "a residual relative to y, not to f(y)",
-        SOLVER, "/ (g.abs().amax(-1) + 1e-8)", "/ (y.abs().amax(-1) + 1e-8)",
+        SOLVER, "/ (g.abs().amax(-1) + RESIDUAL_FLOOR)", "/ (y.abs().amax(-1) + RESIDUAL_FLOOR)",
         (f"{TESTS}test_solver.py", f"{ORACLE}::test_one_iteration[fp_rnn-householder1-plain]"),
+    ),
+    Mutation(
+        "padding counts among the tokens that are solved elsewhere",
+        SOLVER, "return (apart & real).sum(1)", "return apart.sum(1)",
+        (f"{TESTS}test_solver.py::test_padding_is_not_among_the_tokens_solved_elsewhere",),
+    ),
+    Mutation(
+        "padding counts among the tokens of which some are solved elsewhere",
+        SOLVER, "/ real.sum(1).clamp_min(1)", "/ real.shape[1]",
+        (f"{TESTS}test_solver.py::test_padding_is_not_among_the_tokens_solved_elsewhere",),
     ),
     Mutation(
         "a sequence's residual the mean of its tokens', not the largest",

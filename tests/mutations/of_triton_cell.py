@@ -64,7 +64,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tokens in Triton: the residual is not relative",
-        TOKENS, "(_largest(g[None, :]) + 1e-8)", "1.0",
+        TOKENS, "(_largest(g[None, :]) + RESIDUAL_FLOOR)", "1.0",
         (f"{OF_TOKENS}the_residual_is_that_of_the_iterate_and_nan_stays",),
     ),
     Mutation(

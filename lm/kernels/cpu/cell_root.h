@@ -16,9 +16,14 @@
 namespace {
 
 constexpr int MOST = 8;  // reflections; as in cpu_cell.py
-constexpr double MOST_GAIN = 20;  // as in lm/model/cell.py
 
-enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, LIMITED = 4 };  // as in lm/model/solver.py
+// The constants of lm/model/cell.py, under its names, and of lm/model/solver.py (`Rule`, outcomes).
+// tests/lm/kernels/test_constants.py compares them.
+constexpr int MOST_PICARD = 300, MOST_NEWTON = 10, BISECTIONS = 60, PATIENCE = 15;
+constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0.05;
+constexpr double ROUNDING = 8, SOLVED = 256, LEAST_INVERSE = 1e-18, MOST_GAIN = 20;
+
+enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, LIMITED = 4 };
 
 // r, a constant where the code was made for one.
 template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }
@@ -167,7 +172,7 @@ inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q,
     const double most = 2 * from.residual / (1 - q);
     double step[MOST];
     at = from;
-    for (int tried = 0; tried < 10; ++tried) {
+    for (int tried = 0; tried < MOST_NEWTON; ++tried) {
         newton_step<R>(e, r, at, step);
         const double before = at.residual;
         Point next;
@@ -178,8 +183,8 @@ inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q,
         evaluate<R>(e, r, next);
         const bool halved = next.residual <= before / 2;
         if (halved || next.residual < before) at = next;
-        const bool there = at_rounding(e, at, 8);
-        if (there || (!halved && at_rounding(e, at, 256))) return attracts<R>(e, r, at);
+        const bool there = at_rounding(e, at, ROUNDING);
+        if (there || (!halved && at_rounding(e, at, SOLVED))) return attracts<R>(e, r, at);
         if (!halved) return false;
     }
     return false;
@@ -203,13 +208,13 @@ template <int R> inline bool above(const Equation &e, int64_t r_, double g, Poin
 // pole: a root always exists (lm/model/cell.py).
 template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &at) {
     const int r = rank_of<R>(r_);
-    double low = 1e-18, high = 1 / std::sqrt(e.floor), step[MOST];
-    for (int tried = 0; tried < 60; ++tried) {
+    double low = LEAST_INVERSE, high = 1 / std::sqrt(e.floor), step[MOST];
+    for (int tried = 0; tried < BISECTIONS; ++tried) {
         const double middle = std::sqrt(low * high);
         (above<R>(e, r, middle, at) ? high : low) = middle;
     }
     above<R>(e, r, low, at);
-    for (int tried = 0; tried < 10 && !at_rounding(e, at, 8); ++tried) {
+    for (int tried = 0; tried < MOST_NEWTON && !at_rounding(e, at, ROUNDING); ++tried) {
         newton_step<R>(e, r, at, step);
         Point next;
         for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + step[i];
@@ -217,7 +222,7 @@ template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &a
         if (!(next.residual < at.residual)) break;
         at = next;
     }
-    return at_rounding(e, at, 256);
+    return at_rounding(e, at, SOLVED);
 }
 
 // Whether ‖(I − φ′)⁻¹‖ is above MOST_GAIN, or not known. M: I − φ′.
@@ -238,7 +243,7 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
 // The root into s, and FAILED where none was found: s is then the best that was met.
 template <int R> inline uint8_t solve(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
-    double step = 0.99, before = std::numeric_limits<double>::infinity();
+    double step = STEPSIZE, before = std::numeric_limits<double>::infinity();
     int waited = 0;
     Point at, best;
     for (int i = 0; i < r; ++i) at.s[i] = 0;
@@ -246,24 +251,24 @@ template <int R> inline uint8_t solve(const Equation &e, int64_t r_, double *s) 
     const auto take = [&](const Point &found) {
         for (int i = 0; i < r; ++i) s[i] = found.s[i];
     };
-    for (int iteration = 0; iteration < 300; ++iteration) {
+    for (int iteration = 0; iteration < MOST_PICARD; ++iteration) {
         evaluate<R>(e, r, at);
-        if (at_rounding(e, at, 8)) return take(at), 0;
+        if (at_rounding(e, at, ROUNDING)) return take(at), 0;
         if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
             return take(at), FAILED;
         }
         const double q = at.residual / before;
         // What is left of the way is short beside the terms: no other root can be as near.
-        const bool near = at.residual / (1 - q) <= 0.05 * at.scale;
-        if (q > 0 && q < 0.99 && near) {  // the first time q is 0
+        const bool near = at.residual / (1 - q) <= NEAR * at.scale;
+        if (q > 0 && q < SLOWEST && near) {  // the first time q is 0
             Point found;
             if (shortcut<R>(e, r, at, q, found)) return take(found), 0;
         }
         if (at.residual < best.residual) {
             best = at;
             waited = 0;
-        } else if (++waited >= 15) {
-            step *= 0.9;
+        } else if (++waited >= PATIENCE) {
+            step *= STEPSIZE_DECAY;
             waited = 0;
         }
         for (int i = 0; i < r; ++i) at.s[i] += step * at.psi[i];

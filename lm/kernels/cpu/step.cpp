@@ -44,6 +44,8 @@ namespace {
 // the machine is busy.
 constexpr int64_t FEW = 1 << 17;
 
+constexpr double RESIDUAL_FLOOR = 1e-8;  // as in lm/model/solver.py
+
 enum Act { SILU, RELU, IDENTITY };  // as in cpu_step.py
 
 // body(c, lanes) for all blocks of d channels; in all but the last `lanes` is a constant.
@@ -187,7 +189,7 @@ template <class T> void finish_token(const Finish &p, int64_t t, T *w) {
     });
     if (!y) return;
     const bool bad = across<T>(poison) != 0;  // true of NaN
-    const T residual = largest<T>(change) / (largest<T>(size) + T(1e-8));
+    const T residual = largest<T>(change) / (largest<T>(size) + T(RESIDUAL_FLOOR));
     out<T>(p.residual)[t] = bad ? std::numeric_limits<T>::quiet_NaN() : residual;
 }
 

@@ -19,7 +19,11 @@ from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_ph
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
+# The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
 MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
+STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
+SLOWEST, NEAR, LEAST_INVERSE = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
+ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 
 
 def usable() -> tuple[bool, str]:
@@ -148,7 +152,8 @@ def _shortcut(s, trying, residual, q, equation, eps, MOST: tl.constexpr, R: tl.c
         now = tl.where(taken, after, now)
         scale = tl.where(taken, scale_there, scale)
         # 2. Whether that is a root, and one that attracts.
-        at_rounding = (now <= 8.0 * eps * scale) | ((now <= 256.0 * eps * scale) & (halved == 0))
+        no_better = (now <= SOLVED * eps * scale) & (halved == 0)
+        at_rounding = (now <= ROUNDING * eps * scale) | no_better
         ended = trying & at_rounding
         if _any(ended):
             found = found | (ended & _attracts(M, R))
@@ -164,7 +169,7 @@ def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R:
     eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
     eye = tl.where(eye, 1.0, 0.0)
     alpha, beta, delta, floor = equation[0], equation[1], equation[2], equation[6]
-    low = floor * 0.0 + 1e-18
+    low = floor * 0.0 + LEAST_INVERSE
     high = 1.0 / tl.sqrt(floor)
     for _ in range(MOST_TRIES):
         g = tl.sqrt(low * high)
@@ -179,10 +184,10 @@ def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R:
         psi, numerator, slant, inverse, before, scale = _evaluate(s, equation)
         moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
         _, _, _, _, after, _ = _evaluate(moved, equation)
-        going = going & (before > 8.0 * eps * scale) & (after < before)
+        going = going & (before > ROUNDING * eps * scale) & (after < before)
         s = tl.where(going[:, None], moved, s)
     _, _, _, _, residual, scale = _evaluate(s, equation)
-    return s, residual <= 256.0 * eps * scale
+    return s, residual <= SOLVED * eps * scale
 
 
 @triton.jit
@@ -205,7 +210,7 @@ def search(
     none = tl.zeros_like(equation[3])  # (T,)
     best = none + float("inf")
     before = best
-    step = none + 0.99
+    step = none + STEPSIZE
     waited = none.to(tl.int32)
     active = live
     solved = live & (none > 0)
@@ -214,12 +219,12 @@ def search(
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
-        done = active & (residual < float("inf")) & (residual <= 8.0 * eps * scale)
+        done = active & (residual < float("inf")) & (residual <= ROUNDING * eps * scale)
         lost = lost | (active & (residual == float("inf")))
         active = active & (done == 0) & (lost == 0)
         root = tl.where(done[:, None], s, root)
         q = residual / before
-        near = (q > 0.0) & (q < 0.99) & (residual / (1.0 - q) <= 0.05 * scale)
+        near = (q > 0.0) & (q < SLOWEST) & (residual / (1.0 - q) <= NEAR * scale)
         trying = active & near
         if _any(trying):
             ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
@@ -231,8 +236,8 @@ def search(
         best = tl.where(better, residual, best)
         best_s = tl.where(better[:, None], s, best_s)
         waited = tl.where(better, 0, waited + 1)
-        step = tl.where(waited >= 15, step * 0.9, step)
-        waited = tl.where(waited >= 15, 0, waited)
+        step = tl.where(waited >= PATIENCE, step * STEPSIZE_DECAY, step)
+        waited = tl.where(waited >= PATIENCE, 0, waited)
         s = tl.where(active[:, None], s + step[:, None] * psi, s)
         before = residual
         iteration += 1

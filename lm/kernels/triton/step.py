@@ -36,6 +36,7 @@ KINDS = ("layer", "rms")
 # Most rows of partial sums, each made by one program over many tokens: enough programs to fill a
 # GPU, few enough that the rows weigh little beside the tokens.
 MOST_PARTIALS = 512
+RESIDUAL_FLOOR = tl.constexpr(1e-8)  # as in lm/model/solver.py
 
 
 def usable() -> tuple[bool, str]:
@@ -412,7 +413,7 @@ def _finish_kernel(
     store(out, row, d, col, mask, g)
     if residual is not None:
         change = _largest(load(y, row, y_row, col, mask) - g)
-        tl.store(residual + row, change / (_largest(g) + 1e-8), mask=live)
+        tl.store(residual + row, change / (_largest(g) + RESIDUAL_FLOOR), mask=live)
 
 
 @triton.jit

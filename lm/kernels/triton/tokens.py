@@ -22,7 +22,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cell import MOST_REFLECTIONS, fits_a_gpu
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import activate, activate_grad, as_rows, check, launch, needs_grad
-from lm.kernels.triton.step import MOST_PARTIALS, _largest
+from lm.kernels.triton.step import MOST_PARTIALS, RESIDUAL_FLOOR, _largest
 from lm.kernels.triton.token import FAILED, mixed_of, normed_of, reflections, solve, transposed
 
 
@@ -146,7 +146,7 @@ def tokens_kernel(
         tl.store(roots + t * r + j, s, mask=j < r)
     if residual is not None:
         change = _line(y, t * y_row + col, live) - g
-        relative = _largest(change[None, :]) / (_largest(g[None, :]) + 1e-8)
+        relative = _largest(change[None, :]) / (_largest(g[None, :]) + RESIDUAL_FLOOR)
         tl.store(residual + t + tl.arange(0, 1), relative)
 
 

@@ -309,6 +309,24 @@ def test_a_mixer_starts_near_the_identity(mixer, block):
     assert norms[-3.0] < norms[0.0] / 2 and norms[-6.0] < 0.15 * norms[-3.0]
 
 
+def test_full_rank_mixers_start_near_the_identity():
+    """Where tokens are solved exactly; the paper's iteration starts as the paper does, reflections
+    start as before, and a number in the configuration stands."""
+
+    def start(**fields):
+        return FPRNNConfig(**fields).mixer_gate_start
+
+    assert {start(mixer=mixer) for mixer in ("kronecker", "monarch", "mixture")} == {-3.0}
+    assert {start(mixer=mixer) for mixer in ("householder", "dplr", "nonselective")} == {0.0}
+    assert start(mixer="kronecker", token="iterate") == start(mixer="kronecker", stopping="paper")
+    assert (
+        start(mixer="kronecker", token="iterate") == start(mixer="kronecker", block="fp_rnn") == 0
+    )
+    assert start(mixer="kronecker", mixer_gate_start=0.0) == 0
+    hybrid = FPRNNConfig(n_layer=2, layers=["fp_mamba1", {"fp_mamba1": {"mixer": "monarch"}}])
+    assert [hybrid.of_layer(layer).mixer_gate_start for layer in hybrid.layer_list()] == [0, -3]
+
+
 def test_a_loaded_gate_does_not_start_again(tmp_path):
     model = small(mixer_gate_start=-3.0)
     with torch.no_grad():
@@ -325,7 +343,7 @@ def test_a_loaded_gate_does_not_start_again(tmp_path):
     [
         (dict(mixer="nonselective", mixer_gate_start=-3), "is for mixers with gates .householder,"),
         (dict(mixer_gate_start=-21), "must be a number from -20 to 20"),
-        (dict(mixer_gate_start="auto"), "must be a number from -20 to 20"),
+        (dict(mixer_gate_start="closed"), "must be a number from -20 to 20, or auto"),
     ],
 )
 def test_a_start_that_a_mixer_cannot_have(fields, said):

@@ -7,6 +7,7 @@ from lm.model.gradient import implicit_gradient
 from lm.model.solver import (
     NonFiniteError,
     Rule,
+    _share_elsewhere,
     relative_residual,
     solve_paper,
 )
@@ -205,3 +206,15 @@ def test_an_implicit_gradient_that_diverges_is_an_error_in_the_backward():
 def test_an_implicit_gradient_that_has_not_converged_is_warned_of():
     with pytest.warns(UserWarning, match=r"not exact: relative residual .* not below 1e-08"):
         implicitly(0.9, Rule(tol=1e-8, max_iters=20))
+
+
+def test_padding_is_not_among_the_tokens_solved_elsewhere():
+    """Of two real tokens one is far off. At padding the procedure's NaN would count as well."""
+    y = torch.ones(2, 4, 3)
+    other = y.clone()
+    other[:, 1] = -1.0
+    other[0, 2:] = torch.nan
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    assert _share_elsewhere(other, y, mask).tolist() == [0.5, 0.25]
+    assert _share_elsewhere(other, y, None).tolist() == [0.75, 0.25]
+    assert _share_elsewhere(other, y, torch.zeros_like(mask)).tolist() == [0.0, 0.0]

@@ -1,0 +1,105 @@
+"""Constants that stand in Python and, again, in a kernel's C++ or Triton."""
+
+import re
+
+import pytest
+
+from lm.kernels import cell as kernels_cell
+from lm.kernels.cpu import build, roots
+from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels.cpu import step as cpu_step
+from lm.model import cell, solver
+
+RULE = solver.Rule()
+# Name → value in lm/model, of the search for a root.
+SEARCH = {
+    name: getattr(cell, name)
+    for name in (
+        "MOST_PICARD",
+        "MOST_NEWTON",
+        "BISECTIONS",
+        "LEAST_INVERSE",
+        "ROUNDING",
+        "SOLVED",
+        "SLOWEST",
+        "NEAR",
+        "MOST_GAIN",
+    )
+}
+SEARCH |= {
+    "STEPSIZE": RULE.stepsize,
+    "STEPSIZE_DECAY": RULE.stepsize_decay,
+    "PATIENCE": RULE.patience,
+}
+OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
+
+
+def constants(file):
+    """Numeric constants of a C++ file: its constexpr definitions and enumerations, by name."""
+    source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
+    found = {}
+    for definitions in re.findall(r"^constexpr (?:int|double|int64_t) ([^;]+);", source, re.M):
+        for name, value in re.findall(r"(\w+) = ([^,]+)", definitions):
+            if re.fullmatch(r"[\d.e+-]+", value):
+                found[name] = float(value)
+    for _, members in re.findall(r"^enum (\w+)(?: : \w+)? \{([^}]+)\}", source, re.M):
+        for index, member in enumerate(members.split(",")):
+            name, _, value = member.partition("=")
+            found[name.strip()] = float(value or index)
+    return found
+
+
+def order(names):
+    return {name.upper(): index for index, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    "file, expected",
+    [
+        ("cell_root.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        (
+            "cell.h",
+            {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
+            | order(kernels_cell.NORMS)
+            | order(kernels_cell.ACTS),
+        ),
+        ("step.cpp", {"RESIDUAL_FLOOR": solver.RESIDUAL_FLOOR} | order(cpu_step._ACTS)),
+    ],
+    ids=["cell_root.h", "cell.h", "step.cpp"],
+)
+def test_cpp_has_the_constants_of_python(file, expected):
+    """In both directions: a constant that is new in C++ wants a place here."""
+    found = constants(file)
+    assert {name: found.get(name) for name in expected} == expected
+    if file == "cell_root.h":
+        assert found.keys() == expected.keys()
+
+
+def test_the_search_in_cpp_has_no_number_without_a_name():
+    """Past the definitions, in the search itself: only 0, 1 and 2 stand as digits."""
+    source = re.sub(r"//.*", "", (build.HERE / "cell_root.h").read_text(encoding="utf-8"))
+    search = source[source.index("struct Equation") :]
+    assert set(re.findall(r"(?<![\w.])\d[\d.e-]*", search)) <= {"0", "1", "2"}
+
+
+def test_python_modules_of_kernels_have_the_constants_of_the_model():
+    assert (roots.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
+    assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
+
+
+def test_triton_has_the_constants_of_python():
+    pytest.importorskip("triton")
+    from lm.kernels.triton import roots as triton_roots
+    from lm.kernels.triton import step, token, tokens
+
+    def value_of(module, name):
+        constant = getattr(module, name)
+        return getattr(constant, "value", constant)
+
+    search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
+    assert {name: value_of(triton_roots, name) for name in search} == search
+    shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
+    assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
+    assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
+    floors = {value_of(module, "RESIDUAL_FLOOR") for module in (step, tokens)}
+    assert floors == {solver.RESIDUAL_FLOOR}
