@@ -230,8 +230,9 @@ def _attached(slope, received, failed, R: tl.constexpr):
     after = tl.sum(eta * eta, 0)
     finite = after < float("inf")  # of a singular matrix no direction is known: ḡ's own
     along = tl.where(finite, eta, received.to(tl.float64))
-    times = tl.where(finite, MOST_GAIN * tl.sqrt(before / after), MOST_GAIN)
-    short = finite & (after <= MOST_GAIN * MOST_GAIN * before)
+    # Triton 3.7's interpreter cannot use the product of a constexpr and a tensor: tensor first.
+    times = tl.where(finite, tl.sqrt(before / after) * MOST_GAIN, MOST_GAIN)
+    short = finite & (after <= before * (MOST_GAIN * MOST_GAIN))
     eta = tl.where(short, eta, times * along)
     return tl.where(failed, received, eta.to(tl.float32))
 
