@@ -33,7 +33,7 @@ from lm.config.schema import Config
 from lm.model.state import Adversary
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
-from lm.training.deepspeed_json import deepspeed_config
+from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.muon import MatricesAndRest, Piece
 from lm.training.optim import lr_factor, optimizer
 
@@ -238,7 +238,10 @@ class Engine:
         self.cfg, self.ranks = cfg, ranks
         # A copy: an engine that is built again after a rollback begins with what was checked.
         self.config = copy.deepcopy(config) if config else deepspeed_config(cfg, ranks.world_size)
-        self.zero_stage = self.config["zero_optimization"]["stage"]
+        zero = self.config["zero_optimization"]
+        self.zero_stage = zero["stage"]
+        counts = [p.numel() for p in model.parameters()]
+        zero.setdefault("reduce_bucket_size", bucket_size(sum(counts), max(counts)))
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.zero_stage == 3:

@@ -219,6 +219,16 @@ MUTATIONS = [
         ("tests/lm/training/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
     ),
     Mutation(
+        "running: gradients of linear layers are rounded to bf16",
+        "lm/training/deepspeed_json.py",
+        'autocast.setdefault("lower_precision_safe_modules", [])',
+        'autocast.setdefault("lower_precision_safe_modules", ["torch.nn.Linear"])',
+        (
+            "tests/lm/training/test_engine.py::"
+            "test_gradients_are_accumulated_and_summed_in_fp32_under_bf16",
+        ),
+    ),
+    Mutation(
         "running: a rollback keeps the spoilt gradients",
         TRAIN,
         "            self._build_with_finite_weights(named=False)\n",

@@ -12,7 +12,7 @@ from lm.config.schema import Optim
 from lm.training import deepspeed_json, optim
 from lm.training.build import build_model
 from lm.training.engine import Engine
-from tests.running import run
+from tests.running import printed_by_ranks, run
 
 
 def formula(o, steps, warmup, k):
@@ -67,7 +67,11 @@ def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
     d = deepspeed_json.deepspeed_config(cfg, 4)
     assert d["train_batch_size"] == 2 * 2 * 4
     assert d["gradient_clipping"] == 0.5 and d["zero_optimization"]["stage"] == 2
-    assert d["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert d["torch_autocast"] == {
+        "enabled": True,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": [],
+    }
     raw = tmp_path / "ds.json"
     raw.write_text('{"zero_optimization": {"overlap_comm": true}, "prescale_gradients": true}')
     merged = deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
@@ -110,6 +114,24 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     assert ours != theirs
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(processes):
+    """In every ZeRO stage; with linear layers named in engine.deepspeed theirs are rounded."""
+    cases = printed_by_ranks("tests.oracle_bf16", processes)
+    *of_stages, rounded = cases.values()
+    assert len(of_stages) == 4
+    for case in of_stages:
+        assert case["norm"] == pytest.approx(case["expected"], rel=1e-6)
+        assert case["error"] < 1e-6 and case["bf16"] == 0.0
+    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
+
+
+@pytest.mark.parametrize("parameters, largest, size", [(7, 4, 7), (10**9, 10, 5 * 10**7),
+                                                       (10**9, 6 * 10**7, 6 * 10**7)])  # fmt: skip
+def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest, size):
+    assert deepspeed_json.bucket_size(parameters, largest) == size
+
+
 @pytest.mark.parametrize(
     "raw, sentence",
     [
@@ -123,6 +145,19 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
         (
             {"zero_optimization": {"overlap_comm": 3}},
             "overlap_comm of zero_optimization to 3: it",
+        ),
+        ({"torch_autocast": 3}, "sets torch_autocast to 3: it must be a mapping"),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": 3}},
+            r"to 3: it must be a list of classes, such as \[torch\.nn\.Linear\]",
+        ),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": ["os.system"]}},
+            "has 'os.system': it must be a class of torch.nn",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
+            "communication_data_type, which DeepSpeed does not use under autocast and ZeRO",
         ),
     ],
 )
