@@ -229,6 +229,23 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "running: wandb counts by its own step",
+        "lm/runs/log.py",
+        "self.run.log({**numbers, OUR_STEP: step})",
+        "self.run.log(numbers, step=step)",
+        ("tests/lm/runs/test_metrics.py::test_wandb_has_the_new_branch_after_a_rollback",),
+    ),
+    Mutation(
+        "running: TensorBoard keeps a branch that was left",
+        "lm/runs/log.py",
+        "self._open(step + 1)",
+        "self._open(None)",
+        (
+            "tests/lm/runs/test_metrics.py::"
+            "test_after_a_rollback_tensorboard_has_the_new_branch_alone",
+        ),
+    ),
+    Mutation(
         "running: a rollback keeps the spoilt gradients",
         TRAIN,
         "            self._build_with_finite_weights(named=False)\n",
