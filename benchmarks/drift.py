@@ -1,81 +1,116 @@
 """How far a run's losses drift when only the micro-batches or the number of ranks change.
 
-    python -m benchmarks.drift            # the tiny configuration, three seeds: 10 minutes
+    python -m benchmarks.drift            # the tiny configuration, three seeds
 
-Every run has the same global batch, so that only the order of summation differs: rounding, which
-training then amplifies or not. A row is the largest difference of a loss up to an update, over all
-seeds, from the run on one rank with whole micro-batches.
+Every run has the same sequences in an update, so that only the order of summation differs. The
+rounding that this changes is what training then amplifies, or does not. A row is the largest
+difference of a loss up to an update, over all seeds, from the run on one rank with whole
+micro-batches.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from lm.training.engine import _free_port
+import torch
+
+from lm.common.ranks import Ranks
+from lm.config.load import load
+from lm.training import engine as ds
+from lm.training.build import build_model
 
 UPDATES = (1, 10, 20, 40, 80, 120)
-SETTINGS = (
-    "train.global_batch_size=4",
-    "train.grad_accum_steps=null",
-    f"train.steps={UPDATES[-1]}",
-    "checkpoint.every=1000",
-    "eval.every=1000",
-)
+SEQUENCES, LENGTH = 4, 16  # of an update
+TEXT = "tests/data/tiny.jsonl"  # its bytes are the tokens
 MODELS = {
     "FP-Mamba": (),
     "FP-Mamba, lr 1e-3": ("optim.lr=1e-3",),
     "FP-Mamba, contractive 0.9": ("model.contractive=0.9",),
-    "Mamba": ("model.name=mamba",),
     "gated DeltaNet": ("model.layers=gated_deltanet",),
+    "Transformer": ("model.name=transformer",),
+    "Mamba": ("model.name=mamba",),
 }
-WHOLE = (1, 4)  # ranks, sequences of a micro-batch
-OTHERS = {"micro-batches of 1": (1, 1), "2 ranks": (2, 2)}
+PRECISIONS = ("fp32", "bf16")
+LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}  # ranks, sequences
 
 
 def main() -> None:
-    """Print a row per model, precision and change."""
+    """Print a row per model, precision and change; as a rank, print the losses of one layout."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
     p.add_argument("--seeds", type=int, default=3, help="default: 3")
+    p.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)  # of a rank
     args = p.parse_args()
+    if args.micro_batch:
+        train_all(args.config, args.seeds, args.micro_batch)
+        return
+    losses = {name: start(args, *layout) for name, layout in LAYOUTS.items()}
     print("update", *UPDATES, sep="\t")
-    for model, overrides in MODELS.items():
-        for precision in ("fp32", "bf16"):
-            settings = (*SETTINGS, *overrides, f"train.precision={precision}")
-            rows: dict[str, list[list[float]]] = {name: [] for name in OTHERS}
+    for model, precision in itertools.product(MODELS, PRECISIONS):
+        for name in list(LAYOUTS)[1:]:
+            drift = [0.0] * UPDATES[-1]
             for seed in range(args.seeds):
-                reference = losses(args.config, WHOLE, *settings, f"seed={seed}")
-                for name, layout in OTHERS.items():
-                    other = losses(args.config, layout, *settings, f"seed={seed}")
-                    rows[name].append([abs(a - b) for a, b in zip(reference, other)])
-            for name, drifts in rows.items():
-                largest = (max(max(drift[:update]) for drift in drifts) for update in UPDATES)
-                shown = "\t".join(f"{drift:.0e}" for drift in largest)
-                print(f"{model}, {precision}, {name}\t{shown}", flush=True)
+                case = f"{model}, {precision}, {seed}"
+                for i, (a, b) in enumerate(zip(losses["whole"][case], losses[name][case])):
+                    drift[i] = max(drift[i], abs(a - b))
+            shown = "\t".join(f"{max(drift[:update]):.0e}" for update in UPDATES)
+            print(f"{model}, {precision}, {name}\t{shown}")
 
 
-def losses(config: str, layout: tuple[int, int], *overrides: str) -> list[float]:
-    """Train in processes of their own, and return the loss of every update."""
-    ranks, sequences = layout
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lm", "train", "--config", config, f"out_dir={folder}"]
-        command += [*overrides, f"train.micro_batch_size={sequences}", "name=run"]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        started = []
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            env = os.environ | place | own
-            started.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
-        if any([process.wait() for process in started]):
-            raise SystemExit(f"failed: {' '.join(command)}")
-        lines = (Path(folder) / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [record["loss"] for record in map(json.loads, lines) if "grad_norm" in record]
+def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, list[float]]:
+    """Train every case on so many ranks, and return the losses of each."""
+    command = [sys.executable, "-m", "benchmarks.drift", "--config", args.config]
+    command += ["--seeds", str(args.seeds), "--micro-batch", str(micro_batch)]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ds._free_port())}
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        started.append(subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE))
+    printed = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return json.loads(printed[0])
+
+
+def train_all(config: str, seeds: int, micro_batch: int) -> None:
+    """Train every case as one of the ranks that a launcher started; rank 0 prints the losses."""
+    ranks = ds.start(load(config, ()))
+    losses = {}
+    for (model, overrides), precision in itertools.product(MODELS.items(), PRECISIONS):
+        for seed in range(seeds):
+            settings = (*overrides, f"train.precision={precision}", f"seed={seed}")
+            losses[f"{model}, {precision}, {seed}"] = train(config, settings, micro_batch, ranks)
+    if ranks.is_main:
+        print(json.dumps(losses))
+    ranks.barrier()
+    ds.stop()
+
+
+def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
+    """Train a model on random parts of TEXT, and return the loss of every update."""
+    batch = (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
+    own = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
+    cfg = load(config, (*settings, *batch, *own))
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, 256)
+    engine = ds.Engine(cfg, model, ranks)
+    with open(TEXT, "rb") as file:
+        text = torch.tensor(list(file.read(200_000)))
+    generator = torch.Generator().manual_seed(cfg.seed)
+    losses = []
+    for _ in range(UPDATES[-1]):
+        starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=generator)
+        blocks = torch.stack([text[i : i + LENGTH + 1] for i in starts])
+        parts = blocks.split(micro_batch)[ranks.rank :: ranks.world_size]
+        batches = [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts]
+        losses.append(engine.step(batches).loss)
+    engine.release()
+    return losses
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from lm.common.errors import (
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
+from lm.model.batch import IGNORED
 from lm.model.state import Adversary
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
@@ -156,6 +157,7 @@ def stop() -> None:
         torch_dist.destroy_process_group()
 
 
+NO_TARGET = f"every label of its sequences is {IGNORED}, which is no target"
 Batch = dict[str, torch.Tensor]  # of a micro-batch: input_ids, labels (b,l)
 
 
@@ -458,12 +460,19 @@ class Engine:
             kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
             raise kind(f"rank {self.ranks.rank}: {e}") from None
 
-    def _shares(self, batches: list) -> list[float]:
-        """What each micro-batch's mean loss counts for in the mean of all: 1, but for one with
-        fewer targets (a corpus' last block). So the loss does not depend on how an update is cut
-        into micro-batches."""
-        counts = [float((batch["labels"] != -100).sum()) for batch in batches]
+    def _shares(self, batches: list[Batch]) -> list[float]:
+        """Return the weight of each micro-batch's mean loss in the mean over all of them.
+
+        It is 1, and less for a micro-batch with fewer targets (a corpus' last block), so that the
+        loss does not depend on how an update is cut into micro-batches.
+
+        Raises:
+            TrainingError: No micro-batch of any rank has a target.
+        """
+        counts = [float((batch["labels"] != IGNORED).sum()) for batch in batches]
         (targets,) = self.ranks.sum(sum(counts))
+        if not targets:
+            raise TrainingError(f"an update has nothing to learn: {NO_TARGET}")
         mean = targets / (len(batches) * self.ranks.world_size)
         return [count / mean for count in counts]
 
@@ -605,17 +614,23 @@ class Engine:
     def validate(
         self, batches: list[Batch], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, float]:
-        """Mean loss and perplexity over all targets of all ranks' micro-batches."""
+        """Return mean loss and perplexity over all targets of all ranks' micro-batches.
+
+        Raises:
+            TrainingError: There is no target.
+        """
         self.deepspeed.eval()
         nll = count = 0.0
         for i, batch in enumerate(batches):
             output = self.forward(batch)
-            targets = (batch["labels"] != -100).sum().item()
+            targets = (batch["labels"] != IGNORED).sum().item()
             if targets:
                 nll += output.loss.item() * targets
                 count += targets
             if progress:
                 progress(i + 1, len(batches))
         nll, count = self.ranks.sum(nll, count)
-        loss = nll / max(1.0, count)
+        if not count:
+            raise TrainingError(f"a validation has nothing to measure: {NO_TARGET}")
+        loss = nll / count
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": int(count)}

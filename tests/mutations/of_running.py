@@ -219,6 +219,13 @@ MUTATIONS = [
         ("tests/lm/training/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
     ),
     Mutation(
+        "running: padding counts in the validation loss",
+        ENGINE,
+        "nll += output.loss.item() * targets",
+        'nll += output.loss.item() * batch["labels"].numel()',
+        ("tests/lm/training/test_engine.py::test_validation_is_the_mean_over_targets",),
+    ),
+    Mutation(
         "running: gradients of linear layers are rounded to bf16",
         "lm/training/deepspeed_json.py",
         'autocast.setdefault("lower_precision_safe_modules", [])',

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.common import ranks
-from lm.common.errors import ConfigError
+from lm.common.errors import ConfigError, TrainingError
 from lm.config.schema import Optim
 from lm.training import deepspeed_json, optim
 from lm.training.build import build_model
@@ -199,9 +199,39 @@ def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch)
     assert ranks.launched() == (3, 4, 1)
 
 
+LABELS = [[1, 2, 3, 4]], [[1, -100, -100, -100]], [[-100] * 4]
+PADDED = [{"labels": torch.tensor(labels)} for labels in LABELS]  # the end of a corpus
+
+
+def among(**sums):
+    """A stand-in for an Engine on one of two ranks; the other adds these to what is summed."""
+    ranks = SimpleNamespace(sum=lambda *ours: [a + b for a, b in zip(ours, sums["other"])])
+    ranks.world_size = 2
+    deepspeed = SimpleNamespace(eval=lambda: None)
+    return SimpleNamespace(ranks=ranks, deepspeed=deepspeed, **sums)
+
+
 def test_a_micro_batch_counts_by_its_targets():
-    """Five targets here and six on the other rank are 11 in four micro-batches."""
-    labels = [[1, 2, 3, 4]], [[1, -100, -100, -100]]
-    batches = [{"labels": torch.tensor(of)} for of in labels]
-    ranks = SimpleNamespace(sum=lambda count: [count + 6], world_size=2)
-    assert Engine._shares(SimpleNamespace(ranks=ranks), batches) == [4 / 2.75, 1 / 2.75]
+    """Five targets here and six on the other rank are 11 in six micro-batches."""
+    shares = Engine._shares(among(other=[6]), PADDED)
+    assert shares == pytest.approx([4 * 6 / 11, 6 / 11, 0])
+
+
+def test_validation_is_the_mean_over_targets():
+    """Losses of 2 and 5 over 4 targets and 1 here, 6 targets of 3 on the other rank. A model may
+    say NaN where there is no target."""
+    losses = iter([2.0, 5.0, math.nan])
+    engine = among(other=[18, 6])
+    engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(next(losses)))
+    measured = Engine.validate(engine, PADDED)
+    mean = (4 * 2 + 5 + 6 * 3) / 11
+    assert measured == {"loss": mean, "perplexity": pytest.approx(math.exp(mean)), "tokens": 11}
+
+
+def test_nothing_to_learn_or_to_measure_is_a_sentence():
+    engine = among(other=[0, 0])
+    engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
+    with pytest.raises(TrainingError, match="an update has nothing to learn: every label of its"):
+        Engine._shares(engine, PADDED[2:])
+    with pytest.raises(TrainingError, match="a validation has nothing to measure: every label"):
+        Engine.validate(engine, PADDED[2:])
