@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
-from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
+from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
@@ -240,14 +240,22 @@ class Writer:
 
     def _kept_until(self, step: int) -> TextIO:
         """metrics.jsonl without the records of later steps, open to go on."""
-        records, unread = read_log(self.run.path) if step else ([], 0)
+        unread = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal unread
+            for record in iter_metrics(self.run.path) if step else ():
+                if record is None:
+                    unread += 1
+                elif record["step"] <= step:
+                    yield json.dumps(record) + "\n"
+
+        write_text(self.path, lines())
         if unread:
             say(
                 f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
                 " record (cut short by a kill, or damaged): dropped"
             )
-        kept = [record for record in records if record["step"] <= step]
-        write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")
 

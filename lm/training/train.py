@@ -36,9 +36,9 @@ from lm.runs.metrics import (
     fixed_point_metrics,
     imbalance,
     is_due,
+    iter_metrics,
     mean,
     peak_memory,
-    read_metrics,
 )
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
@@ -404,8 +404,8 @@ class Training(Loop):
             and self.step % self.cfg.eval.every == 0
             and not self.ranks.first(
                 lambda: any(
-                    r["step"] == self.step and "validation" in r
-                    for r in read_metrics(self.run.path)
+                    r is not None and r["step"] == self.step and "validation" in r
+                    for r in iter_metrics(self.run.path)
                 )
             )
         ):
