@@ -120,9 +120,12 @@ def start(cfg: Config) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = "nccl" if on_gpu else "gloo"
+    if world == 1:
+        _meet_nobody(backend, _limit_of_collectives(cfg))
     try:
         deepspeed.init_distributed(
-            "nccl" if on_gpu else "gloo",
+            backend,
             timeout=_limit_of_collectives(cfg),
             auto_mpi_discovery=False,
             verbose=False,
@@ -134,6 +137,19 @@ def start(cfg: Config) -> Ranks:
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
     return Ranks(rank, world, device, objects)
+
+
+def _meet_nobody(backend: str, timeout: timedelta) -> None:
+    """Make the process group of a single process, which DeepSpeed then uses.
+
+    torch's own rendezvous would listen on every interface of the host, and gloo on the one that
+    the host's name resolves to.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    store = torch_dist.HashStore()
+    torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def _limit_of_collectives(cfg: Config) -> timedelta:
