@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,26 +110,31 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def write_text(path: Path | str, text: str) -> None:
+def write_text(path: Path | str, text: str | Iterable[str]) -> None:
     """Write a text so that a reader, also one after a power failure, sees the old file or the new
     one, never half of it. Of a link what it leads to is written; into a device or a pipe the text
     goes as it is.
+
+    Args:
+        path: File to write.
+        text: The text, or its parts, which may be read from the old file meanwhile.
 
     Raises:
         OutputError: it cannot be written; the old file stands.
     """
     path = Path(path)
+    parts = [text] if isinstance(text, str) else text
     with writing(path):
         if _is_special(path):
             with path.open("w", encoding="utf-8") as f:
-                f.write(text)
+                f.writelines(parts)
             return
         path = target(path)
         tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with tmp.open("w", encoding="utf-8") as f:
-                f.write(text)
+                f.writelines(parts)
             sync(tmp)
             os.replace(tmp, path)
         except OSError:

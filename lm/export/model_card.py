@@ -14,7 +14,7 @@ from lm.config.schema import Config, Optim
 from lm.data.corpus.prepare import place_in_run
 from lm.data.sources.mixture import parts
 from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, marked, read_metrics
+from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
     step, tokens = manifest["step"], _tokens(cfg, manifest)
     facts = Facts(data=_data(run, cfg), datasets=_datasets(cfg))
     facts.training = _training(run, cfg, manifest)
-    measured = [r for r in read_metrics(run.path) if r["step"] == step]
+    measured = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
     weights = "ema" if ema else "validation"
     scores = [r[weights] for r in measured if weights in r]
     facts.validation = known(_validation, scores[-1] if scores else {}) or [

@@ -7,6 +7,7 @@ runs of it (0.19); what a layer keeps is one stated number for each kind of laye
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,13 @@ from lm.model.fields import parse_gradient
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.model.patterns import KINDS, Layer, parse
 from lm.training.build import build_model, stacked
-from lm.training.deepspeed_json import deepspeed_config
+from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.optim import matrices
 
-BUCKET = 500_000_000  # elements of DeepSpeed's gradient buffer, where nothing else is set
 MOST_GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps whole (stage3_max_live_parameters)
 # CUDA's context, the workspaces of cuBLAS and the channels of NCCL: assumed, not measured.
 RUNTIME = 1.5 * GIB
 USABLE = 0.95  # of a card's memory; the rest for what the allocator cannot hand out: assumed
-# Modules whose parameters DeepSpeed sends in bf16 under autocast: exactly these classes.
-SENT_LOW = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 # Numbers of 4 bytes that a layer keeps for its backward, for each token and each of its d_inner
 # channels. In bf16 about a quarter of it is saved: products are half as large, scans are not.
@@ -73,6 +71,7 @@ class Sizes(NamedTuple):
     embedding: int
     sent_low: int = 0  # parameters whose gradients travel in bf16
     by_muon: int = 0  # parameters that Muon steps, with one moment where AdamW has two
+    largest: int = 0  # parameters of the largest tensor
 
 
 class Memory(NamedTuple):
@@ -101,23 +100,27 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
         return build_model(cfg, vocab_size)
 
 
-def sizes(model: torch.nn.Module, precision: str, optim: Optim | None = None) -> Sizes:
-    """Of a model, which may lie on the meta device.
+def sizes(
+    model: torch.nn.Module, low_precision: Sequence[str] = (), optim: Optim | None = None
+) -> Sizes:
+    """Return the sizes of a model, which may lie on the meta device.
 
     Args:
-        optim: what steps it; None: AdamW.
+        low_precision: Classes of `torch.nn` whose gradients DeepSpeed sends in bf16.
+        optim: Settings of the optimizer; None: AdamW.
     """
     low: dict[int, int] = {}
-    if precision == "bf16":
-        for module in model.modules():
-            if module.__class__ in SENT_LOW:
-                low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
+    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in low_precision]
+    for module in model.modules():
+        if module.__class__ in classes:
+            low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
     muon = matrices(model) if optim is not None and optim.name == "muon" else ()
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         embedding=model.get_input_embeddings().weight.numel(),
         sent_low=sum(low.values()),
         by_muon=sum(p.numel() for name, p in model.named_parameters() if name in muon),
+        largest=max(p.numel() for p in model.parameters()),
     )
 
 
@@ -205,9 +208,9 @@ def _buffers(cfg: Config, zero: dict, stage: int, ranks: int, of: Sizes, on_gpu:
     2 a second one of each that is filled meanwhile (overlap_comm)."""
     if stage == 0:
         return 0.0
-    size = zero.get("reduce_bucket_size", BUCKET)
+    size = zero.get("reduce_bucket_size", bucket_size(of.parameters, of.largest))
     own = cfg.engine.deepspeed if isinstance(cfg.engine.deepspeed, dict) else {}
-    overlaps = own.get("zero_optimization", {}).get("overlap_comm", on_gpu)
+    overlaps = own.get("zero_optimization", {}).get("overlap_comm", on_gpu and ranks > 1)
     if stage < 3:
         return size * 4.0 * (2 if of.sent_low else 1) * (2 if overlaps else 1)
     gathered = zero.get("stage3_max_live_parameters", MOST_GATHERED)

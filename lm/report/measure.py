@@ -66,7 +66,7 @@ def measure(cfg: Config) -> Measured:
             f"--measure: a micro-batch of {shape[0]} × {shape[1]} tokens does not fit in this GPU:"
             " give a smaller train.micro_batch_size"
         ) from None
-    needed = memory(cfg, 1, on, sizes(model, cfg.train.precision), vocab_size, stage=0)
+    needed = memory(cfg, 1, on, sizes(model), vocab_size, stage=0)
     return Measured(
         device=on.name,
         bytes=peak_memory(device) - before,

@@ -16,7 +16,11 @@ from lm.report.estimate import Sizes, flops_of, on_the_meta_device, sizes
 from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import vocabulary, with_built_in_mixers
-from lm.training.deepspeed_json import deepspeed_config, highest_stage
+from lm.training.deepspeed_json import (
+    deepspeed_config,
+    highest_stage,
+    low_precision_modules,
+)
 from lm.training.optim import described as described_optimizer
 
 if TYPE_CHECKING:
@@ -256,7 +260,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
     solved = settled_schedule(cfg, layers)
     if solved is not cfg:
         model = on_the_meta_device(solved, vocab_size)
-    counted = sizes(model, cfg.train.precision, cfg.optim)
+    low_precision = low_precision_modules(deepspeed_config(cfg, at.world_size))
+    counted = sizes(model, low_precision, cfg.optim)
     return {
         "at": at,
         "world_size": at.world_size,

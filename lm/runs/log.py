@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import netrc
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
 from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
-from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, marked, read_log
+from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
@@ -118,29 +117,47 @@ def _put(numbers: dict, group: str, value, layers: list[int] | None, name: str =
         numbers[group + name] = value
 
 
-def _has_wandb_key() -> bool:
-    """A key in the environment, or in the netrc that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
 Result = TypeVar("Result")
+OUR_STEP = "global_step"  # wandb's own step may not go back, as a resumed run and a rollback do
+
+
+def _wandb_mode() -> Any:
+    """Return the `mode` of `wandb.init`: None, which leaves it to wandb, or "offline" without a
+    login.
+
+    wandb itself looks for the mode and for credentials: in the environment (`WANDB_MODE`,
+    `WANDB_API_KEY`, `WANDB_IDENTITY_TOKEN_FILE`), in its settings files, and in the netrc file
+    (`NETRC`) under the host of `WANDB_BASE_URL`.
+
+    Raises:
+        wandb.Error: Credentials have a wrong format, or contradict each other.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    if os.environ.get("WANDB_MODE") or settings.mode != "online":
+        return None
+    if wandb.login(prompt=False, verify=False):
+        return None
+    say(
+        f"note: log.wandb: no login for {settings.base_url} (`wandb login`): the run is offline;"
+        " `wandb sync` sends it later"
+    )
+    return "offline"
 
 
 class Wandb:
-    """Weights & Biases; a resumed run goes on in the same place."""
+    """Weights & Biases; a resumed run continues in the same place.
+
+    What wandb has cannot be deleted: after a rollback the records that the run has left stay, and
+    those of the same updates that come after them are drawn over the same step.
+    """
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         import wandb
 
         if not run.wandb_id.exists():
             write_text(run.wandb_id, uuid.uuid4().hex[:12])
-        # wandb's annotation leaves out some of the modes that it takes (WANDB_MODES of preflight).
-        mode: Any = os.environ.get("WANDB_MODE")
         self.run = wandb.init(
             id=run.wandb_id.read_text(),
             resume="allow",
@@ -148,11 +165,15 @@ class Wandb:
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),
-            mode=mode or ("online" if _has_wandb_key() else "offline"),
+            mode=_wandb_mode(),
         )
+        self.run.define_metric(OUR_STEP)
+        self.run.define_metric("*", step_metric=OUR_STEP)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log(numbers, step=step)
+        self.run.log({**numbers, OUR_STEP: step})
+
+    def keep_until(self, step: int) -> None: ...
 
     def close(self) -> None:
         self.run.finish()
@@ -162,14 +183,22 @@ class TensorBoard:
     """Event files in the run directory, without what a resumed run will write again."""
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
+        self.folder = str(run.tensorboard)
+        self._open(resumed_at + 1 if resumed_at else None)
+
+    def _open(self, purge_step: int | None) -> None:
+        """Open the next event file. purge_step: TensorBoard drops this and all later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = resumed_at + 1 if resumed_at else None
-        self.writer = SummaryWriter(str(run.tensorboard), purge_step=purge)
+        self.writer = SummaryWriter(self.folder, purge_step=purge_step)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
+
+    def keep_until(self, step: int) -> None:
+        self.writer.close()
+        self._open(step + 1)
 
     def close(self) -> None:
         self.writer.close()
@@ -202,21 +231,31 @@ class Writer:
                     self.trackers[name] = made
 
     def keep_until(self, step: int) -> None:
-        """Drop the records of later steps from metrics.jsonl, and go on from there; all at 0."""
+        """Drop the records of later steps, all at 0, and continue from there."""
         with writing(self.path):
             self.file.close()
         self.file = self._kept_until(step)
+        for name, tracker in list(self.trackers.items()):
+            self._tried(name, partial(tracker.keep_until, step))
 
     def _kept_until(self, step: int) -> TextIO:
         """metrics.jsonl without the records of later steps, open to go on."""
-        records, unread = read_log(self.run.path) if step else ([], 0)
+        unread = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal unread
+            for record in iter_metrics(self.run.path) if step else ():
+                if record is None:
+                    unread += 1
+                elif record["step"] <= step:
+                    yield json.dumps(record) + "\n"
+
+        write_text(self.path, lines())
         if unread:
             say(
                 f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
                 " record (cut short by a kill, or damaged): dropped"
             )
-        kept = [record for record in records if record["step"] <= step]
-        write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")
 

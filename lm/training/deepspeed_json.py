@@ -11,6 +11,10 @@ from lm.common.errors import ConfigError
 from lm.common.files import parse_json
 from lm.config.schema import Config
 
+# Numbers of a gradient buffer. Four buffers of the 160M model: large enough for a network's full
+# bandwidth, and a part is sent while the next is computed.
+MAX_BUCKET = 50_000_000
+
 
 def _merge(base: dict, over: dict) -> dict:
     merged = dict(base)
@@ -55,7 +59,8 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
         "gradient_clipping": cfg.optim.grad_clip,
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
-            "overlap_comm": torch.cuda.is_available(),
+            # One rank has nothing to send, and a second buffer for gradients to pay for.
+            "overlap_comm": torch.cuda.is_available() and world_size > 1,
             "contiguous_gradients": True,
         },
         "zero_allow_untested_optimizer": True,
@@ -89,6 +94,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
             f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
             " one of 0, 1, 2, 3"
         )
+    _settle_autocast(merged)
     if '"auto"' in json.dumps(merged):
         raise ConfigError(
             'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
@@ -106,10 +112,75 @@ def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number if kind in (int, float) else isinstance(value, kind)) and value != "auto":
-            wanted = {dict: "a mapping", bool: "true or false", str: "text"}.get(kind, "a number")
+            kinds = {dict: "a mapping", list: "a list", bool: "true or false", str: "text"}
+            wanted = kinds.get(kind, "a number")
             raise ConfigError(
                 f"engine.deepspeed sets {key}{section} to {value!r}: it must be {wanted}"
             )
+
+
+def low_precision_modules(config: dict) -> list[str]:
+    """Return the classes of modules whose gradients DeepSpeed rounds to bf16 and sends so.
+
+    Args:
+        config: DeepSpeed's JSON, as `deepspeed_config` returns it.
+    """
+    return config.get("torch_autocast", {}).get("lower_precision_safe_modules", [])
+
+
+def _settle_autocast(config: dict) -> None:
+    """Have gradients accumulated and summed in fp32, unless `engine.deepspeed` names classes.
+
+    DeepSpeed's default is every linear layer: it rounds their gradients to bf16 before it
+    accumulates and sums them, and under ZeRO-3 their weights before it gathers them.
+
+    Args:
+        config: DeepSpeed's JSON, which this changes.
+
+    Raises:
+        ConfigError: The section is not a mapping, a name is not a class of `torch.nn` (DeepSpeed
+            imports each, and a YAML must not run code), or `communication_data_type` is set where
+            DeepSpeed ignores it.
+    """
+    if "torch_autocast" not in config:
+        return
+    autocast = config["torch_autocast"]
+    if not isinstance(autocast, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets torch_autocast to {autocast!r}: it must be a mapping"
+        )
+    names = autocast.setdefault("lower_precision_safe_modules", [])
+    if not isinstance(names, list):
+        raise ConfigError(
+            f"engine.deepspeed sets lower_precision_safe_modules of torch_autocast to {names!r}: it"
+            " must be a list of classes, such as [torch.nn.Linear]"
+        )
+    for name in names:
+        package, _, kind = str(name).rpartition(".")
+        if package != "torch.nn" or not isinstance(getattr(torch.nn, kind, None), type):
+            raise ConfigError(
+                f"engine.deepspeed: lower_precision_safe_modules of torch_autocast has {name!r}: it"
+                " must be a class of torch.nn, such as torch.nn.Linear"
+            )
+    if "communication_data_type" in config and config["zero_optimization"]["stage"] != 0:
+        raise ConfigError(
+            "engine.deepspeed sets communication_data_type, which DeepSpeed does not use under"
+            " autocast and ZeRO: leave it out to send gradients in fp32, or set torch_autocast:"
+            " {lower_precision_safe_modules: [torch.nn.Linear]} to round those of linear layers to"
+            " bf16"
+        )
+
+
+def bucket_size(parameters: int, largest: int) -> int:
+    """Return how many numbers DeepSpeed's gradient buffer holds.
+
+    DeepSpeed allocates its default of 500 million numbers whatever the model is.
+
+    Args:
+        parameters: Number of the model's parameters. largest: Number of those in its largest
+            tensor, which goes through the buffer whole.
+    """
+    return max(1, min(parameters, max(MAX_BUCKET, largest)))
 
 
 def layout(cfg: Config, world_size: int) -> dict[str, int]:

@@ -31,10 +31,11 @@ from lm.common.errors import (
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
+from lm.model.batch import IGNORED
 from lm.model.state import Adversary
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
-from lm.training.deepspeed_json import deepspeed_config
+from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.muon import MatricesAndRest, Piece
 from lm.training.optim import lr_factor, optimizer
 
@@ -120,9 +121,12 @@ def start(cfg: Config) -> Ranks:
     if on_gpu:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = "nccl" if on_gpu else "gloo"
+    if world == 1:
+        _meet_nobody(backend, _limit_of_collectives(cfg))
     try:
         deepspeed.init_distributed(
-            "nccl" if on_gpu else "gloo",
+            backend,
             timeout=_limit_of_collectives(cfg),
             auto_mpi_discovery=False,
             verbose=False,
@@ -134,6 +138,19 @@ def start(cfg: Config) -> Ranks:
     days = timedelta(days=7)
     objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
     return Ranks(rank, world, device, objects)
+
+
+def _meet_nobody(backend: str, timeout: timedelta) -> None:
+    """Make the process group of a single process, which DeepSpeed then uses.
+
+    torch's own rendezvous would listen on every interface of the host, and gloo on the one that
+    the host's name resolves to.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    store = torch_dist.HashStore()
+    torch_dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def _limit_of_collectives(cfg: Config) -> timedelta:
@@ -157,6 +174,7 @@ def stop() -> None:
         torch_dist.destroy_process_group()
 
 
+NO_TARGET = f"every label of its sequences is {IGNORED}, which is no target"
 Batch = dict[str, torch.Tensor]  # of a micro-batch: input_ids, labels (b,l)
 
 
@@ -239,7 +257,10 @@ class Engine:
         self.cfg, self.ranks = cfg, ranks
         # A copy: an engine that is built again after a rollback begins with what was checked.
         self.config = copy.deepcopy(config) if config else deepspeed_config(cfg, ranks.world_size)
-        self.zero_stage = self.config["zero_optimization"]["stage"]
+        zero = self.config["zero_optimization"]
+        self.zero_stage = zero["stage"]
+        counts = [p.numel() for p in model.parameters()]
+        zero.setdefault("reduce_bucket_size", bucket_size(sum(counts), max(counts)))
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.zero_stage == 3:
@@ -484,12 +505,19 @@ class Engine:
             kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
             raise kind(f"rank {self.ranks.rank}: {e}") from None
 
-    def _shares(self, batches: list) -> list[float]:
-        """What each micro-batch's mean loss counts for in the mean of all: 1, but for one with
-        fewer targets (a corpus' last block). So the loss does not depend on how an update is cut
-        into micro-batches."""
-        counts = [float((batch["labels"] != -100).sum()) for batch in batches]
+    def _shares(self, batches: list[Batch]) -> list[float]:
+        """Return the weight of each micro-batch's mean loss in the mean over all of them.
+
+        It is 1, and less for a micro-batch with fewer targets (a corpus' last block), so that the
+        loss does not depend on how an update is cut into micro-batches.
+
+        Raises:
+            TrainingError: No micro-batch of any rank has a target.
+        """
+        counts = [float((batch["labels"] != IGNORED).sum()) for batch in batches]
         (targets,) = self.ranks.sum(sum(counts))
+        if not targets:
+            raise TrainingError(f"an update has nothing to learn: {NO_TARGET}")
         mean = targets / (len(batches) * self.ranks.world_size)
         return [count / mean for count in counts]
 
@@ -631,17 +659,23 @@ class Engine:
     def validate(
         self, batches: list[Batch], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, float]:
-        """Mean loss and perplexity over all targets of all ranks' micro-batches."""
+        """Return mean loss and perplexity over all targets of all ranks' micro-batches.
+
+        Raises:
+            TrainingError: There is no target.
+        """
         self.deepspeed.eval()
         nll = count = 0.0
         for i, batch in enumerate(batches):
             output = self.forward(batch)
-            targets = (batch["labels"] != -100).sum().item()
+            targets = (batch["labels"] != IGNORED).sum().item()
             if targets:
                 nll += output.loss.item() * targets
                 count += targets
             if progress:
                 progress(i + 1, len(batches))
         nll, count = self.ranks.sum(nll, count)
-        loss = nll / max(1.0, count)
+        if not count:
+            raise TrainingError(f"a validation has nothing to measure: {NO_TARGET}")
+        loss = nll / count
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": int(count)}

@@ -36,9 +36,9 @@ from lm.runs.metrics import (
     fixed_point_metrics,
     imbalance,
     is_due,
+    iter_metrics,
     mean,
     peak_memory,
-    read_metrics,
 )
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
@@ -46,6 +46,7 @@ from lm.training import engine as ds
 from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
+from lm.training.deepspeed_json import low_precision_modules
 from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
@@ -363,7 +364,10 @@ class Training(Loop):
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
         stage = self.engine.zero_stage
-        say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
+        rounded = ", ".join(low_precision_modules(self.engine.config))
+        note = f"; gradients of {rounded} are rounded to bf16" if rounded else ""
+        tokens = self.tokens_per_step
+        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}{note}")
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -400,8 +404,8 @@ class Training(Loop):
             and self.step % self.cfg.eval.every == 0
             and not self.ranks.first(
                 lambda: any(
-                    r["step"] == self.step and "validation" in r
-                    for r in read_metrics(self.run.path)
+                    r is not None and r["step"] == self.step and "validation" in r
+                    for r in iter_metrics(self.run.path)
                 )
             )
         ):

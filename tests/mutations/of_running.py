@@ -219,6 +219,40 @@ MUTATIONS = [
         ("tests/lm/training/test_engine.py::test_a_micro_batch_counts_by_its_targets",),
     ),
     Mutation(
+        "running: padding counts in the validation loss",
+        ENGINE,
+        "nll += output.loss.item() * targets",
+        'nll += output.loss.item() * batch["labels"].numel()',
+        ("tests/lm/training/test_engine.py::test_validation_is_the_mean_over_targets",),
+    ),
+    Mutation(
+        "running: gradients of linear layers are rounded to bf16",
+        "lm/training/deepspeed_json.py",
+        'autocast.setdefault("lower_precision_safe_modules", [])',
+        'autocast.setdefault("lower_precision_safe_modules", ["torch.nn.Linear"])',
+        (
+            "tests/lm/training/test_engine.py::"
+            "test_gradients_are_accumulated_and_summed_in_fp32_under_bf16",
+        ),
+    ),
+    Mutation(
+        "running: wandb counts by its own step",
+        "lm/runs/log.py",
+        "self.run.log({**numbers, OUR_STEP: step})",
+        "self.run.log(numbers, step=step)",
+        ("tests/lm/runs/test_metrics.py::test_wandb_has_the_new_branch_after_a_rollback",),
+    ),
+    Mutation(
+        "running: TensorBoard keeps a branch that was left",
+        "lm/runs/log.py",
+        "self._open(step + 1)",
+        "self._open(None)",
+        (
+            "tests/lm/runs/test_metrics.py::"
+            "test_after_a_rollback_tensorboard_has_the_new_branch_alone",
+        ),
+    ),
+    Mutation(
         "running: a rollback keeps the spoilt gradients",
         TRAIN,
         "            self._build_with_finite_weights(named=False)\n",

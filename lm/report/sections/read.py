@@ -13,7 +13,7 @@ from lm.common.errors import ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
-from lm.runs.metrics import read_log
+from lm.runs.metrics import Log, read_log
 from lm.runs.run_dir import RunDir, RunDirError, comparable
 from lm.runs.status import Status, run_status
 
@@ -79,7 +79,13 @@ def read(path: Path, label: str, now: float) -> Files:
     if not run.holds_run:
         raise RunDirError(f"{run} holds no run (it has no config.yaml)")
     remarks: list[str] = []
-    records, unread = _records(run)
+    records, unread, left_out = _records(run)
+    if left_out:
+        total = len(records) + left_out
+        remarks.append(
+            f"{run.metrics.name} has {total:,} records: {len(records):,} of them are drawn, evenly"
+            f" spaced, and the newest"
+        )
     if unread:
         remarks.append(
             f"{run.metrics.name}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
@@ -115,11 +121,12 @@ def read(path: Path, label: str, now: float) -> Files:
     )
 
 
-def _records(run: RunDir) -> tuple[list[dict], int]:
-    """Of metrics.jsonl, in the order of their updates, and how many lines hold none."""
-    records, unread = read_log(run.path)
-    known = [r for r in records if r["step"] <= LAST_STEP]
-    return sorted(known, key=lambda r: r["step"]), unread + len(records) - len(known)
+def _records(run: RunDir) -> Log:
+    """Return the log of a run with its records in the order of their updates."""
+    log = read_log(run.path)
+    known = [r for r in log.records if r["step"] <= LAST_STEP]
+    unread = log.unread + len(log.records) - len(known)
+    return log._replace(records=sorted(known, key=lambda r: r["step"]), unread=unread)
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

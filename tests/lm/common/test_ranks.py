@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, ROOT, command, losses, printed_by_ranks, ranks_of, run
+from tests.running import ENV, FORKS, ROOT, command, losses, printed_by_ranks, ranks_of, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
@@ -127,6 +128,12 @@ def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
     """But for one that may wait for days, for what rank 0 does alone."""
     waits = printed_by_ranks("tests.groups", 2)
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no Linux")
+def test_a_run_of_one_process_listens_on_loopback_alone():
+    done = FORKS.run("tests.listeners", [], timeout=120)
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {"0100007F"}, done.stderr
 
 
 @pytest.mark.slow

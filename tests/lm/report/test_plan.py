@@ -150,12 +150,18 @@ def test_memory_falls_with_the_zero_stage():
 
 def test_deepspeeds_buffers_are_those_of_its_json():
     cfg = tiny()
-    cfg.train.precision = "bf16"
-    of = {s: m.buffers for s, m in plan(cfg, where(cfg, 4, "a100-80g"))["stages"].items()}
-    n = plan(cfg, where(cfg, 4, "a100-80g"))["parameters"]
-    # Two dtypes are sent; ZeRO-1 and 2 fill one buffer of each while the other is sent.
-    assert of == {0: 0, 1: 4 * 4 * 5e8, 2: 4 * 4 * 5e8, 3: (4 + 2) * 5e8 + 4 * n}
+    planned = plan(cfg, where(cfg, 4, "a100-80g"))
+    of = {s: m.buffers for s, m in planned["stages"].items()}
+    n = planned["parameters"]
+    # ZeRO-1 and 2 fill one buffer while the other is sent.
+    assert of == {0: 0, 1: 2 * 4 * n, 2: 2 * 4 * n, 3: 4 * n + 4 * n}
+    assert needed(cfg, 1).buffers == 4 * n  # one rank sends nothing
+    low = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    assert needed(cfg, 4).buffers == 2 * 4 * 1000
+    cfg.train.precision = "bf16"
+    assert needed(cfg, 4).buffers == 2 * 4 * 1000
+    cfg.engine.deepspeed["torch_autocast"] = low  # two dtypes are sent
     assert needed(cfg, 4).buffers == 4 * 4 * 1000
     cfg.engine.deepspeed["zero_optimization"]["overlap_comm"] = False
     assert needed(cfg, 4).buffers == 2 * 4 * 1000
@@ -229,7 +235,7 @@ def test_the_formula_by_hand():
     assert m.activations == 2 * 14 * 4 * 32 * tokens + 8 * 16 * tokens
     assert m.working == 0.25 * 14 * 4 * 32 * tokens
     assert m.loss == 12 * 64 * tokens and m.runtime == m.average == 0
-    assert m.total == pytest.approx(14 * n + 4 * 500e6 + m.activations + max(m.working, m.loss))
+    assert m.total == pytest.approx(14 * n + 4 * n + m.activations + max(m.working, m.loss))
     cfg.train.micro_batch_size = 1000
     assert plan(cfg, where(cfg, 2, "cpu"))["memory"].loss == 12 * 64 * 4096
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import time
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ from lm.common import console
 from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
-from lm.runs import metrics
+from lm.runs import log, metrics
 from lm.runs.log import TRACKERS, Writer, describe, grouped
 from lm.runs.metrics import (
     Throughput,
@@ -353,6 +355,29 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     assert read_metrics(tmp_path) == [record(1), record(3)]
 
 
+def test_a_long_log_is_thinned_by_kind(tmp_path, monkeypatch):
+    """Training records evenly spaced and the newest in full, rare ones all, and no more in memory
+    than that; damage is still counted where it is met."""
+    monkeypatch.setattr(metrics, "MAX_RECORDS", 16)
+    monkeypatch.setattr(metrics, "NEWEST", 3)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 1001):
+            file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+            if step % 200 == 0:
+                file.write(json.dumps({"step": step, "validation": {"loss": 2.0}}) + "\n")
+                file.write("{damaged\n")
+    log = metrics.read_log(tmp_path)
+    steps = [r["step"] for r in log.records if "loss" in r]
+    assert steps[:-3] == list(range(1, 1001, 128)) and steps[-3:] == [998, 999, 1000]
+    assert [r["step"] for r in log.records if "validation" in r] == [200, 400, 600, 800, 1000]
+    assert log.unread == 5 and log.left_out == 1005 - len(log.records)
+    assert log.records == sorted(log.records, key=lambda r: r["step"])
+    assert sum(r is not None for r in metrics.iter_metrics(tmp_path)) == 1005
+    writer = Writer(Config(), RunDir(tmp_path), resumed_at=900)  # nothing of a run is lost
+    writer.close()
+    assert sum(r is not None for r in metrics.iter_metrics(tmp_path)) == 904
+
+
 def test_no_file_has_no_metrics(tmp_path):
     assert read_metrics(tmp_path) == []
 
@@ -370,6 +395,27 @@ def test_tensorboard_files_hold_what_was_written(tmp_path):
     assert set(events.Tags()["scalars"]) == {"train/loss", *layers}
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
     assert [e.value for e in events.Scalars(layers[1])] == [2.5, 2.5]
+
+
+def test_after_a_rollback_tensorboard_has_the_new_branch_alone(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
+    branches(writer)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert losses == [(step, 1.0 if step <= 6 else 2.0) for step in range(1, 16)]
+
+
+def branches(writer):
+    """Updates 1 to 12, back to 6, and 7 to 15 with another loss."""
+    for step in range(1, 13):
+        writer.write({"step": step, "loss": 1.0})
+    writer.keep_until(6)
+    for step in range(7, 16):
+        writer.write({"step": step, "loss": 2.0})
+    writer.close()
 
 
 def test_numbers_are_grouped_by_what_they_are_of():
@@ -461,29 +507,95 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
-@pytest.mark.slow
-def test_wandb_without_a_key_writes_an_offline_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+@pytest.fixture
+def wandb_alone(tmp_path, monkeypatch):
+    """wandb without credentials, settings and a session."""
+    wandb = pytest.importorskip("wandb")
     home = tmp_path / "home"
     home.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()
+    yield home
+    wandb.teardown()
+
+
+KEY = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    "variables, netrc, mode",
+    [
+        ({}, None, "offline"),
+        ({"WANDB_API_KEY": KEY}, None, None),
+        ({}, "api.wandb.ai", None),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "api.wandb.ai", "offline"),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "wandb.example.org", None),
+        ({"NETRC": "elsewhere"}, "api.wandb.ai", None),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "token"}, None, None),
+        ({"WANDB_MODE": "online"}, None, None),  # wandb then says what is missing
+        ({"WANDB_MODE": "disabled"}, None, None),
+    ],
+)
+def test_wandb_is_asked_where_its_credentials_are(wandb_alone, monkeypatch, variables, netrc, mode):
+    import wandb
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Path("token").write_text("a.b.c")
+    if netrc:
+        path = Path(variables.get("NETRC", wandb_alone / ".netrc"))
+        path.write_text(f"machine {netrc} login user password {KEY}\n")
+        path.chmod(0o600)
+    wandb.teardown()
+    assert log._wandb_mode() == mode
+
+
+def test_wandb_has_the_new_branch_after_a_rollback(wandb_alone, tmp_path):
+    """Offline, read back from wandb's own file; also without a login that is what it writes."""
     writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
-    run = writer.trackers["wandb"].run
-    writer.write(record(1))
-    writer.close()
-    assert run.settings.mode == "offline"
-    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(files) == 1
-    deadline = time.monotonic() + 15  # wandb's own process writes it
-    while len(text := files[0].read_bytes()) < 100 and time.monotonic() < deadline:
+    assert writer.trackers["wandb"].run.settings.mode == "offline"
+    branches(writer)
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    records = wandb_records(path)
+    history = [
+        {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+         for item in r.history.item}
+        for r in records if r.HasField("history")
+    ]  # fmt: skip
+    by_step = {row["global_step"]: row["train/loss"] for row in history}  # the last one counts
+    assert by_step == {step: 1.0 if step <= 6 else 2.0 for step in range(1, 16)}
+    metrics = [r.metric for r in records if r.HasField("metric")]
+    assert any(m.glob_name == "*" and m.step_metric == "global_step" for m in metrics)
+    config = [u.key for r in records if r.HasField("run") for u in r.run.config.update]
+    assert "model" in config
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 16))
+
+
+def wandb_records(path):
+    """What wandb has written, once its own process has ended it: LevelDB's log of its messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    deadline = time.monotonic() + 15
+    while True:
+        data, at, messages, parts = path.read_bytes(), 7, [], b""
+        while at + 7 <= len(data):
+            room = 32768 - at % 32768
+            if room < 7:
+                at += room
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            parts += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                messages.append(Record.FromString(parts))
+                parts = b""
+        if any(m.HasField("exit") for m in messages) or time.monotonic() > deadline:
+            return messages
         time.sleep(0.1)
-    assert (
-        b"solver/layer1/probe/num_iters/mean" in text and b"fp_mamba1" in text
-    )  # metrics and config
-    assert read_metrics(tmp_path) == [record(1)]
 
 
 # Progress.

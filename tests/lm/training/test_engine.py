@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lm.common import ranks
-from lm.common.errors import ConfigError
+from lm.common.errors import ConfigError, TrainingError
 from lm.config.schema import Optim
 from lm.training import deepspeed_json, optim
 from lm.training.build import build_model
 from lm.training.engine import Engine
-from tests.running import run
+from tests.running import printed_by_ranks, run
 
 
 def formula(o, steps, warmup, k):
@@ -67,7 +67,11 @@ def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
     d = deepspeed_json.deepspeed_config(cfg, 4)
     assert d["train_batch_size"] == 2 * 2 * 4
     assert d["gradient_clipping"] == 0.5 and d["zero_optimization"]["stage"] == 2
-    assert d["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert d["torch_autocast"] == {
+        "enabled": True,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": [],
+    }
     raw = tmp_path / "ds.json"
     raw.write_text('{"zero_optimization": {"overlap_comm": true}, "prescale_gradients": true}')
     merged = deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
@@ -110,6 +114,24 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     assert ours != theirs
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(processes):
+    """In every ZeRO stage; with linear layers named in engine.deepspeed theirs are rounded."""
+    cases = printed_by_ranks("tests.oracle_bf16", processes)
+    *of_stages, rounded = cases.values()
+    assert len(of_stages) == 4
+    for case in of_stages:
+        assert case["norm"] == pytest.approx(case["expected"], rel=1e-6)
+        assert case["error"] < 1e-6 and case["bf16"] == 0.0
+    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
+
+
+@pytest.mark.parametrize("parameters, largest, size", [(7, 4, 7), (10**9, 10, 5 * 10**7),
+                                                       (10**9, 6 * 10**7, 6 * 10**7)])  # fmt: skip
+def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest, size):
+    assert deepspeed_json.bucket_size(parameters, largest) == size
+
+
 @pytest.mark.parametrize(
     "raw, sentence",
     [
@@ -123,6 +145,19 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
         (
             {"zero_optimization": {"overlap_comm": 3}},
             "overlap_comm of zero_optimization to 3: it",
+        ),
+        ({"torch_autocast": 3}, "sets torch_autocast to 3: it must be a mapping"),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": 3}},
+            r"to 3: it must be a list of classes, such as \[torch\.nn\.Linear\]",
+        ),
+        (
+            {"torch_autocast": {"lower_precision_safe_modules": ["os.system"]}},
+            "has 'os.system': it must be a class of torch.nn",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
+            "communication_data_type, which DeepSpeed does not use under autocast and ZeRO",
         ),
     ],
 )
@@ -164,9 +199,39 @@ def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch)
     assert ranks.launched() == (3, 4, 1)
 
 
+LABELS = [[1, 2, 3, 4]], [[1, -100, -100, -100]], [[-100] * 4]
+PADDED = [{"labels": torch.tensor(labels)} for labels in LABELS]  # the end of a corpus
+
+
+def among(**sums):
+    """A stand-in for an Engine on one of two ranks; the other adds these to what is summed."""
+    ranks = SimpleNamespace(sum=lambda *ours: [a + b for a, b in zip(ours, sums["other"])])
+    ranks.world_size = 2
+    deepspeed = SimpleNamespace(eval=lambda: None)
+    return SimpleNamespace(ranks=ranks, deepspeed=deepspeed, **sums)
+
+
 def test_a_micro_batch_counts_by_its_targets():
-    """Five targets here and six on the other rank are 11 in four micro-batches."""
-    labels = [[1, 2, 3, 4]], [[1, -100, -100, -100]]
-    batches = [{"labels": torch.tensor(of)} for of in labels]
-    ranks = SimpleNamespace(sum=lambda count: [count + 6], world_size=2)
-    assert Engine._shares(SimpleNamespace(ranks=ranks), batches) == [4 / 2.75, 1 / 2.75]
+    """Five targets here and six on the other rank are 11 in six micro-batches."""
+    shares = Engine._shares(among(other=[6]), PADDED)
+    assert shares == pytest.approx([4 * 6 / 11, 6 / 11, 0])
+
+
+def test_validation_is_the_mean_over_targets():
+    """Losses of 2 and 5 over 4 targets and 1 here, 6 targets of 3 on the other rank. A model may
+    say NaN where there is no target."""
+    losses = iter([2.0, 5.0, math.nan])
+    engine = among(other=[18, 6])
+    engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(next(losses)))
+    measured = Engine.validate(engine, PADDED)
+    mean = (4 * 2 + 5 + 6 * 3) / 11
+    assert measured == {"loss": mean, "perplexity": pytest.approx(math.exp(mean)), "tokens": 11}
+
+
+def test_nothing_to_learn_or_to_measure_is_a_sentence():
+    engine = among(other=[0, 0])
+    engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
+    with pytest.raises(TrainingError, match="an update has nothing to learn: every label of its"):
+        Engine._shares(engine, PADDED[2:])
+    with pytest.raises(TrainingError, match="a validation has nothing to measure: every label"):
+        Engine.validate(engine, PADDED[2:])

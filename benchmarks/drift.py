@@ -1,0 +1,117 @@
+"""How far a run's losses drift when only the micro-batches or the number of ranks change.
+
+    python -m benchmarks.drift            # the tiny configuration, three seeds
+
+Every run has the same sequences in an update, so that only the order of summation differs. The
+rounding that this changes is what training then amplifies, or does not. A row is the largest
+difference of a loss up to an update, over all seeds, from the run on one rank with whole
+micro-batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from lm.common.ranks import Ranks
+from lm.config.load import load
+from lm.training import engine as ds
+from lm.training.build import build_model
+
+UPDATES = (1, 10, 20, 40, 80, 120)
+SEQUENCES, LENGTH = 4, 16  # of an update
+TEXT = "tests/data/tiny.jsonl"  # its bytes are the tokens
+MODELS = {
+    "FP-Mamba": (),
+    "FP-Mamba, lr 1e-3": ("optim.lr=1e-3",),
+    "FP-Mamba, contractive 0.9": ("model.contractive=0.9",),
+    "gated DeltaNet": ("model.layers=gated_deltanet",),
+    "Transformer": ("model.name=transformer",),
+    "Mamba": ("model.name=mamba",),
+}
+PRECISIONS = ("fp32", "bf16")
+LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}  # ranks, sequences
+
+
+def main() -> None:
+    """Print a row per model, precision and change; as a rank, print the losses of one layout."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
+    p.add_argument("--seeds", type=int, default=3, help="default: 3")
+    p.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)  # of a rank
+    args = p.parse_args()
+    if args.micro_batch:
+        train_all(args.config, args.seeds, args.micro_batch)
+        return
+    losses = {name: start(args, *layout) for name, layout in LAYOUTS.items()}
+    print("update", *UPDATES, sep="\t")
+    for model, precision in itertools.product(MODELS, PRECISIONS):
+        for name in list(LAYOUTS)[1:]:
+            drift = [0.0] * UPDATES[-1]
+            for seed in range(args.seeds):
+                case = f"{model}, {precision}, {seed}"
+                for i, (a, b) in enumerate(zip(losses["whole"][case], losses[name][case])):
+                    drift[i] = max(drift[i], abs(a - b))
+            shown = "\t".join(f"{max(drift[:update]):.0e}" for update in UPDATES)
+            print(f"{model}, {precision}, {name}\t{shown}")
+
+
+def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, list[float]]:
+    """Train every case on so many ranks, and return the losses of each."""
+    command = [sys.executable, "-m", "benchmarks.drift", "--config", args.config]
+    command += ["--seeds", str(args.seeds), "--micro-batch", str(micro_batch)]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ds._free_port())}
+    started = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        started.append(subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE))
+    printed = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return json.loads(printed[0])
+
+
+def train_all(config: str, seeds: int, micro_batch: int) -> None:
+    """Train every case as one of the ranks that a launcher started; rank 0 prints the losses."""
+    ranks = ds.start(load(config, ()))
+    losses = {}
+    for (model, overrides), precision in itertools.product(MODELS.items(), PRECISIONS):
+        for seed in range(seeds):
+            settings = (*overrides, f"train.precision={precision}", f"seed={seed}")
+            losses[f"{model}, {precision}, {seed}"] = train(config, settings, micro_batch, ranks)
+    if ranks.is_main:
+        print(json.dumps(losses))
+    ranks.barrier()
+    ds.stop()
+
+
+def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
+    """Train a model on random parts of TEXT, and return the loss of every update."""
+    batch = (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
+    own = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
+    cfg = load(config, (*settings, *batch, *own))
+    torch.manual_seed(cfg.seed)
+    model = build_model(cfg, 256)
+    engine = ds.Engine(cfg, model, ranks)
+    with open(TEXT, "rb") as file:
+        text = torch.tensor(list(file.read(200_000)))
+    generator = torch.Generator().manual_seed(cfg.seed)
+    losses = []
+    for _ in range(UPDATES[-1]):
+        starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=generator)
+        blocks = torch.stack([text[i : i + LENGTH + 1] for i in starts])
+        parts = blocks.split(micro_batch)[ranks.rank :: ranks.world_size]
+        batches = [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts]
+        losses.append(engine.step(batches).loss)
+    engine.release()
+    return losses
+
+
+if __name__ == "__main__":
+    main()
