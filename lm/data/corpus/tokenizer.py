@@ -110,7 +110,13 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
         return train_bpe(cfg, log)
 
     def make(_check: Callable[[], None]) -> None:
-        save(train_bpe(cfg, log), folder, _wanted(cfg))
+        tokenizer = train_bpe(cfg, log)
+        cache.check_unchanged(
+            [part.data for part in parts(cfg).values()],
+            lambda: cache.tokenizer_folder(root, cfg).name,
+            entry.name,
+        )
+        save(tokenizer, folder, _wanted(cfg))
 
     made = cache.make_once(entry, folder.is_dir, make)
     try:
