@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from lm.common.cards import usable_cores
 from lm.common.console import say
 from lm.common.files import OutputError, parse_json, sync, write_json, write_text, writing
+from lm.common.signals import StopRequested
 from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.corpus.corpus import SPLITS, Meta
@@ -33,6 +34,8 @@ SMALL = 2  # a corpus of up to so many shards is not worth the start of processe
 MOST_WORKERS = 16  # by `auto`: one process reads the text for all, and feeds no more than some 20
 STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does not say
 CHECK_SOURCE_S = 60.0  # between two looks at the source's files: one asks the size of each file
+# None of them casts doubt on the shards that are finished.
+KEEPING_ERRORS = (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit, StopRequested)
 JOURNAL = "shards.jsonl"  # of what is tokenised and on the disk; gone when the corpus is whole
 
 
@@ -91,8 +94,8 @@ def tokenise(
         _fill(data, tokenizer, dtype, files, progress, check, check_source)
         check_source()
         sums = files.finish()
-    except (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit) as e:
-        files.stop()  # mended without another source: what is done will do
+    except KEEPING_ERRORS as e:
+        files.stop()
         if isinstance(e, readers.ReaderError):
             raise readers.ReaderError(
                 f"{e} while tokenising; the next start goes on from there"
