@@ -55,11 +55,11 @@ SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
 def add_trust(c: argparse.ArgumentParser) -> None:
-    """The option of what loads an export."""
+    """Add the option of a command that loads a run or an export."""
     c.add_argument(
         "--trust",
         action="store_true",
-        help="run the code that comes with an export whose mixer or tokenizer is its author's own",
+        help="run the code of a run or export whose mixer, task or tokenizer is its author's own",
     )
 
 
