@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lm.common.errors import refused_pickle
 from lm.common.files import read_json
 from lm.config.plugin import reading_run
 from lm.model.channel_delta import RWKV7State
@@ -76,7 +77,9 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
     try:
         with torch.serialization.safe_globals(STATES):
             return torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+    except pickle.UnpicklingError as e:
+        raise CheckpointError(refused_pickle(path, e)) from None
+    except (RuntimeError, EOFError) as e:
         reason = str(e).partition("\n")[0]
         raise CheckpointError(
             f"{path} is damaged ({reason}): bring it back, or train anew with --overwrite"

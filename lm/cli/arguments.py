@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lm.common.errors import FAILED, exit_status, sentence
 from lm.common.files import printable
+from lm.common.secrets import mask_logs
 
 SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
 
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments. An error that is the user's to mend is printed as a
     sentence, and ends with its own exit status (`lm.common.errors`); any other is a bug, with its
     traceback. What a terminal's encoding does not have is printed by its number."""
+    mask_logs()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
