@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lm.common.errors import refused_pickle
 from lm.common.files import read_json
+from lm.config.plugin import reading_run
 from lm.model.channel_delta import RWKV7State
 from lm.model.delta import DeltaState
 from lm.model.diagonal import ScanState, TrapezoidState
@@ -75,7 +77,9 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
     try:
         with torch.serialization.safe_globals(STATES):
             return torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+    except pickle.UnpicklingError as e:
+        raise CheckpointError(refused_pickle(path, e)) from None
+    except (RuntimeError, EOFError) as e:
         reason = str(e).partition("\n")[0]
         raise CheckpointError(
             f"{path} is damaged ({reason}): bring it back, or train anew with --overwrite"
@@ -150,18 +154,23 @@ class Loaded(NamedTuple):
     precision: str  # "fp32" or "bf16"
 
 
-def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> Loaded:
     """Read a trained run, with overrides of its config.
 
+    Args:
+        trust: Run the code of a `module:Class` in the run's config.yaml.
+
     Raises:
+        ConfigError: Its config names code of its own, which is not trusted.
         CheckpointError: nothing was trained there, or another model.
         TaskError: the checkpoint was trained on another vocabulary.
     """
     run = RunDir(run_dir)
     saved = _trained_state(run)
     cfg = load(run.config, overrides)
-    task = tasks.build(cfg.task)
-    model, _, precision = build(cfg, task, cfg.train.lengths[1])
+    with reading_run(run.config, trust):
+        task = tasks.build(cfg.task)
+        model, _, precision = build(cfg, task, cfg.train.lengths[1])
     weights = saved["model"]
     ours = model.state_dict()
     for name, tensor in weights.items():

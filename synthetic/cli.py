@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lm.cli.arguments import SEED, Whole, parse, run
+from lm.cli.arguments import SEED, Whole, add_trust, parse, run
 from synthetic.lengths import parse_ranges
 
 EPILOG = """examples:
@@ -50,7 +50,7 @@ def _eval(args: argparse.Namespace) -> int:
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
 
-    result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out)
+    result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out, args.trust)
     say(summary(result, args.run))
     if text := verdict(result):
         say(text)
@@ -63,7 +63,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     out = Path(args.out) if args.out else default_page(args.run)
     check_page(out)
-    show(inspect_run(args.run, args.word, args.length, args.seed), out)
+    show(inspect_run(args.run, args.word, args.length, args.seed, args.trust), out)
     return 0
 
 
@@ -176,6 +176,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="of the test data, each at least 0 (default: the config's eval.seeds)",
     )
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
+    add_trust(command)
     command.add_argument("override", nargs="*", metavar="key=value")
     command.set_defaults(run_command=_eval)
 
@@ -206,6 +207,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
         " any other file is not",
     )
+    add_trust(command)
     command.set_defaults(run_command=_inspect, words="word")
 
 

@@ -516,6 +516,7 @@ def evaluate_run(
     seeds: Sequence[int] | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
+    trust: bool = False,
 ) -> dict:
     """Evaluate a trained run again, over other lengths or seeds (or with other eval.* keys).
 
@@ -528,7 +529,7 @@ def evaluate_run(
     run_dir = Path(run_dir)
     path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
-    cfg, task, model, precision = load_run(run_dir, overrides)
+    cfg, task, model, precision = load_run(run_dir, overrides, trust)
     test_seeds = seeds or cfg.eval.seeds
     check_seeds(test_seeds, task)
     if task.streams and (lengths or seeds):

@@ -80,7 +80,7 @@ def _read(path: str) -> tuple[Source, Loaded]:
         raise SourceError(f"init_from.path is {path}, which is no run: it must be a synthetic run")
     all_gpus = range(torch.cuda.device_count())  # building a model seeds all generators
     with torch.random.fork_rng(devices=all_gpus):
-        loaded = load_run(run.path)
+        loaded = load_run(run.path)  # its module is imported if our own configuration names it
     config = loaded.model.config
     weights = settled(loaded.model.state_dict(), config, run.path)
     return Source(run.path, "a synthetic run", config, weights, None), loaded

@@ -22,7 +22,11 @@ LONGEST = 2048  # tokens that one page shows; ℓ* costs as many solves, and may
 
 
 def inspect_run(
-    run_dir: Path | str, words: list[str] | None = None, length: int | None = None, seed: int = 0
+    run_dir: Path | str,
+    words: list[str] | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    trust: bool = False,
 ) -> Inspection:
     """Look inside a trained run while it reads one sequence.
 
@@ -38,7 +42,7 @@ def inspect_run(
             "give the input's tokens by name, or --length N to draw one of the task's test"
             " sequences, and not both"
         )
-    cfg, task, model, precision = load_run(run_dir)
+    cfg, task, model, precision = load_run(run_dir, trust=trust)
     if length is None:
         batch = task.typed(words or [])
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import fprnn
 from lm.common.errors import ConfigError
 from lm.config import model as config_model
 from lm.config.load import build as build_config
@@ -20,9 +21,11 @@ from lm.model import mixer_base
 from lm.model.checksums import forget
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.training import init_from
 from lm.training.build import build_model
 from synthetic import config as synthetic_config
 from synthetic import tasks
+from synthetic.evaluate import evaluate_run
 from synthetic.train import train as train_synthetic
 from tests import running
 from tests.hf.test_hf_export import elsewhere
@@ -193,6 +196,46 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
     assert "evil" not in sys.modules
 
 
+@pytest.fixture(scope="module")
+def run_of_others(tmp_path_factory):
+    """A run directory whose config and manifest name a module, which lies in it."""
+    place = tmp_path_factory.mktemp("run_of_others")
+    running.run(place, "train.steps=1", "data.val_tokens=32")
+    run = place / "tiny"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["mixer"] = "evil:Mixer"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (manifest,) = run.glob("checkpoints/step-*/manifest.json")
+    described = json.loads(manifest.read_text())
+    described["config"]["model"]["mixer"] = "evil:Mixer"
+    manifest.write_text(json.dumps(described))
+    (run / "evil.py").write_text("raise SystemExit('it ran')\n")
+    return run
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("command", ["export", "load", "init_from"])
+def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatch, command, trust):
+    """Not without trust; and with it not the code that lies in the run directory."""
+    monkeypatch.chdir(run_of_others)
+    if command == "init_from":
+        calls = [lambda: init_from.read("."), lambda: init_from.read(run_of_others, True)]
+        words = "the configuration that you pass must name it as well"
+    else:
+        calls = [
+            (lambda: export(".", "out", trust=trust))
+            if command == "export"
+            else (lambda: fprnn.load(".", trust=trust))
+        ]
+        words = (
+            "there is no module evil in" if trust else r"--trust \(in Python trust=True\) runs it"
+        )
+    for call in calls:
+        with pytest.raises(ConfigError, match=rf"model\.mixer is evil:Mixer.*{words}"):
+            call()
+    assert "evil" not in sys.modules and str(run_of_others) not in sys.path
+
+
 @pytest.mark.parametrize(
     "old, new, words",
     [
@@ -267,7 +310,9 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkey
     records, _ = running.run(tmp_path / "runs", *overrides, "train.steps=6", "resume=auto")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
-    out = export(tmp_path / "runs/tiny", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):
+        export(tmp_path / "runs/tiny", tmp_path / "hf")
+    out = export(tmp_path / "runs/tiny", tmp_path / "hf", trust=True)
     from lm.evaluation.generate import generate
 
     assert generate(out, "The", trust=True, max_new_tokens=3, temperature=0)
@@ -300,7 +345,7 @@ def test_the_pages_task_says_the_right_answers_and_holds_its_splits_apart(page, 
     assert not made.held_apart(4) and len(made.batch(0, "test", 0, 8, (4, 4)).shared) == 8
 
 
-def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path):
+def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path, monkeypatch):
     steps = (f"model.mixer={PLACE}", "optim.warmup=1")
     whole = train_synthetic(lights(tmp_path, *steps, "train.steps=4", "name=whole"))
     train_synthetic(lights(tmp_path, *steps, "train.steps=2", "optim.schedule=constant"))
@@ -309,6 +354,11 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
     assert [row["length"] for row in whole["eval"]] == [4, 10]
     assert whole["task"] == "my_tasks:Lights" and whole["chance"] == 0.25
     assert whole["eval"][1]["in_training"]["count"] == 0
+    monkeypatch.delitem(sys.modules, "my_tasks")
+    with pytest.raises(ConfigError, match=r"task\.name is my_tasks:Lights in .*--trust"):
+        evaluate_run(f"{tmp_path}/runs/whole")
+    rows = evaluate_run(f"{tmp_path}/runs/whole", trust=True)["eval"]
+    assert [row["metrics"] for row in rows] == [row["metrics"] for row in whole["eval"]]
     assert {"token_accuracy", "sequence_accuracy"} <= whole["eval"][0]["metrics"].keys()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lm.common.errors import FAILED, exit_status, sentence
 from lm.common.files import printable
+from lm.common.secrets import mask_logs
 
 SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
 
@@ -55,11 +56,11 @@ SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
 def add_trust(c: argparse.ArgumentParser) -> None:
-    """The option of what loads an export."""
+    """Add the option of a command that loads a run or an export."""
     c.add_argument(
         "--trust",
         action="store_true",
-        help="run the code that comes with an export whose mixer or tokenizer is its author's own",
+        help="run the code of a run or export whose mixer, task or tokenizer is its author's own",
     )
 
 
@@ -108,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments. An error that is the user's to mend is printed as a
     sentence, and ends with its own exit status (`lm.common.errors`); any other is a bug, with its
     traceback. What a terminal's encoding does not have is printed by its number."""
+    mask_logs()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

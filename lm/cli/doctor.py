@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from lm.common.errors import EXTRAS
 from lm.common.files import OutputError, check_folder
+from lm.common.secrets import CREDENTIALS, mask_credentials
 
 TIMEOUT_S = 60.0  # of a trial; an import from a cold network disk is slow
 HUB_TIMEOUT_S = 3.0
@@ -223,17 +224,19 @@ def hub() -> Finding:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return Finding("hub", "note", "not asked: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
     address = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    shown = mask_credentials(address)
     try:
-        request = urllib.request.Request(address, method="HEAD")
+        # urllib takes credentials for a part of the host; without them any answer will do.
+        request = urllib.request.Request(CREDENTIALS.sub("", address), method="HEAD")
         urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         pass  # an answer all the same
     except (OSError, ValueError) as e:
-        why = str(getattr(e, "reason", e))
-        text = f"{address} does not answer ({why}): fineweb and tokenizers of the hub need it"
+        why = mask_credentials(str(getattr(e, "reason", e)))
+        text = f"{shown} does not answer ({why}): fineweb and tokenizers of the hub need it"
         cure = "take data.path and a tokenizer's folder from a disk; HF_ENDPOINT=… names a mirror"
         return Finding("hub", "note", text, cure)
-    return Finding("hub", "ok", f"{address} answers")
+    return Finding("hub", "ok", f"{shown} answers")
 
 
 def disk(folder: str | Path) -> Finding:

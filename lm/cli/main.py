@@ -150,7 +150,7 @@ def _export(args: argparse.Namespace) -> int:
     if args.public and args.push is None:
         raise ExportError("--public is of --push REPO: without it nothing is uploaded")
     if args.push is None:
-        print(export(args.run, args.out, args.checkpoint, args.ema, args.licence))
+        print(export(args.run, args.out, args.checkpoint, args.ema, args.licence, args.trust))
         return 0
     from lm.export import push
 
@@ -164,7 +164,7 @@ def _export(args: argparse.Namespace) -> int:
         push.check_export(folder)
     place = push.find(args.push, args.public)
     if args.out is not None:
-        folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence)
+        folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence, args.trust)
         print(folder)
     print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
     return 0
@@ -404,6 +404,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c.add_argument(
         "--public", action="store_true", help="with --push: for everybody (default: private)"
     )
+    add_trust(c)
     c.set_defaults(run_command=_export)
 
 

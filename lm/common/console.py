@@ -8,6 +8,8 @@ from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from lm.common.secrets import mask_credentials
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -35,9 +37,10 @@ class _Say:
 
     def __call__(self, text) -> None:
         if self.enabled:
-            self.console.print(text, markup=False) if isinstance(text, str) else self.console.print(
-                text
-            )
+            if isinstance(text, str):
+                self.console.print(mask_credentials(text), markup=False)
+            else:
+                self.console.print(text)
 
 
 say = _Say()

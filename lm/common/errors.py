@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import re
+
+from lm.common.secrets import mask_credentials
 
 # Optional package, by the name it is imported under → the extra of pyproject.toml that has it.
 EXTRAS = {
@@ -94,6 +97,20 @@ class MissingPackageError(UserError, ImportError):
     exit_status = BAD_CONFIG
 
 
+def refused_pickle(path: object, error: Exception) -> str:
+    """Return the sentence for a file that torch's safe reader of pickles refuses.
+
+    Args:
+        error: The reader's UnpicklingError, whose own advice is to run the code.
+    """
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    content = f"the object {found[1]}" if found else "more than tensors, or is damaged"
+    return (
+        f"{path} is not read: it is a pickle that holds {content}, and objects in a pickle can run"
+        " code: save the weights as safetensors where you trust them"
+    )
+
+
 def missing_package(name: str, purpose: str = "this command") -> MissingPackageError:
     """The error to raise where package `name` (of EXTRAS or BASE) is missing."""
     extra = f"[{EXTRAS[name]}]" if name in EXTRAS else ""
@@ -124,7 +141,7 @@ def sentence(error: BaseException) -> str | None:
     them).
     """
     if isinstance(error, UserError | FloatingPointError):
-        return str(error)
+        return mask_credentials(str(error))
     if isinstance(error, OSError) and error.errno in OF_A_PLACE:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}"
     package = _missing(error)

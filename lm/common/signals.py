@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 # Of a launcher before a kill, of a batch system before its time limit, of a terminal that closes,
 # of Ctrl-C.
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+
+
+class StopRequested(BaseException):
+    """A stop signal within `StopSignals.interruptible`.
+
+    No Exception, as KeyboardInterrupt is none: code that waits and tries again does not catch it.
+    """
 
 
 class StopSignals:
@@ -20,7 +29,23 @@ class StopSignals:
 
     def __init__(self):
         self.asked = False
+        self._is_interruptible = False
         self._before = {}
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Within the block a stop signal ends what the main thread does, also a wait for a socket.
+
+        Raises:
+            StopRequested: In the block, or at its beginning if a signal came before.
+        """
+        try:
+            self._is_interruptible = True  # first: a signal between the two lines is not lost
+            if self.asked:
+                raise StopRequested
+            yield
+        finally:
+            self._is_interruptible = False
 
     def __enter__(self):
         for number in STOP:
@@ -43,3 +68,5 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
         if signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._is_interruptible:
+            raise StopRequested

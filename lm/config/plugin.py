@@ -1,8 +1,9 @@
 """Classes of a user's own, which a YAML names as `module:Class`: found, imported, or refused.
 
-Naming one runs the code of its module. Only a configuration that somebody chose to run leads here
-(a YAML, an override, a run directory); the config.json of a checkpoint never does. What is imported
-is named first, and `fprnn plan` imports nothing.
+Naming a class runs the code of its module. A configuration that the user passes to a command (a
+YAML, an override) is trusted. The config.yaml of a run directory, which may come from somebody
+else, is trusted only with `--trust`, and the config.json of a checkpoint never. The command names
+the module before it imports it; `fprnn plan` imports nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
@@ -23,6 +25,9 @@ from lm.common.errors import ConfigError
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 _forbidden: ContextVar[str] = ContextVar("_forbidden", default="")  # by which command
+# The config.yaml of a run directory that is being read, and whether the caller trusts it.
+_run_config: ContextVar[tuple[Path, bool, str] | None] = ContextVar("_run_config", default=None)
+TRUST_ADVICE = "--trust (in Python trust=True) runs it, once you know whose it is"
 
 
 @contextlib.contextmanager
@@ -37,6 +42,25 @@ def nothing_imported(by: str) -> Iterator[None]:
         yield
     finally:
         _forbidden.reset(token)
+
+
+@contextlib.contextmanager
+def reading_run(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterator[None]:
+    """Within the block `load_class` imports a module for a run directory only if that is trusted.
+
+    A module that this process has imported before, such as the one that the user's own config
+    names, runs no code and is always found.
+
+    Args:
+        config: The run's config.yaml.
+        trust: Whether the caller trusts the code that it names.
+        advice: What the user can do, for the message.
+    """
+    token = _run_config.set((config, trust, advice))
+    try:
+        yield
+    finally:
+        _run_config.reset(token)
 
 
 def is_place(name: str) -> bool:
@@ -68,20 +92,33 @@ def check_name(name: str, known: Iterable[str], what: str) -> str:
 
 
 def load_class(place: str, key: str) -> type:
-    """The class at `module:Class`. Its module is looked for where Python looks, and then in the
-    current directory. It is named before it is imported.
+    """Return the class at `module:Class`, and say so before its module is imported.
 
-    Args: key: of the YAML, for messages.
+    Python looks for the module in its own folders, and then in the current directory, except in the
+    directory of a run whose config.yaml names the module.
+
+    Args:
+        key: Key of the YAML, for messages.
+
     Raises:
-        ConfigError: no such module or class, or the module cannot be imported, or must not be here.
+        ConfigError: If there is no such module or class, the module cannot be imported, or nobody
+            trusts it.
     """
     module_name, _, class_name = place.partition(":")
     folder = os.getcwd()
     if by := _forbidden.get():
         raise ConfigError(f"{key} is {place}: {by} imports no code of others")
-    if module_name not in sys.modules:
+    is_imported = module_name in sys.modules
+    run_config, is_trusted, advice = _run_config.get() or (None, True, "")
+    if not is_imported and not is_trusted:
+        raise ConfigError(
+            f"{key} is {place} in {run_config}, and nothing here has checked the code of"
+            f" {module_name}: {advice}"
+        )
+    if not is_imported:
         say(f"note: {key} is {place}: the code of {module_name} is run")
-    if folder not in sys.path and "" not in sys.path:
+    is_run_folder = run_config is not None and _is_within(folder, run_config.parent)
+    if folder not in sys.path and "" not in sys.path and not is_run_folder:
         sys.path.append(folder)  # last: nothing that is installed is hidden by a file of its name
     try:
         module = importlib.import_module(module_name)
@@ -101,6 +138,10 @@ def load_class(place: str, key: str) -> type:
         hint = f"; did you mean `{module_name}:{near[0]}`?" if near else ""
         raise ConfigError(f"{key} is {place}: {module.__file__} has no class {class_name}{hint}")
     return found
+
+
+def _is_within(folder: str, parent: Path) -> bool:
+    return Path(folder).resolve().is_relative_to(parent.resolve())
 
 
 def _not_importable(key: str, place: str, error: Exception) -> ConfigError:

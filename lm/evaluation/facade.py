@@ -79,12 +79,11 @@ class LanguageModel:
 
 def load(path: Path | str, trust: bool = False) -> LanguageModel:
     """The language model of a run directory (its newest complete checkpoint), of an exported or any
-    `from_pretrained` folder, or of a name on the hub; on a GPU if there is one. A
-    `module:Class` in a run's config.yaml is imported.
+    `from_pretrained` folder, or of a name on the hub; on a GPU if there is one.
 
     Args:
-        trust: run the code that an exported folder brings along where its mixer is its author's
-            own; that of a name on the hub never is.
+        trust: run the code of a `module:Class` in a run's config.yaml, or that an exported folder
+            brings along where its mixer is its author's own; code from the hub never runs.
     Raises:
         FacadeError: nothing there, a file, or a run of the synthetic suite. GenerationError: a
             folder without a model or a tokenizer. LoadError: damaged files. CheckpointError: a run
@@ -94,7 +93,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     if folder.is_file():
         raise FacadeError(f"{path} is a file: give the run directory or the exported folder")
     is_export = (folder / "config.json").is_file()  # read without what only runs need
-    if folder.is_dir() and not is_export and (trained := _of_run(folder)):
+    if folder.is_dir() and not is_export and (trained := _of_run(folder, trust)):
         return trained
 
     from lm.evaluation.generate import load_exported
@@ -104,7 +103,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     return LanguageModel(model, tokenizer, name)
 
 
-def _of_run(folder: Path) -> LanguageModel | None:
+def _of_run(folder: Path, trust: bool) -> LanguageModel | None:
     """The model of a run directory; None where no run is."""
     import torch
 
@@ -115,7 +114,7 @@ def _of_run(folder: Path) -> LanguageModel | None:
     if not run.holds_run:
         return None
     _refuse_synthetic(run)
-    trained = load_trained(folder)
+    trained = load_trained(folder, trust=trust)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
 

@@ -33,6 +33,7 @@ def export(
     checkpoint: Path | None = None,
     ema: bool = False,
     licence: str | None = None,
+    trust: bool = False,
 ) -> Path:
     """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, so that
     `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`. A stack
@@ -41,7 +42,7 @@ def export(
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
             (train.ema) in their place. licence: of the weights, as the hub names it; None: not
-            said.
+            said. trust: run the code of a `module:Class` in the run's config.yaml.
     Raises:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
@@ -57,7 +58,7 @@ def export(
     _refuse_without_run(run)
     _refuse_if_other(out)
     check_licence(licence)
-    trained = load_trained(run_dir, checkpoint, ema)
+    trained = load_trained(run_dir, checkpoint, ema, trust)
     facts = model_card.of_run(run, trained.config, trained.manifest, ema)
     model = as_transformers(trained.model)
     return write_export(model, out, run.tokenizer, trained.name, trained.origin, facts, licence)
@@ -83,10 +84,13 @@ class Trained(NamedTuple):
     manifest: dict  # of the checkpoint
 
 
-def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = False) -> Trained:
+def load_trained(
+    run_dir: Path, checkpoint: Path | None = None, ema: bool = False, trust: bool = False
+) -> Trained:
     """The model of a run directory with the weights of a checkpoint; arguments and errors as those
     of `export`."""
     from lm.config.load import load
+    from lm.config.plugin import reading_run
     from lm.data.corpus.tokenizer import load_tokenizer
     from lm.runs import checkpoint as checkpoints
     from lm.runs.run_dir import RunDir
@@ -103,9 +107,9 @@ def load_trained(run_dir: Path, checkpoint: Path | None = None, ema: bool = Fals
     cfg = load(run.config)
     check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
-    model = build_model(
-        cfg, vocabulary(cfg, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
-    )
+    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
+    with reading_run(run.config, trust):
+        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
     weights = consolidated(path)
     try:
         model.load_state_dict(weights, strict=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, refused_pickle
 from lm.common.files import parse_json
 
 if TYPE_CHECKING:
@@ -437,6 +438,8 @@ def read_checkpoint(path: Path) -> dict:
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        raise ReferenceCheckpointError(refused_pickle(path, e)) from None
     except Exception as e:
         reason = str(e).splitlines()[0]
         raise ReferenceCheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from lm.common.errors import DivergedAlone, UserError, exit_status, sentence
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
+from lm.common.secrets import mask_credentials
 from lm.config.load import build
 from lm.config.resuming import Resume, resume_rule
 from lm.config.schema import Run
@@ -130,7 +131,8 @@ class RunDir:
 
     def write_failure(self, sentence: str, exit_status: int) -> None:
         """Leave word of why a run stopped, for `fprnn status`; taken back by `claim`."""
-        write_json(self.failure, {"sentence": sentence, "exit_code": exit_status})
+        masked = mask_credentials(sentence)
+        write_json(self.failure, {"sentence": masked, "exit_code": exit_status})
 
     def leave_word(self, error: Exception, is_main: bool) -> None:
         """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank

@@ -7,11 +7,12 @@ shapes and meaning. Of state-spaces' checkpoints the hub has the same ones in th
 from __future__ import annotations
 
 import math
+import pickle
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.common.errors import BAD_CONFIG, UserError
+from lm.common.errors import BAD_CONFIG, UserError, refused_pickle
 from lm.common.files import parse_json
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _their_config(folder: Path):
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # whatever its validation raises
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise SourceError(f"{folder / 'config.json'} cannot be read: {reason}") from None
@@ -312,6 +313,8 @@ def _tensors(file: Path) -> dict:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=lazily)
     except FileNotFoundError:
         raise SourceError(f"{file} is missing, which the index of the weights names") from None
+    except pickle.UnpicklingError as e:
+        raise SourceError(refused_pickle(file, e)) from None
     except Exception as e:  # the loaders raise whatever damage does
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise SourceError(f"{file} cannot be read: {reason}") from None

@@ -16,6 +16,7 @@ from lm.training.foreign import Source, SourceError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+OWN_CODE_ADVICE = "the configuration that you pass must name it as well, which imports it"
 SHOWN = 3  # tokens that a message gives
 
 
@@ -50,6 +51,7 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
     import torch
 
     from lm.config.load import load
+    from lm.config.plugin import reading_run
     from lm.data.corpus.tokenizer import load_tokenizer
     from lm.runs import checkpoint as checkpoints
     from lm.training.build import build_model, vocabulary
@@ -69,7 +71,11 @@ def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
     check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if shapes_only else "cpu"):
+    with (
+        reading_run(run.config, trust=False, advice=OWN_CODE_ADVICE),
+        torch.random.fork_rng(devices=[]),
+        torch.device("meta" if shapes_only else "cpu"),
+    ):
         model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
     if not shapes_only:
         trained = consolidated(path)

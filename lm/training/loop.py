@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from lm.common.console import say
 from lm.common.errors import Diverged, DivergedAlone, Stopped
@@ -108,16 +108,31 @@ class Loop(ABC):
         """
         is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last or self.stopping
         if is_due:
-            self.check_finite()
-            self.checkpoints.save(self.step, self.state_files)
-            self.went_back_to = None
+            self._save()
         if self.stopping and not self.is_last:
-            self._finish_saves()
-            raise Stopped(
-                f"stopped by a signal after update {self.step}, checkpoint saved:"
-                f" {self.how_to_go_on}"
-            )
+            self.stop()
         return is_due
+
+    def stop(self) -> NoReturn:
+        """Save the last update unless a checkpoint holds it already, and stop.
+
+        Raises:
+            Stopped: Always. Diverged: If the state to save is not finite.
+        """
+        self._finish_saves()
+        if not self.step:
+            raise Stopped(f"stopped by a signal before the first update: {self.how_to_go_on}")
+        if self.checkpoints.published != self.step:
+            self._save()
+            self._finish_saves()
+        raise Stopped(
+            f"stopped by a signal after update {self.step}, checkpoint saved: {self.how_to_go_on}"
+        )
+
+    def _save(self) -> None:
+        self.check_finite()
+        self.checkpoints.save(self.step, self.state_files)
+        self.went_back_to = None
 
     def log_saves(self) -> None:
         """A record of every checkpoint that was published since the last call."""

@@ -15,8 +15,8 @@ from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
 from lm.data.sources import traces
+from lm.data.sources.listing import ENDINGS, source_files
 from lm.data.sources.mixture import naming, parts
-from lm.data.sources.open import SUFFIXES, source_files
 from lm.kernels import asked, available, choice
 from lm.runs.checkpoint import check_resume
 from lm.training import init_from
@@ -119,7 +119,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     init_from.check(cfg, model)
     for name, part in parts(cfg).items():
         with naming(name):
-            if part.data.path is not None and part.data.source in SUFFIXES:
+            if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)
             if part.data.source == "traces":
                 traces.check(part.data.traces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from lm.common.console import Progress, say
 from lm.common.errors import ConfigError, Diverged, Stopped, UserError
 from lm.common.files import DamagedError, write_json
 from lm.common.ranks import Ranks, of_lost_peer
-from lm.common.signals import StopSignals
+from lm.common.signals import StopRequested, StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
 from lm.runs.checkpoint import (
@@ -169,19 +169,33 @@ class Training(Loop):
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
         say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-        ranks.first(lambda: bool(load_tokenizer(cfg, folder, say)))
+        ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
         ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
         with Progress("tokenised", unit="documents") as bar:
             progress = lambda documents, _: bar.update(documents)  # noqa: E731
             prepare = corpora.prepare_sources
-            ranks.first(lambda: bool(prepare(cfg, self.tokenizer, folder, progress)))
+            ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
         ranks.first(self._check_made_of)  # the corpora may be new
         self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
         self.curriculum = Curriculum(cfg.data, self.batches)
+
+    def _stoppable(self, prepare: Callable, *args) -> None:
+        """Call a function that may read, or wait for a hub, for hours.
+
+        Raises:
+            Stopped: If a stop signal ended it.
+        """
+        try:
+            with self.signals.interruptible():
+                prepare(*args)
+        except StopRequested:
+            raise Stopped(
+                f"stopped by a signal before the first update: {self.how_to_go_on}"
+            ) from None
 
     def _check_made_of(self) -> None:
         """Raises RunDirError where the run is no longer what the checkpoint to go on from is made
@@ -398,7 +412,7 @@ class Training(Loop):
         """
         (asked,) = self.ranks.sum(self.signals.asked)
         if asked:
-            raise Stopped(f"stopped by a signal at update {self.step}: continue with resume=auto")
+            self.stop()
         if (
             self.step
             and self.step % self.cfg.eval.every == 0
@@ -412,22 +426,37 @@ class Training(Loop):
             self._validate()
 
     def _micro_batches(self) -> list:
-        """The next update's micro-batches.
+        """Return the next update's micro-batches.
+
+        A stream may wait for its hub for minutes. A stop signal ends the wait on every rank, and
+        what was drawn for this update is drawn again when the run continues.
 
         Raises:
-            DataError: on every rank, where one cannot read.
+            DataError: On every rank, if one cannot read. Stopped: If a signal ended the wait.
         """
-        micro, error = [], None
+        from lm.data.batches.stream import StreamLoader
+
+        stream = self.batches if isinstance(self.batches, StreamLoader) else None
+        mark = stream.mark() if stream else None
+        micro, error, is_stopped = [], None, False
         try:
-            with self.engine.times.part("data"):
+            with (
+                self.engine.times.part("data"),
+                self.signals.interruptible() if stream else contextlib.nullcontext(),
+            ):
                 for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):
                     micro.append(next(self.batches))
                     self.alive()
         except UserError as e:
             error = e
-        (failed,) = self.ranks.sum(error is not None)
-        if failed:
+        except StopRequested:
+            is_stopped = True
+        failures, stops = self.ranks.sum(error is not None, is_stopped)
+        if failures:
             self.ranks.raise_any(error)
+        if stops and stream and mark:
+            stream.go_back(mark)
+            self.stop()
         return micro
 
     def update(self) -> None:

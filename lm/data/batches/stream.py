@@ -30,6 +30,8 @@ class BlockStream:
     Args:
         seed: of these orders.
         open_documents: `sources.documents`, or a stand-in with its signature.
+        revision: Commit of the dataset that the first pass reads without a state; None: the newest.
+            Every later pass reads the commit of the pass before.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BlockStream:
         seed: int,
         state: dict | None = None,
         open_documents: Callable = documents,
+        revision: str | None = None,
     ):
         self._data = data
         self._seed = seed
@@ -51,9 +54,8 @@ class BlockStream:
         self._had_training_text = bool(state)  # in this epoch
         if state:
             self._packer.load_state_dict(state["packer"])
-        self._documents = self._open(
-            data, shard, state["documents"] if state else None, (seed, self._epoch)
-        )
+        position = state["documents"] if state else _beginning(revision)
+        self._documents = self._open(data, shard, position, (seed, self._epoch))
 
     def __next__(self) -> np.ndarray:
         """The next blocks (k, seq_len + 1), k ≥ 1.
@@ -73,7 +75,8 @@ class BlockStream:
                 self._epoch += 1
                 self._had_training_text = False
                 order = (self._seed, self._epoch)
-                self._documents = self._open(self._data, self._shard, None, order)
+                start = _beginning(self._documents.state_dict().get("revision"))
+                self._documents = self._open(self._data, self._shard, start, order)
             elif texts:
                 self._had_training_text = True
                 ids = encode_documents(self._tokenizer, texts, self._data.leading_eos)
@@ -88,6 +91,11 @@ class BlockStream:
         }
 
 
+def _beginning(revision: str | None) -> dict | None:
+    """Return the position of a source's first document, in a commit or without one."""
+    return None if revision is None else {"revision": revision}
+
+
 class StreamLoader:
     """Endless micro-batches from a document stream, for sources too large to prepare.
 
@@ -96,6 +104,8 @@ class StreamLoader:
     shuffle buffer, with a generator from (seed, stream). Micro-batch g of the run is drawn from
     stream g % streams, and goes to rank g % world_size: the order is a property of the seed and the
     number of streams alone, and a run can go on with any number of ranks that divides it.
+
+    A run reads one commit of the dataset, the newest one at its beginning.
 
     With `data.workers` > 0 the streams of a rank are read, tokenised and packed in processes of
     their own, which changes nothing in the order.
@@ -119,6 +129,7 @@ class StreamLoader:
         self._rank = rank
         self._world_size = world_size
         self._stream_count: int | None = None if data.streams == "auto" else data.streams
+        self._revision: str | None = None  # commit of the dataset; None: not looked up yet
         self._next = 0  # the first micro-batch that no rank has had
         self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
         self._readers: Readers | _InThisProcess | None = None
@@ -165,6 +176,18 @@ class StreamLoader:
         """Of a mixture, how much came from each source; a stream is one alone."""
         return {}
 
+    def mark(self) -> tuple:
+        """Return the position of this rank, for `go_back`."""
+        return self._next, {number: stream.mark() for number, stream in self._streams.items()}
+
+    def go_back(self, mark: tuple) -> None:
+        """Return to a position; the micro-batches since then are drawn again."""
+        self.close()
+        self._next, streams = mark
+        self._streams = {number: self._streams[number] for number in streams}
+        for number, stream_mark in streams.items():
+            self._streams[number].go_back(stream_mark)
+
     def close(self) -> None:
         """Ends the workers; the position stays."""
         if self._readers is not None:
@@ -179,6 +202,7 @@ class StreamLoader:
             "next_global_micro_batch": self._next,
             "micro_batch_size": self._micro_batch_size,
             "count": count,
+            "revision": self._revision,
             "streams": {number: stream.state_dict() for number, stream in self._streams.items()},
         }
 
@@ -208,6 +232,7 @@ class StreamLoader:
             )
         self.close()
         self._stream_count = state["count"]
+        self._revision = state.get("revision") or _find_revision(state["streams"])
         self._next = state["next_global_micro_batch"]
         self._streams = {}
         wanted = self._own_numbers(state["count"])
@@ -252,7 +277,12 @@ class StreamLoader:
         """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
         numbers = list(self._streams)
         workers = worker_count(self._data)
-        common = (self._data, self._tokenizer, count, self._seed, self._open)
+        if self._data.source == "fineweb" and self._revision is None:
+            from lm.data.sources.hub import open_hub
+
+            # Once for all streams: a stream whose turn comes later may find a newer commit.
+            self._revision = open_hub(self._data).revision
+        common = (self._data, self._tokenizer, count, self._seed, self._open, self._revision)
         positions = {number: self._streams[number].position for number in numbers}
         if not workers:
             return _InThisProcess((*common, positions))
@@ -337,6 +367,13 @@ def merge_states(states: Sequence[dict]) -> dict:
     return merged
 
 
+def _find_revision(streams: dict) -> str | None:
+    """Return the commit of the states of streams; None if none of them was read from a hub."""
+    positions = [stream["position"] for stream in streams.values() if stream["position"]]
+    revisions = [position["documents"].get("revision") for position in positions]
+    return next((revision for revision in revisions if revision), None)
+
+
 def worker_count(data: Data) -> int:
     """Loader processes of a rank: `data.workers`; `auto`: AUTO_WORKERS for text from the hub."""
     if data.workers != "auto":
@@ -358,15 +395,16 @@ def _auto_streams(data: Data, world_size: int) -> int:
 def open_streams(payload: tuple) -> Callable[[int], tuple]:
     """The function that maps the number of a stream to its next (blocks (k, seq_len + 1) int32,
     position after them), or to (None, sentence) where reading failed."""
-    data, tokenizer, count, seed, open_documents, positions = payload
+    data, tokenizer, count, seed, open_documents, revision, positions = payload
     streams: dict[int, BlockStream] = {}
 
     def answer(number: int) -> tuple:
         try:
             if number not in streams:
                 shard = (number, count)
+                state = positions[number]
                 streams[number] = BlockStream(
-                    data, tokenizer, shard, seed, positions[number], open_documents
+                    data, tokenizer, shard, seed, state, open_documents, revision
                 )
             blocks = next(streams[number]).astype(np.int32)
             return blocks, streams[number].state_dict()

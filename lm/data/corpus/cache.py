@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -24,7 +24,7 @@ from lm.config.schema import Config
 from lm.data.corpus import integrity
 from lm.data.sources import mixture, traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import source_files
+from lm.data.sources.listing import ENDINGS, list_files, report_files, source_files
 from lm.model.checksums import sha256
 from lm.runs.lease import Lease, LeaseError
 
@@ -124,13 +124,15 @@ def content(folder: Path, data: Data) -> list | dict | str:
         return sys.version
     if data.source == "traces":
         return traces.described(data.traces)
+    listing = list_files(data)
+    report_files(data, listing)
     known = read_mapping(folder / HASHES) or {}
     found = {}
     unread = []
-    files = [path.resolve() for path in source_files(data)]
+    files = [path.resolve() for path in listing.files]
     for path in set(files):
         key = str(path)
-        state = _state(path)
+        state = file_state(path)
         recorded = known.get(key)
         if isinstance(recorded, list) and recorded[:1] == [state]:
             found[key] = recorded
@@ -146,6 +148,29 @@ def content(folder: Path, data: Data) -> list | dict | str:
         with contextlib.suppress(OutputError):  # read again then
             write_json(folder / HASHES, known | found)
     return [found[str(path)][1] for path in files]
+
+
+def check_unchanged(sources: Iterable[Data], read_address: Callable[[], str], address: str) -> None:
+    """Refuse sources whose text is no longer the text of an address.
+
+    Args:
+        read_address: Returns the address (or fingerprint) of the text as it is now.
+        address: The address from before the text was read.
+
+    Raises:
+        DataError: If they differ, or the text can no longer be read.
+    """
+    if read_address() == address:
+        return
+    file_sources = [data for data in sources if data.source in ENDINGS]
+    newest = max(
+        (path for data in file_sources for path in source_files(data)),
+        key=lambda path: file_state(path)[1],
+    )
+    raise DataError(
+        f"data.path {', '.join(str(data.path) for data in file_sources)} changed while it was read"
+        f" ({newest} last), so that nothing of it is kept: start again once nobody writes to it"
+    )
 
 
 def make_once(
@@ -222,7 +247,12 @@ def _split(data: Data) -> dict:
     return {"format": FORMAT} | {key: getattr(data, key) for key in keys}
 
 
-def _state(path: Path) -> list[int]:
+def file_state(path: Path) -> list[int]:
+    """Return the size, times and inode of a source file, which change when its content does.
+
+    Raises:
+        DataError: If the system refuses.
+    """
     try:
         return integrity.state(path)
     except OSError as e:

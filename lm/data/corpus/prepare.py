@@ -21,7 +21,7 @@ from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_
 from lm.data.corpus.tokenising import documents_done, tokenise
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import source_files
+from lm.data.sources.listing import ENDINGS, list_files, report_files, source_files
 
 __all__ = ["Corpus", "Meta", "fingerprint", "open_corpus", "prepare", "prepare_ahead"]
 
@@ -234,8 +234,8 @@ def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
     elif data.source == "traces":
         parts |= {"traces": traces.described(data.traces)}
     else:
-        stats = [(str(path.resolve()), path.stat()) for path in source_files(data)]
-        parts |= {"files": [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]}
+        states = [(str(path.resolve()), cache.file_state(path)) for path in source_files(data)]
+        parts |= {"files": [(path, size, mtime) for path, (size, mtime, *_) in states]}
     parts |= {"tokenizer": tokenizer.backend_tokenizer.to_str(), "eos": tokenizer.eos_token_id}
     return cache.digest(parts)
 
@@ -244,6 +244,8 @@ def _in_run(
     data: Data, tokenizer: PreTrainedTokenizerFast, folder: Path, progress: Progress | None
 ) -> Meta:
     """The corpus in a run directory, made or verified."""
+    if data.source in ENDINGS:
+        report_files(data, list_files(data))
     wanted = fingerprint(data, tokenizer)
     meta = read_meta(folder)
     if meta is not None and meta.fingerprint == wanted:
@@ -253,7 +255,11 @@ def _in_run(
         say(f"data     {folder} is of other text, another split or tokenizer: prepared anew")
     elif (folder / "train.bin").exists():
         say(f"data     {folder} has no meta.json, so that it was left unfinished: prepared anew")
-    return tokenise(data, tokenizer, folder, wanted, progress)
+
+    def check_source() -> None:
+        cache.check_unchanged([data], lambda: fingerprint(data, tokenizer), wanted)
+
+    return tokenise(data, tokenizer, folder, wanted, progress, check_source=check_source)
 
 
 def _entry(
@@ -329,9 +335,14 @@ def _make(
         DataError, OutputError: as `prepare`.
     """
 
+    def check_source() -> None:
+        cache.check_unchanged(
+            [data], lambda: cache.corpus_folder(entry.parent, data, tokenizer).name, entry.name
+        )
+
     def make(check: Callable[[], None]) -> None:
         address = entry.name.partition("-")[2]
-        meta = tokenise(data, tokenizer, entry, address, progress, check)
+        meta = tokenise(data, tokenizer, entry, address, progress, check, check_source)
         text = data.path or (data.dataset if data.source == "fineweb" else data.source)
         with contextlib.suppress(OutputError):  # for people, who look into the cache
             write_json(entry / "about.json", {"text": text, "documents": meta.documents})

@@ -110,7 +110,13 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
         return train_bpe(cfg, log)
 
     def make(_check: Callable[[], None]) -> None:
-        save(train_bpe(cfg, log), folder, _wanted(cfg))
+        tokenizer = train_bpe(cfg, log)
+        cache.check_unchanged(
+            [part.data for part in parts(cfg).values()],
+            lambda: cache.tokenizer_folder(root, cfg).name,
+            entry.name,
+        )
+        save(tokenizer, folder, _wanted(cfg))
 
     made = cache.make_once(entry, folder.is_dir, make)
     try:
@@ -208,26 +214,39 @@ def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise DataError(f"tokenizer.name {name}: no such folder")
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True)  # the hub's local cache
-    except (OSError, ValueError):
-        pass
+        # The hub's local cache.
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        _refuse_foreign_code(name, e)
     try:
         check_hub(f"tokenizer {name}")
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except DataError as e:
         raise DataError(
             f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
         ) from None
     except (OSError, ValueError) as e:
+        _refuse_foreign_code(name, e)
         reason = str(e).strip().splitlines()[0]
         raise DataError(f"tokenizer {name} could not be loaded from the hub: {reason}") from None
+
+
+def _refuse_foreign_code(name: str, error: Exception) -> None:
+    """Raise DataError if transformers would have to run a tokenizer's own code."""
+    if "trust_remote_code" in str(error):
+        raise DataError(
+            f"tokenizer.name {name} is code of its own (`auto_map` in its tokenizer_config.json),"
+            " which no training runs: name a tokenizer with a tokenizer.json"
+        ) from None
 
 
 def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     has = {p.name for p in folder.iterdir()}
     try:
         if has & {"tokenizer.json", "tokenizer_config.json"}:
-            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         if {"vocab.json", "merges.txt"} <= has:
             return _from_gpt2_files(folder)
         if "tokenizer.model" in has:
@@ -235,6 +254,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     except UserError:
         raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        _refuse_foreign_code(str(folder), e)
         reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
     raise DataError(

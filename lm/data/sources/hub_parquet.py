@@ -35,7 +35,8 @@ class HubDocuments:
     dataset that has changed in between is read as it was.
 
     Args:
-        state: of an earlier iterator; its order counts, and `order` is not read.
+        state: of an earlier iterator; its order counts, and `order` is not read. A state with
+            nothing but the `revision` is the beginning in that commit.
         order: (seed, epoch); None: as the files and their row groups stand.
     """
 
@@ -46,7 +47,8 @@ class HubDocuments:
         state: dict | None = None,
         order: tuple[int, int] | None = None,
     ):
-        if state is not None and state.keys() - {"order"} != POSITION:
+        is_beginning = state is not None and state.keys() == {"revision"}
+        if state is not None and not is_beginning and state.keys() - {"order"} != POSITION:
             raise DataError(
                 "the checkpoint's position in the stream is of an earlier version, which dealt out "
                 "whole files; a run that streams cannot go on from it: train anew under another "
@@ -54,7 +56,9 @@ class HubDocuments:
             )
         self._groups = open_groups(data, state["revision"] if state else None)
         # A position without an order is of a run that went through the files as they stand.
-        self._position = {"order": None} | state if state else self._start(order)
+        self._position = self._start(order)
+        if state and not is_beginning:
+            self._position |= {"order": None} | state
         self._file_order = self._permutation(len(self._groups.files.paths), FILES)
         # This shard has the row groups u with u % count == index, and of their rows those r with
         # r % parts == part.

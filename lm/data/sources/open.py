@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
-import glob
 import hashlib
+import io
 import itertools
 import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from lm.common.errors import require
 from lm.common.files import parse_json
 from lm.config.data import Data, Traces
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
+from lm.data.sources.listing import COMPRESSIONS, source_files
 from lm.data.sources.parquet import read_parquet
 
-SUFFIXES = {"text": (".txt", ".text", ".md"), "jsonl": (".jsonl",), "parquet": (".parquet",)}
 WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
 MIN_DOCUMENT = 4_096  # characters of each of them but the last
 MAX_DOCUMENT = 16_384
@@ -84,30 +86,6 @@ class LocalDocuments:
 
     def state_dict(self) -> dict:
         return {"read": self._read}
-
-
-def source_files(data: Data) -> list[Path]:
-    """The files behind `data.path` (a file, folder or glob), sorted.
-
-    Raises:
-        DataError: there are none, or data.path is not set.
-    """
-    if data.path is None:
-        raise DataError(f"data.source {data.source} needs data.path, a file, folder or glob")
-    path = Path(data.path).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        suffixes = SUFFIXES[data.source]
-        found = [p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file()]
-        if not found:
-            wanted = ", ".join(f"*{s}" for s in suffixes)
-            raise DataError(f"data.path {path} is a folder without any {wanted} file in it")
-        return sorted(found)
-    found = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
-    if not found:
-        raise DataError(f"data.path {data.path}: no such file or folder, and no file matches it")
-    return sorted(found)
 
 
 def _local_documents(data: Data) -> Iterator[str]:
@@ -193,11 +171,31 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, decompressed if its ending says that it is compressed.
+
+    Raises:
+        DataError: If the file cannot be read, or is not whole.
+    """
     try:
-        with open(path, "rb") as lines:
+        with _open_binary(path) as lines:
             yield from lines
     except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
+        raise DataError(f"{path} cannot be read: {e.strerror or e}") from None
+
+
+@contextlib.contextmanager
+def _open_binary(path: Path) -> Iterator[Iterable[bytes]]:
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        with open(path, "rb") as file:
+            yield file
+        return
+    require("pyarrow", f"{path}, which is compressed,")
+    import pyarrow as pa
+
+    # pyarrow reads all of them; Python 3.11 has no zstd.
+    with pa.input_stream(str(path), compression=compression) as stream:
+        yield io.BufferedReader(stream)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from multiprocessing import connection, resource_tracker, util
 from typing import Any, NoReturn
 
 from lm.common.errors import MachineError
+from lm.common.secrets import mask_logs
 from lm.common.signals import STOP
 
 WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
@@ -195,6 +196,7 @@ def work(ours: connection.Connection, parent: int, entry: str, payload: bytes) -
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    mask_logs()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["OMP_NUM_THREADS"] = "1"
     key = None

@@ -156,6 +156,46 @@ def test_other_content_is_another_entry(cached, bpe, folder, change, byte_tokeni
     assert open_corpus(cached.run_dir).meta == before.meta
 
 
+@pytest.mark.parametrize("place", ["cache", "run directory"])
+@pytest.mark.parametrize("when", ["at once", "at the end"])
+def test_a_file_that_grows_while_it_is_read_is_noticed(
+    cached, bpe, folder, monkeypatch, place, when
+):
+    """The entry would hold other tokens than its address stands for."""
+    small_shards(monkeypatch)
+    if when == "at once":
+        monkeypatch.setattr(tokenising, "CHECK_SOURCE_S", 0)
+    if place == "run directory":
+        cached.data.cache = None
+    calls = []
+
+    def grow(*done):
+        calls.append(done)
+        if len(calls) == 3:
+            with open(cached.data.path, "a") as file:
+                file.write('{"text": "one more document"}\n')
+
+    with pytest.raises(DataError, match=r"changed while it was read \(.*mine\.jsonl last\)"):
+        prepare(cached, bpe, cached.run_dir, grow)
+    assert len(calls) == (3 if when == "at once" else 21)
+    assert not list(folder.rglob("*.bin")) and not list(cached.run_dir.rglob("*.bin"))
+    corpus, calls = prepared(cached, bpe)
+    assert calls and corpus.meta.documents == 201
+
+
+def test_a_tokenizer_of_text_that_changed_meanwhile_is_not_kept(cached, folder, monkeypatch):
+    def train(cfg, log):
+        tokenizer = train_bpe(cfg, log)
+        os.truncate(cfg.data.path, 4000)
+        return tokenizer
+
+    train_bpe = tokenizers.train_bpe
+    monkeypatch.setattr(tokenizers, "train_bpe", train)
+    with pytest.raises(DataError, match="changed while it was read"):
+        tokenizers.new_tokenizer(cached, print)
+    assert not list(folder.rglob("tokenizer.json"))
+
+
 def test_a_relative_cache_moves_with_its_runs(cached, bpe, tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")

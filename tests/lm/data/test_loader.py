@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lm.config.data import Data
 from lm.data.batches.loader import MapLoader, build, validation_blocks
 from lm.data.batches.packing import IGNORE, block_count
-from lm.data.batches.stream import StreamLoader, merge_states
+from lm.data.batches.stream import BlockStream, StreamLoader, merge_states
 from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import prepare
 from lm.data.sources.errors import DataError
@@ -240,3 +240,44 @@ def test_stream_error_sentences(cfg, bpe):
     cfg.data.workers, cfg.data.path = 1, "nowhere.jsonl"
     with pytest.raises(DataError, match=r"^data\.path nowhere\.jsonl: no such file"):
         next(stream_loader(cfg, bpe))
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_stream_goes_back_to_where_it_was(cfg, bpe, done):
+    """From the middle of a later micro-batch, as a signal interrupts it."""
+    cfg.data.shuffle_buffer, cfg.data.streams = 8, 2
+    loader = stream_loader(cfg, bpe)
+    take(loader, done)
+    mark = loader.mark()
+    expected = take(loader, 5)
+    loader._streams[1].draw(loader._readers)
+    loader.go_back(mark)
+    assert all(same(a, b) for a, b in zip(take(loader, 5), expected, strict=True))
+
+
+def test_every_pass_of_a_stream_reads_the_same_commit(bpe, texts):
+    opened = []
+
+    class Texts:
+        """A source on a hub that gets a new commit all the time."""
+
+        def __init__(self, _data, _shard, state, _order):
+            opened.append(state)
+            self.revision = state["revision"] if state else f"commit {len(opened)}"
+            self.texts = iter(texts[:30])
+
+        def __next__(self):
+            return next(self.texts)
+
+        def __iter__(self):
+            return self
+
+        def state_dict(self):
+            return {"revision": self.revision, "read": 0}
+
+    stream = BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts)
+    while len(opened) < 3:
+        next(stream)
+    assert opened == [None, {"revision": "commit 1"}, {"revision": "commit 1"}]
+    BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts, revision="of the run")
+    assert opened[-1] == {"revision": "of the run"}

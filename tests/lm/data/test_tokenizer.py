@@ -174,6 +174,17 @@ def test_error_sentences(cfg, tmp_path, monkeypatch):
     fails(cfg, "some/where", "HF_HUB_OFFLINE.*works offline")
 
 
+def test_code_of_a_tokenizers_own_is_neither_run_nor_asked_for(cfg, tmp_path, monkeypatch):
+    """transformers would ask on the terminal, and run it on `y`."""
+    config = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    cfg.tokenizer.name = str(tmp_path)
+    with pytest.raises(DataError, match=r"is code of its own \(`auto_map` in .* no training runs"):
+        load_tokenizer(cfg, cfg.run_dir)
+
+
 def test_every_document_held_out(cfg):
     cfg.data.val_fraction = 0.9999999
     fails(cfg, "bpe", "no training document")

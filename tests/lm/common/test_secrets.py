@@ -1,0 +1,60 @@
+"""Credentials in URLs: hidden where they would be printed, logged or written."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from lm.cli import doctor
+from lm.common.console import say
+from lm.common.errors import UserError, sentence
+from lm.common.secrets import mask_credentials, mask_logs
+from lm.data.sources.errors import HubUnreachable
+from lm.data.sources.hub import check_hub
+from lm.runs.run_dir import RunDir
+
+URL = "http://someone:s3cr3t@127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        (f"{URL}/a?b cannot be reached", "http://***@127.0.0.1:9/a?b cannot be reached"),
+        ("https://hf_token@host, https://u:p@ss@host", "https://***@host, https://***@host"),
+        ("hf://datasets/OWNER/NAME@main/a", "hf://datasets/OWNER/NAME@main/a"),
+        ("https://host/a@b me@host", "https://host/a@b me@host"),
+    ],
+)
+def test_credentials_are_masked_and_nothing_else(text, masked):
+    assert mask_credentials(text) == masked
+
+
+def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
+    error = UserError(f"{URL} cannot be reached")
+    RunDir(tmp_path).leave_word(error, is_main=True)
+    assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == sentence(error)
+    monkeypatch.setattr(say, "enabled", True)
+    say(f"waiting for {URL}")
+    monkeypatch.setenv("HF_ENDPOINT", URL)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    text = doctor.hub().text
+    before = logging.getLogRecordFactory()
+    try:
+        mask_logs()
+        mask_logs()
+        logging.getLogger("huggingface_hub.utils").warning("GET %s/a failed", URL)
+    finally:
+        logging.setLogRecordFactory(before)
+    shown = [sentence(error), capsys.readouterr().out, text, caplog.text]
+    assert all("***@127.0.0.1:9" in one or one is text for one in shown)
+    assert not any("s3cr3t" in one for one in shown) and "does not answer" in text
+
+
+def test_a_hub_that_cannot_be_reached_is_named_without_its_credentials(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", URL)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(HubUnreachable) as refused:
+        check_hub("a dataset")
+    assert "but http://***@127.0.0.1:9 cannot be reached" in sentence(refused.value)

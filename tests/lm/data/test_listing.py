@@ -1,0 +1,147 @@
+"""The files behind `data.path`: which are read, which are named as skipped, and links."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import os
+
+import pyarrow as pa
+import pytest
+
+from lm.config.data import Data
+from lm.data.sources import listing
+from lm.data.sources.errors import DataError
+from lm.data.sources.listing import list_files, report_files, source_files
+from lm.data.sources.open import documents
+
+
+def names(path, source: str = "text") -> list[str]:
+    """The files behind a path, relative to the part of it without wildcards."""
+    files = source_files(Data(source=source, path=str(path)))
+    base = os.path.commonpath([str(path).partition("*")[0], *files])
+    return [os.path.relpath(file, base) for file in files]
+
+
+def fill(folder, *paths: str):
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(f"text of {path}\n")
+
+
+def reported(path, source: str, capsys) -> str:
+    listing._say_once.cache_clear()
+    data = Data(source=source, path=str(path))
+    report_files(data, list_files(data))
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_files_that_are_skipped_are_named_with_what_reads_them(tmp_path, capsys):
+    fill(tmp_path, *(f"{i}.txt" for i in range(3)), *(f"code/{i}.py" for i in range(7)))
+    fill(tmp_path, "a.jsonl.gz", "LICENSE")
+    assert len(names(tmp_path)) == 3
+    said = reported(tmp_path, "text", capsys)
+    assert f"{tmp_path}: 3 files read (3 .txt), 9 files skipped (7 .py, 1 " in said
+    assert "1 .jsonl.gz" in said and "1 no ending" in said
+    assert "data.source=jsonl reads .jsonl.gz" in said
+    advised = f"{tmp_path}/**/*.py"
+    assert f"data.path='{advised}' reads .py files" in said and len(names(advised)) == 7
+    assert len(names(f"{tmp_path}/**")) == 12
+    assert reported(tmp_path / "0.txt", "text", capsys) == ""
+    said = reported(f"{tmp_path}/*.txt", "text", capsys)
+    assert said == f"data {tmp_path}/*.txt: 3 files read (3 .txt)"
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_a_folder_of_another_source_is_refused_by_what_it_holds(tmp_path, source):
+    other = {"text": "a.parquet", "jsonl": "a.json.gz", "parquet": "a.jsonl.zst"}[source]
+    fill(tmp_path, other)
+    advice = {
+        "text": "data.source=parquet reads .parquet",
+        "jsonl": r"data.path='.*/\*\*/\*.json.gz' reads .json.gz files",
+        "parquet": "data.source=jsonl reads .jsonl.zst",
+    }[source]
+    with pytest.raises(DataError, match=rf"without any .* file in it: it holds 1 .*: {advice}$"):
+        source_files(Data(source=source, path=str(tmp_path)))
+
+
+def test_compressed_files_are_read_as_they_would_be_unpacked(tmp_path, texts):
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw[:999]) + gzip.compress(raw[999:]))
+    (tmp_path / "b.jsonl.bz2").write_bytes(bz2.compress(raw))
+    with pa.CompressedOutputStream(str(tmp_path / "c.ndjson.zst"), "zstd") as file:
+        file.write(raw)
+    assert list(documents(Data(source="jsonl", path=str(tmp_path)))) == texts * 3
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress("é\r\n".encode()))
+    assert list(documents(Data(source="text", path=str(tmp_path)))) == ["é\r\n"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    with pa.CompressedOutputStream(str(path), listing.COMPRESSIONS[ending]) as file:
+        file.write(b'{"text": "x"}\n' * 9)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=rf"a\.jsonl{ending} cannot be read: Truncated"):
+        list(documents(Data(source="jsonl", path=str(path))))
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    fill(tmp_path, "data/a.txt", "data/sub/b.txt", "elsewhere/c.txt")
+    data = tmp_path / "data"
+    (data / "again").symlink_to(tmp_path / "elsewhere")
+    (data / "zz_twice").symlink_to(tmp_path / "elsewhere")
+    (data / "0_inside").symlink_to(data / "sub")
+    for loop in ("loop", "sub/loop", "sub/to_itself"):
+        (data / loop).symlink_to(data if "itself" not in loop else data / loop)
+    expected = ["a.txt", "sub/b.txt", "zz_twice/c.txt"]
+    assert names(data) == expected == names(f"{data}/**/*.txt") == names(f"{data}/**/**/*.txt")
+
+
+def test_a_broken_link_is_named_as_skipped(tmp_path, capsys):
+    fill(tmp_path, "a.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    os.mkfifo(tmp_path / "c.txt")
+    for path in (tmp_path, tmp_path / "*.txt"):
+        said = reported(path, "text", capsys)
+        assert "1 file read (1 .txt), 2 files skipped (1 broken link, 1 special file)" in said
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt"])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, pattern):
+    fill(tmp_path, "a.txt", "closed/b.txt")
+    scandir = os.scandir
+
+    def refuse(path):  # the superuser reads every folder
+        if os.path.basename(path) == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"/closed, a folder of data\.path, cannot be read: Perm"):
+        source_files(Data(source="text", path=str(tmp_path / pattern)))
+
+
+def test_globs_are_those_of_python(tmp_path):
+    fill(tmp_path, "a1.txt", "b/a2.txt", "b/c/a3.txt", ".hidden/a4.txt", "b/.a5.txt", "x[1]/a6.txt")
+    assert names(f"{tmp_path}/**/a?.txt") == ["a1.txt", "b/a2.txt", "b/c/a3.txt", "x[1]/a6.txt"]
+    assert names(f"{tmp_path}/*/*.txt") == ["b/a2.txt", "x[1]/a6.txt"]
+    assert names(f"{tmp_path}/b/**") == ["a2.txt", "c/a3.txt"]
+    assert names(f"{tmp_path}/.h*/*") == [".hidden/a4.txt"]
+    assert names(f"{tmp_path}/x[[]1]/*") == ["x[1]/a6.txt"]
+    assert names(f"{tmp_path}/x[1]") == ["a6.txt"]
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/version", "/sys/**/*.txt", "link", "folder"])
+def test_the_kernels_folders_are_no_corpus(tmp_path, path):
+    (tmp_path / "link").symlink_to("/proc/self")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "sub").symlink_to("/sys")
+    with pytest.raises(DataError, match=r"lies in /(proc|sys), which holds the state of this mach"):
+        source_files(Data(source="text", path=str(tmp_path / path)))
+
+
+def test_a_path_that_the_system_refuses_is_named():
+    with pytest.raises(DataError, match=r"data\.path .* cannot be read: File name too long"):
+        source_files(Data(source="text", path="x" * 5000))
