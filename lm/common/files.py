@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
@@ -91,6 +92,31 @@ def check_file(path: Path | str) -> None:
         if real.exists():
             with real.open("ab"):
                 pass
+
+
+@contextlib.contextmanager
+def without_wildcards(folder: Path) -> Iterator[Path]:
+    """Yield a path to `folder` that holds none of `*`, `?` and `[`, for a library that globs it.
+
+    glob reads `exp[1]` as a pattern, does not match the folder of that name, and matches the folder
+    `exp1` next to it.
+
+    Raises:
+        OutputError: If the folder of temporary files has such a character in its own path.
+    """
+    if not glob.has_magic(str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        if glob.has_magic(place):
+            raise OutputError(
+                f"{folder} has a `*`, `?` or `[` in its path, which DeepSpeed takes for a pattern,"
+                f" and so has the folder of temporary files, {tempfile.gettempdir()}: set TMPDIR to"
+                " a folder without them"
+            )
+        link = Path(place) / "link"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield link
 
 
 def target(path: Path | str) -> Path:

@@ -104,7 +104,10 @@ def source_files(data: Data) -> list[Path]:
             wanted = ", ".join(f"*{s}" for s in suffixes)
             raise DataError(f"data.path {path} is a folder without any {wanted} file in it")
         return sorted(found)
-    found = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
+    # A folder `part[1]` in front of a pattern is that folder, not the pattern that matches `part1`.
+    root = next((folder for folder in path.parents if folder.is_dir()), Path())
+    matches = glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)
+    found = [root / match for match in matches if (root / match).is_file()]
     if not found:
         raise DataError(f"data.path {data.path}: no such file or folder, and no file matches it")
     return sorted(found)
