@@ -7,7 +7,7 @@ from pathlib import Path
 from lm.common.console import say
 from lm.common.files import OutputError, check_file, writing
 from lm.evaluation.inspection.page import MADE_BY, Inspection
-from lm.runs.exported import PAGE
+from lm.runs.written import PAGE
 
 
 def default_page(place: Path | str) -> Path:
