@@ -18,6 +18,8 @@ from lm.common.errors import UserError
 # Of C0 and C1, but for tab and newline; and what turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path makes one slash of two
+
 
 class OutputError(UserError, RuntimeError):
     """A place that results cannot be written to; the message says which, and why."""
@@ -47,6 +49,7 @@ def check_folder(path: Path | str) -> None:
         OutputError: they cannot.
     """
     path = Path(path)
+    _refuse_url(path)
     new = []  # innermost first
     with writing(path):
         for place in (path, *path.parents):
@@ -68,6 +71,12 @@ def check_folder(path: Path | str) -> None:
                     place.rmdir()
 
 
+def _refuse_url(path: Path) -> None:
+    """Raise OutputError for `s3://…` or `https://…`, which would make a folder `s3:` here."""
+    if URL.match(str(path)) and not Path(path.parts[0]).exists():
+        raise OutputError(f"{path} is no place on this machine: name a folder or a file of it")
+
+
 def check_file(path: Path | str) -> None:
     """Find out whether a file can be written; leaves no trace.
 
@@ -75,6 +84,7 @@ def check_file(path: Path | str) -> None:
         OutputError: it cannot.
     """
     path = Path(path)
+    _refuse_url(path)
     with writing(path):
         is_folder = path.is_dir()
         special = _is_special(path)

@@ -208,7 +208,7 @@ class RunDir:
         except ConfigError:
             return False
         lines = self.config.read_text(encoding="utf-8").splitlines()
-        return WRITTEN_KEYS <= tree.keys() and not any(line.startswith("#") for line in lines)
+        return tree.keys() >= WRITTEN_KEYS and not any(line.startswith("#") for line in lines)
 
     def _clear(self) -> None:
         """Delete the run's files except the lease; config.yaml last, so that a directory that was

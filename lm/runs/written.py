@@ -18,7 +18,7 @@ EXPORT_RECORD = ".fprnn.json"
 CARD = "README.md"
 PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
 EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)  # written next to an export
-MAX_SHOWN = 3  # names that a message gives
+MAX_NAMES = 3  # names that a message gives
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -125,10 +125,17 @@ def foreign_files(folder: Path, is_own: Callable[[str], bool]) -> str:
     Args:
         is_own: Test of a relative path.
     """
-    names = sorted(name for name in list_files(folder) if not is_own(name))
-    shown = ", ".join(printable(names[:MAX_SHOWN]))
-    more = len(names) - MAX_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    names = sorted(list_files(folder))
+    own_folders = {parent for name in names if is_own(name) for parent in Path(name).parents}
+    entries: dict[str, None] = {}  # in order; a folder in which nothing is own stands for its files
+    for name in names:
+        if not is_own(name):
+            parents = [parent for parent in Path(name).parents if parent not in own_folders]
+            outermost = parents[-1] if parents and parents[-1].name else None
+            entries[name if outermost is None else f"{outermost}/"] = None
+    listed = ", ".join(printable(list(entries)[:MAX_NAMES]))
+    surplus = len(entries) - MAX_NAMES
+    return f"{listed} and {surplus} more" if surplus > 0 else listed
 
 
 def delete_files(folder: Path, is_own: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:
