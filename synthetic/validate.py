@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lm.common.console import Progress, say
 from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import check_file, write_json
+from lm.common.files import check_together, write_json
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
@@ -18,6 +18,8 @@ from synthetic.abilities import ABILITIES, RECIPES
 from synthetic.results import error_of_mean, in_training, iterations_of_layers, mean_of, way_of
 from synthetic.runs import differences, is_finished, result_of, run_all
 from synthetic.trained import Spread, spread_of
+
+PAGES = ("profile.html", "profile.png")  # drawn next to validate.json
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -185,7 +187,8 @@ def validate(
         TrainingError: some runs failed.
     """
     runs = plan(paths, overrides, out_dir, quick, seeds)
-    check_file(Path(out_dir) / "validate.json")
+    record = Path(out_dir) / "validate.json"
+    check_together(record, '"lengths"', record, *(Path(out_dir) / name for name in PAGES))
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if different := differences(cfg):
             raise RunDirError(

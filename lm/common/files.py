@@ -104,6 +104,50 @@ def check_file(path: Path | str) -> None:
                 pass
 
 
+def check_replaceable(path: Path | str, mark: str) -> None:
+    """Find out whether a file can be written, and is not somebody else's; leaves no trace.
+
+    Args:
+        path: Place of the file.
+        mark: Text that every file of the same kind by this program holds.
+
+    Raises:
+        OutputError: If it cannot be written, or a file without the mark is there.
+    """
+    path = Path(path)
+    check_file(path)
+    with writing(path):
+        text = path.read_bytes() if path.is_file() else b""
+    if text and mark.encode() not in text:
+        raise OutputError(
+            f"{path} is there already, and this command did not write it: name another place by"
+            " --out, or move it away"
+        )
+
+
+def check_together(record: Path, mark: str, *paths: Path) -> None:
+    """Find out whether files can be written that are known to be this program's by one of them.
+
+    Args:
+        record: File of text among or next to them.
+        mark: Text that it holds if this program wrote it, and the others with it.
+        paths: The files.
+
+    Raises:
+        OutputError: If one cannot be written, or is there without such a record.
+    """
+    check_replaceable(record, mark)
+    for path in paths:
+        check_file(path)
+    with writing(record):
+        present = [] if record.is_file() else [path for path in paths if path.is_file()]
+    if present:
+        raise OutputError(
+            f"{present[0]} is there already, and this command did not write it (there is no"
+            f" {record.name}): choose another folder, or move it away"
+        )
+
+
 @contextlib.contextmanager
 def without_wildcards(folder: Path) -> Iterator[Path]:
     """Yield a path to `folder` that holds none of `*`, `?` and `[`, for a library that globs it.
