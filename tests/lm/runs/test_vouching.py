@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
+from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import EXPORT_RECORD
 from lm.training.init_from import read as read_source
@@ -321,7 +321,7 @@ def here(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-DEAD = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a number
+DEAD = {**Lease(Path("lease.json")).own, "pid": 2**22 + 1}  # no process has such a number
 TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 
