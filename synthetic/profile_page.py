@@ -13,7 +13,7 @@ from synthetic.abilities import ABILITIES
 from synthetic.drawing import PALETTE, draw_curve, words
 from synthetic.results import UNKNOWN, plus_minus
 from synthetic.trained import Spread
-from synthetic.validate import spread_in
+from synthetic.validate import PAGES, spread_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,7 +200,7 @@ def write(made: dict[str, list[dict]], folder: Path, command: str) -> Drawn:
     Raises:
         OutputError: they cannot be written.
     """
-    drawn = Drawn(folder / "profile.html", folder / "profile.png")
+    drawn = Drawn(*(folder / name for name in PAGES))
     abilities = list(dict.fromkeys(row["ability"] for row in made["work"]))
     with page.ink():
         import matplotlib.pyplot as plt

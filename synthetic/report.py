@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm.common.console import say
 from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import DamagedError, check_folder, read_json, writing
+from lm.common.files import DamagedError, check_folder, check_together, read_json, writing
 from lm.common.page import save_pdf
 from lm.config import load as base
 from lm.report.sections.latex import tabular
@@ -380,6 +380,8 @@ def report(
     sweep = expand(config_path(name, scale, config), overrides)
     folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
     check_folder(folder)
+    paths = _paths(folder, name)
+    check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
     entry = REPORTS[name]
     limits = limits_in_training(sweep) if entry.all_limits else []
     failure = None
@@ -402,7 +404,7 @@ def report(
         raise
 
     # 3. Written, printed, and what is missing said.
-    paths = _write(drawing, folder, name)
+    _write(drawing, folder, paths)
     plt.close(drawing.figure)
     counts = f"{len(runs)} of {len(sweep.configs)} runs"
     say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {counts})"))
@@ -434,26 +436,30 @@ def _check_there_are_runs(runs: list[Trained], sweep: Sweep, name: str) -> None:
         )
 
 
-def _write(drawing: Drawing, folder: Path, name: str) -> dict[str, Path]:
-    """Write NAME.png and .pdf, NAME.csv, and what is printed as NAME.tex."""
+def _paths(folder: Path, name: str) -> dict[str, Path]:
     kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
-    paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
+    return {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
+
+
+def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
+    """Write NAME.png and .pdf, NAME.csv, and what is printed as NAME.tex."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
         save_pdf(drawing.figure, paths["PDF"])
         write_csv(paths["numbers"], drawing.rows)
         paths["LaTeX"].write_text(tabular(in_words(drawing.summary)) + "\n", encoding="utf-8")
-    return paths
+
+
+LAST_COLUMNS = ("length", "metric", "value", "stderr")
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
     """Rows of any keys; a key that a row lacks is left empty. The numbers come last."""
-    last = ("length", "metric", "value", "stderr")
     keys = dict.fromkeys(key for row in rows for key in row)
-    columns = [key for key in keys if key not in last]
+    columns = [key for key in keys if key not in LAST_COLUMNS]
     with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, [*columns, *last])
+        writer = csv.DictWriter(f, [*columns, *LAST_COLUMNS])
         writer.writeheader()
         writer.writerows(rows)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lm.common.console import Progress, say
 from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
-from lm.common.signals import STOP
+from lm.common.signals import STOP, stop_with_parent
 from lm.config import load as base
 from lm.model import patterns
 from lm.runs.metrics import read_metrics
@@ -230,7 +230,9 @@ def _start(cfg: Config, path: Path, threads: int) -> _Running:
     command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as f:
-        process = subprocess.Popen(command, stdout=f, stderr=f, env=environment)
+        process = subprocess.Popen(
+            command, stdout=f, stderr=f, env=environment, preexec_fn=stop_with_parent()
+        )
     return _Running(process, cfg, log, time.monotonic())
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lm.common.console import Progress, say
 from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import check_file, write_json
+from lm.common.files import check_together, write_json
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
@@ -25,6 +25,8 @@ from synthetic.results import (
 )
 from synthetic.runs import differences, is_finished, result_of, run_all
 from synthetic.trained import Spread, spread_of
+
+PAGES = ("profile.html", "profile.png")  # drawn next to validate.json
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -192,7 +194,8 @@ def validate(
         TrainingError: some runs failed.
     """
     runs = plan(paths, overrides, out_dir, quick, seeds)
-    check_file(Path(out_dir) / "validate.json")
+    record = Path(out_dir) / "validate.json"
+    check_together(record, '"lengths"', record, *(Path(out_dir) / name for name in PAGES))
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if different := differences(cfg):
             raise RunDirError(

@@ -8,19 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What a tokenizer is made of, beside whatever else lies in its folder.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Adds the command to those of the command line. Nothing heavy is imported."""
@@ -69,6 +56,7 @@ def import_mamba(source: str | Path, out: str | Path, tokenizer: str | Path | No
     from lm.model.configuration_fprnn import MODEL_TYPES
     from lm.model.modeling_fprnn import FPRNNForCausalLM
     from lm.runs.run_dir import RunDir
+    from lm.runs.written import TOKENIZER_FILES
     from lm.training.foreign import TOKENIZER, SourceError, read_config, read_folder
 
     folder = Path(source).expanduser()
@@ -102,6 +90,7 @@ def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    from lm.runs.written import TOKENIZER_FILES
     from lm.training.foreign import TOKENIZER, WEIGHTS, SourceError
 
     patterns = ["config.json", *TOKENIZER, *TOKENIZER_FILES, *WEIGHTS]

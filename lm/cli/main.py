@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import lm
 from lm.cli import importing as cli_import
@@ -143,31 +144,45 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from lm.export.export import ExportError, export
+    from lm.export.export import ExportError
 
     if args.out is None and args.push is None:
         raise ExportError("OUT is missing: the folder to export to (only --push does without)")
     if args.public and args.push is None:
         raise ExportError("--public is of --push REPO: without it nothing is uploaded")
     if args.push is None:
-        print(export(args.run, args.out, args.checkpoint, args.ema, args.licence, args.trust))
+        print(_exported(args))
         return 0
     from lm.export import push
 
-    if args.out is None and (args.checkpoint or args.ema or args.licence):
+    if args.out is None and (args.checkpoint or args.ema or args.licence or args.overwrite):
         raise ExportError(
-            "--checkpoint, --ema and --licence are of an export: give RUN and OUT, or push the"
-            " export as it is without them"
+            "--checkpoint, --ema, --licence and --overwrite are of an export: give RUN and OUT, or"
+            " push the export as it is without them"
         )
     folder = args.run
     if args.out is None:
         push.check_export(folder)
     place = push.find(args.push, args.public)
     if args.out is not None:
-        folder = export(args.run, args.out, args.checkpoint, args.ema, args.licence, args.trust)
+        folder = _exported(args)
         print(folder)
     print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
     return 0
+
+
+def _exported(args: argparse.Namespace) -> Path:
+    from lm.export.export import export
+
+    return export(
+        args.run,
+        args.out,
+        args.checkpoint,
+        args.ema,
+        args.licence,
+        trust=args.trust,
+        overwrite=args.overwrite,
+    )
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -395,6 +410,12 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c.add_argument("out", metavar="OUT", nargs="?")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
+    c.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the export of another run in OUT, or a model card that was changed by hand;"
+        " files that no export wrote stay in any case",
+    )
     c.add_argument(
         "--licence",
         metavar="ID",

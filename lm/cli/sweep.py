@@ -7,8 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Whole
+
+if TYPE_CHECKING:
+    from lm.common.signals import StopSignals
 
 LAUNCH = Path(__file__).parents[2] / "launch" / "deepspeed.sh"
 
@@ -67,32 +71,52 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
         Stopped: a signal asked for it, and the point that was training has saved.
     """
     from lm.common.console import say
-    from lm.common.errors import DIVERGED, PREEMPTED, Stopped
+    from lm.common.errors import DIVERGED
     from lm.common.files import read_mapping
     from lm.common.signals import StopSignals
     from lm.runs.run_dir import RunDir
     from lm.runs.status import sweep_status
 
     has_failed = False
+    left = list(range(len(names)))
     with StopSignals() as signals:
-        for i, name in enumerate(names):
-            point = sweep_status(path, overrides)[i]  # now: another process may have trained it
-            failure = read_mapping(RunDir(point.run_dir).failure) or {}
-            if not point.is_left or failure.get("exit_code") == DIVERGED:
-                say(f"{name}: {point.state}")
-                continue
-            say(f"{name}: point {i + 1} of {len(names)}")
-            process = subprocess.Popen(_command(path, i, overrides, gpus))
-            while process.poll() is None:
-                time.sleep(0.2)
-                if signals.asked:  # again and again: one that is being started does not listen yet
-                    process.terminate()
-            if signals.asked or process.returncode == PREEMPTED:
-                raise Stopped("stopped by a signal: the same command continues")
-            if process.returncode:
-                has_failed |= process.returncode != DIVERGED
-                say(f"{name}: ended with exit status {process.returncode}")
+        while left:
+            busy = []  # points of other processes, which may stop before their end
+            for i in left:
+                name = names[i]
+                point = sweep_status(path, overrides)[i]  # now: another process may have trained it
+                failure = read_mapping(RunDir(point.run_dir).failure) or {}
+                if not point.is_left or failure.get("exit_code") == DIVERGED:
+                    say(f"{name}: {point.state}")
+                    busy += [i] if point.state == "running" else []
+                    continue
+                say(f"{name}: point {i + 1} of {len(names)}")
+                status = _train_point(_command(path, i, overrides, gpus), signals)
+                if status:
+                    has_failed |= status != DIVERGED
+                    say(f"{name}: ended with exit status {status}")
+            now = sweep_status(path, overrides)
+            left = [i for i in busy if now[i].is_left]
     return int(has_failed)
+
+
+def _train_point(command: list[str], signals: StopSignals) -> int:
+    """Train a point in a process of its own, which does not outlive this one → its exit status.
+
+    Raises:
+        Stopped: If a signal asked for it, and the point has saved.
+    """
+    from lm.common.errors import PREEMPTED, Stopped
+    from lm.common.signals import stop_with_parent
+
+    process = subprocess.Popen(command, preexec_fn=stop_with_parent())
+    while process.poll() is None:
+        time.sleep(0.2)
+        if signals.asked:  # again and again: one that is being started does not listen yet
+            process.terminate()
+    if signals.asked or process.returncode == PREEMPTED:
+        raise Stopped("stopped by a signal: the same command continues")
+    return process.returncode
 
 
 def _command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import re
@@ -16,6 +17,8 @@ from lm.common.errors import UserError
 
 # Of C0 and C1, but for tab and newline; and what turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path makes one slash of two
 
 
 class OutputError(UserError, RuntimeError):
@@ -46,6 +49,7 @@ def check_folder(path: Path | str) -> None:
         OutputError: they cannot.
     """
     path = Path(path)
+    _refuse_url(path)
     new = []  # innermost first
     with writing(path):
         for place in (path, *path.parents):
@@ -67,6 +71,12 @@ def check_folder(path: Path | str) -> None:
                     place.rmdir()
 
 
+def _refuse_url(path: Path) -> None:
+    """Raise OutputError for `s3://…` or `https://…`, which would make a folder `s3:` here."""
+    if URL.match(str(path)) and not Path(path.parts[0]).exists():
+        raise OutputError(f"{path} is no place on this machine: name a folder or a file of it")
+
+
 def check_file(path: Path | str) -> None:
     """Find out whether a file can be written; leaves no trace.
 
@@ -74,6 +84,7 @@ def check_file(path: Path | str) -> None:
         OutputError: it cannot.
     """
     path = Path(path)
+    _refuse_url(path)
     with writing(path):
         is_folder = path.is_dir()
         special = _is_special(path)
@@ -91,6 +102,75 @@ def check_file(path: Path | str) -> None:
         if real.exists():
             with real.open("ab"):
                 pass
+
+
+def check_replaceable(path: Path | str, mark: str) -> None:
+    """Find out whether a file can be written, and is not somebody else's; leaves no trace.
+
+    Args:
+        path: Place of the file.
+        mark: Text that every file of the same kind by this program holds.
+
+    Raises:
+        OutputError: If it cannot be written, or a file without the mark is there.
+    """
+    path = Path(path)
+    check_file(path)
+    with writing(path):
+        text = path.read_bytes() if path.is_file() else b""
+    if text and mark.encode() not in text:
+        raise OutputError(
+            f"{path} is there already, and this command did not write it: name another place by"
+            " --out, or move it away"
+        )
+
+
+def check_together(record: Path, mark: str, *paths: Path) -> None:
+    """Find out whether files can be written that are known to be this program's by one of them.
+
+    Args:
+        record: File of text among or next to them.
+        mark: Text that it holds if this program wrote it, and the others with it.
+        paths: The files.
+
+    Raises:
+        OutputError: If one cannot be written, or is there without such a record.
+    """
+    check_replaceable(record, mark)
+    for path in paths:
+        check_file(path)
+    with writing(record):
+        present = [] if record.is_file() else [path for path in paths if path.is_file()]
+    if present:
+        raise OutputError(
+            f"{present[0]} is there already, and this command did not write it (there is no"
+            f" {record.name}): choose another folder, or move it away"
+        )
+
+
+@contextlib.contextmanager
+def without_wildcards(folder: Path) -> Iterator[Path]:
+    """Yield a path to `folder` that holds none of `*`, `?` and `[`, for a library that globs it.
+
+    glob reads `exp[1]` as a pattern, does not match the folder of that name, and matches the folder
+    `exp1` next to it.
+
+    Raises:
+        OutputError: If the folder of temporary files has such a character in its own path.
+    """
+    if not glob.has_magic(str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        if glob.has_magic(place):
+            raise OutputError(
+                f"{folder} has a `*`, `?` or `[` in its path, which DeepSpeed takes for a pattern,"
+                f" and so has the folder of temporary files, {tempfile.gettempdir()}: set TMPDIR to"
+                " a folder without them"
+            )
+        link = Path(place) / "link"
+        link.symlink_to(folder.resolve(), target_is_directory=True)
+        yield link
 
 
 def target(path: Path | str) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 # Of a launcher before a kill, of a batch system before its time limit, of a terminal that closes,
 # of Ctrl-C.
@@ -17,6 +19,26 @@ class StopRequested(BaseException):
 
     No Exception, as KeyboardInterrupt is none: code that waits and tries again does not catch it.
     """
+
+
+def stop_with_parent() -> Callable[[], None] | None:
+    """Return the `preexec_fn` of `subprocess.Popen` for a training that must not outlive us.
+
+    The system then sends it SIGTERM when this process ends, also by SIGKILL: it saves and stops.
+    None where the system has no such thing (Linux has). Call it, and Popen, from the main thread:
+    the system watches the thread.
+    """
+    if sys.platform != "linux":
+        return None
+    pr_set_pdeathsig = 1
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def ask() -> None:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before we asked
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
 
 
 class StopSignals:

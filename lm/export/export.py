@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.common.files import check_folder, read_json, target, writing
+from lm.common.files import read_json, target, writing
 from lm.export import travelling
+from lm.export.folder import check_place, draft, publish, write_record
 from lm.export.travelling import ExportError
 
 if TYPE_CHECKING:
@@ -34,6 +31,7 @@ def export(
     ema: bool = False,
     licence: str | None = None,
     trust: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Write `out`: weights (fp32 safetensors), config, tokenizer, and the code, so that
     `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` works without `lm`. A stack
@@ -42,12 +40,13 @@ def export(
     Args:
         checkpoint: which one; None takes the newest complete one. ema: the average of the weights
             (train.ema) in their place. licence: of the weights, as the hub names it; None: not
-            said. trust: run the code of a `module:Class` in the run's config.yaml.
+            said. trust: run the code of a `module:Class` in the run's config.yaml. overwrite:
+            replace an export of another run, too, or a card that was changed.
     Raises:
         CheckpointError: the run has no complete checkpoint.
-        ExportError: `run_dir` holds no run, `out` holds something that is no export, or the
-            checkpoint is of another model than the run's config.yaml describes, or has no
-            average of the weights; a licence that is no name of one.
+        ExportError: `run_dir` holds no run, `out` holds something that is no export or is another
+            run's, or the checkpoint is of another model than the run's config.yaml describes, or
+            has no average of the weights; a licence that is no name of one.
         OutputError: `out` cannot be written.
     """
     from lm.export import model_card
@@ -56,12 +55,46 @@ def export(
 
     run, out = RunDir(run_dir), Path(out)
     _refuse_without_run(run)
-    _refuse_if_other(out)
+    check_place(out, None, overwrite)
     check_licence(licence)
     trained = load_trained(run_dir, checkpoint, ema, trust)
+    source = run_identity(trained.config)
+    check_place(out, source, overwrite)
     facts = model_card.of_run(run, trained.config, trained.manifest, ema)
     model = as_transformers(trained.model)
-    return write_export(model, out, run.tokenizer, trained.name, trained.origin, facts, licence)
+    return write_export(
+        model,
+        out,
+        run.tokenizer,
+        trained.name,
+        trained.origin,
+        facts,
+        licence,
+        source=source,
+        overwrite=overwrite,
+    )
+
+
+def run_identity(cfg: Config) -> dict:
+    """Return what tells two runs apart, wherever their directories lie: name, seed and a checksum
+    of the settings that a resumed run may not change.
+
+    Settings at their default are left out, so that a later version's new key changes nothing.
+    """
+    from lm.config.resuming import Resume, resume_rule
+    from lm.runs.run_dir import comparable
+
+    schema = type(cfg)
+    defaults = comparable(schema())
+    fixed = {
+        key: value
+        for key, value in sorted(comparable(cfg).items())
+        if value != defaults.get(key)
+        and resume_rule(schema, key) is Resume.FIXED
+        and not key.endswith("path")
+    }
+    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
+    return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 
 def check_licence(name: str | None) -> None:
@@ -160,15 +193,19 @@ def write_export(
     origin: str,
     facts: Facts | None = None,
     licence: str | None = None,
+    source: dict | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
 
     Args:
         origin: where the weights come from, in sentences. facts: of their training; None: they were
             not trained here. licence: of the weights, as the hub names it; None: not said.
+            source: as `check_place`; None: of this name. overwrite: as `export`.
     Raises:
-        ExportError: `out` holds something that is no export (an earlier export is replaced), or the
-            model has a mixer of its author's own that cannot travel.
+        ExportError: `out` holds something that is no export or is another's (an earlier export of
+            the same source is replaced, and files that no export wrote stay), or the model has a
+            mixer of its author's own that cannot travel.
         OutputError: `out` cannot be written.
     """
     from transformers.utils import logging
@@ -179,8 +216,8 @@ def write_export(
     from lm.training.foreign import TOKENIZER
 
     logging.disable_progress_bar()
-    out = Path(out)
-    _refuse_if_other(out)
+    out, source = Path(out), source or {"name": name}
+    check_place(out, source, overwrite)
     own_files = {}
     if type(model).__module__.startswith("lm."):  # of this package, not of transformers
         own_files = travelling.flat_files(model)
@@ -188,7 +225,7 @@ def write_export(
     with writing(out):
         out = target(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _draft(out) as folder:
+    with draft(out) as folder:
         new = Path(folder) / "export"
         model.save_pretrained(new)
         for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
@@ -208,9 +245,9 @@ def write_export(
         (new / measured.CARD).write_text(card, encoding="utf-8")
         # A card is to be written in, by people and by `fprnn eval`.
         write_sums(new, [file.name for file in new.iterdir() if file.name != measured.CARD])
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(new, out)
+        write_record(new, source)
+        with writing(out):
+            publish(new, out)
     return out
 
 
@@ -220,37 +257,6 @@ def _say_length(model: PreTrainedModel, settings: Path) -> None:
     if length and settings.is_file():
         told = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
         settings.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _draft(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, to be filled; those that a killed export has left there are deleted. A
-    lock on it, which ends with its process, says that somebody is at work."""
-    prefix = f".{out.name}-"
-    for left in out.parent.iterdir():
-        if left.name.startswith(prefix) and left.is_dir() and not left.is_symlink():
-            with _locked(left) as ours:
-                if ours:
-                    shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(dir=out.parent, prefix=prefix) as folder,
-        _locked(Path(folder)),
-    ):
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Within the block nobody else has the folder's lock; False where somebody has it."""
-    number = os.open(folder, os.O_RDONLY)
-    ours = False
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = True
-        yield ours
-    finally:
-        os.close(number)
 
 
 def _map_auto_classes(model: PreTrainedModel) -> None:
@@ -267,15 +273,3 @@ def _map_auto_classes(model: PreTrainedModel) -> None:
     }
     file = type(model).__module__.rpartition(".")[2]
     model.config.auto_map = {auto: f"{file}.{cls.__name__}" for auto, cls in others.items()}
-
-
-def _refuse_if_other(out: Path) -> None:
-    """Also refuses a place that cannot be written, before there is anything to write."""
-    with writing(out):
-        is_file = out.is_file()
-        other = out.is_dir() and not (out / "config.json").is_file() and any(out.iterdir())
-    if is_file:
-        raise ExportError(f"{out} is a file: an export is a folder")
-    if other:
-        raise ExportError(f"{out} is not empty and holds no earlier export: choose another folder")
-    check_folder(out)

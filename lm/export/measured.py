@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lm.common.files import read_mapping, write_text
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
+from lm.runs.written import CARD
 
-CARD = "README.md"
 # Between these lines of a card `add_measured` writes.
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING_MEASURED = "Nothing yet: `fprnn eval` and `fprnn agree` write here what they find."

@@ -10,7 +10,7 @@ from lm.common.errors import UserError
 from lm.export.measured import CARD
 from lm.export.model_card import with_place
 from lm.model.checksums import refuse_changed
-from lm.runs.exported import PAGE
+from lm.runs.written import PAGE
 
 
 class PushError(UserError, RuntimeError):

@@ -12,7 +12,6 @@ from lm.model.checksums import refuse_changed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PAGE = "inspect.html"  # what `fprnn inspect` leaves beside an export
 SHOWN = 3  # names of weights that a message gives
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from lm.common.errors import UserError
 from lm.common.files import read_mapping, writing
 
 BEAT_S = 10.0  # seconds between two signs of life
-PATIENCE_S = 30.0  # a holder on another host without one for so long is taken for dead
+PATIENCE_S = 30.0  # a holder elsewhere that gives none for so long is taken for dead
 WRITING_S = 2.0  # a lease that says nothing yet is being written for no longer than this
 
 
@@ -26,10 +27,10 @@ class LeaseError(UserError, RuntimeError):
 class Lease:
     """A file that one process holds while it works in the directory around it.
 
-    It names the holder: {"host", "pid", "started" (of the process), "job" (of Slurm), "since"}; its
-    modification time is the last sign of life, so that clocks need not agree and a full disk does
-    not matter. A holder on this host is dead when its process is gone; one elsewhere, when it gives
-    no sign while we look for PATIENCE_S.
+    It names the holder: {"host", "namespace", "pid", "started" (of the process), "job" (of Slurm),
+    "since"}; its modification time is the last sign of life, so that clocks need not agree and a
+    full disk does not matter. A holder in our PID namespace is dead when its process is gone; one
+    elsewhere (another host, another container), when it gives no sign while we look for PATIENCE_S.
 
     Args:
         path: of the file.
@@ -156,11 +157,34 @@ def _ourselves() -> dict:
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
+        "namespace": _pid_namespace(),
         "pid": pid,
         "started": _started(pid),
         "job": _job(),
         "since": round(time.time(), 3),
     }
+
+
+def _pid_namespace() -> str | None:
+    """Return what a process number belongs to; None if the system does not name it.
+
+    Containers may share a host name, and hosts the number of their first namespace: the identity of
+    the boot tells those apart.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.readlink('/proc/self/ns/pid')} {boot}"
+    except OSError:
+        return None
+
+
+def _has_our_pids(holder: dict) -> bool:
+    """Return whether a holder's process number means the same process here."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+        return False
+    namespace = _pid_namespace()
+    has_namespaces = sys.platform == "linux"
+    return holder.get("namespace") == namespace and (namespace is not None or not has_namespaces)
 
 
 def _job() -> str | None:
@@ -178,7 +202,7 @@ def _sign(path: Path) -> int | None:
 
 def is_alive(holder: dict) -> bool | None:
     """Whether the process of a lease runs; None where that cannot be seen from here."""
-    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+    if not _has_our_pids(holder):
         return None
     try:
         os.kill(holder["pid"], 0)

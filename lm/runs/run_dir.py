@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import DivergedAlone, UserError, exit_status, sentence
+from lm.common.errors import ConfigError, DivergedAlone, UserError, exit_status, sentence
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
 from lm.common.secrets import mask_credentials
 from lm.config.load import build
@@ -17,6 +16,10 @@ from lm.config.schema import Run
 from lm.config.yaml_text import load_tree
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics
+from lm.runs.written import delete_files, foreign_files, run_file_test
+
+# Keys that every version has written into a run's config.yaml; nobody types all of them.
+WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
 
 
 class RunDirError(UserError, RuntimeError):
@@ -86,6 +89,8 @@ class RunDir:
                 config or its checkpoints.
             LeaseError: another process is at work there.
             OutputError: it cannot be written.
+
+        Only files that a training writes are deleted: a directory that holds others is refused.
         """
         check_folder(self.path)
         ours = self.holds_run or self.lease.exists()
@@ -97,6 +102,8 @@ class RunDir:
             )
         if not ours and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
+        if overwrite or not (self.holds_run and self.is_started):
+            self._refuse_foreign_files()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.lease, say)
@@ -181,17 +188,36 @@ class RunDir:
             self.checkpoints.mkdir(exist_ok=True)
         write_text(self.config, cfg.to_yaml())
 
+    def _refuse_foreign_files(self) -> None:
+        """Raise RunDirError if the directory holds a file that no training writes there."""
+        if self.holds_run and not self._has_written_config():
+            raise RunDirError(
+                f"{self.config} is not a configuration that a training wrote, and nothing else of"
+                " a run is there: choose another `name`, or move it away"
+            )
+        if names := foreign_files(self.path, run_file_test(self.path)):
+            raise RunDirError(
+                f"{self} holds files that no training wrote there ({names}), and the run would"
+                " begin anew: move them away, or choose another `name`"
+            )
+
+    def _has_written_config(self) -> bool:
+        """Return whether config.yaml is a training's own: every key is there, and no comment."""
+        if any(self.checkpoints.glob("step-*/manifest.json")):
+            return True
+        try:
+            tree = load_tree(self.config)
+        except ConfigError:
+            return False
+        lines = self.config.read_text(encoding="utf-8").splitlines()
+        return tree.keys() >= WRITTEN_KEYS and not any(line.startswith("#") for line in lines)
+
     def _clear(self) -> None:
-        """Delete everything but the lease; config.yaml last, so that what is left of a clearing
-        that was cut short is still known for a run."""
-        last = (self.config, self.lease)
-        with writing(self.path):
-            for path in self.path.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path not in last:
-                    path.unlink()
-            self.config.unlink(missing_ok=True)
+        """Delete the run's files except the lease; config.yaml last, so that a directory that was
+        half cleared is still known to hold a run."""
+        is_own = run_file_test(self.path)
+        keep = self.lease.name
+        delete_files(self.path, lambda name: name != keep and is_own(name), (self.config.name,))
 
 
 def comparable(cfg: Run) -> dict:

@@ -28,6 +28,7 @@ from lm.common.errors import (
     TrainingError,
     UserError,
 )
+from lm.common.files import without_wildcards
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks, check_address, launched
 from lm.config.schema import Config
@@ -99,8 +100,12 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     for file in (Path(folder) / tag).glob("*.pt"):
         read_zero(file)  # DeepSpeed would run whatever is in it
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        without_wildcards(Path(folder) / tag) as path,
+    ):
+        return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
 
 
 def start(cfg: Config) -> Ranks:
@@ -562,8 +567,8 @@ class Engine:
             CheckpointError: a file of it holds what `read_zero` does not read.
             TrainingError: DeepSpeed could not load it.
         """
-        with self._in_place_of_its_files():
-            loaded, _ = self.deepspeed.load_checkpoint(str(path.parent), tag=path.name)
+        with self._in_place_of_its_files(), without_wildcards(path) as link:
+            loaded, _ = self.deepspeed.load_checkpoint(str(link.parent), tag=link.name)
         if loaded is None:
             raise TrainingError(f"DeepSpeed could not load {path}")
 

@@ -8,6 +8,7 @@ import torch
 
 from lm.cli.arguments import parse
 from lm.common.errors import ConfigError
+from lm.common.files import OutputError
 from lm.training.build import build_section
 from synthetic import cli, report, tasks
 from synthetic.drawing import ReportError
@@ -157,6 +158,21 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
     assert all(row["metric"] and row["value"] for row in found)
     for key in sweep(name, "small", *DATA).points[0]:
         assert key in found[0]
+
+
+@pytest.mark.parametrize("kind", ["png", "tex", "csv"])
+def test_a_report_replaces_no_file_of_somebody_else(tmp_path, kind):
+    fabricate_all("tab2", tmp_path)
+    mine = tmp_path / "paper" / f"tab2.{kind}"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    overrides = (f"out_dir={tmp_path}",)
+    with pytest.raises(OutputError, match="this command did not write it"):
+        report.report("tab2", overrides=overrides, out=str(mine.parent))
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    for _ in range(2):  # its own files it replaces
+        report.report("tab2", overrides=overrides, out=str(mine.parent))
 
 
 def test_the_papers_values_stand_beside_ours_with_the_scale(tmp_path, capsys):

@@ -116,9 +116,15 @@ def _list_folder(folder: Path, source: str) -> Listing:
 
 
 def _matching_files(pattern: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the files that match a glob; `**` matches any number of folders."""
+    """Yield the files that match a glob; `**` matches any number of folders.
+
+    The pattern begins after the folders that exist: `part[1]/*.txt` reads the folder `part[1]`, not
+    `part1`.
+    """
     parts = pattern.parts
-    magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
+    depth = next((len(folder.parts) for folder in pattern.parents if folder.is_dir()), 0)
+    rest = enumerate(parts[depth:], depth)
+    magic = next((i for i, part in rest if glob.has_magic(part)), None)
     if magic is None:
         return
     base = Path(*parts[:magic])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.common.console import say
-from lm.common.files import OutputError, check_file, writing
+from lm.common.files import check_replaceable
 from lm.evaluation.inspection.page import MADE_BY, Inspection
-from lm.runs.exported import PAGE
+from lm.runs.written import PAGE
 
 
 def default_page(place: Path | str) -> Path:
@@ -23,15 +23,7 @@ def check_page(path: Path, made_by: str = MADE_BY) -> None:
     Raises:
         OutputError: it cannot, or another file is there.
     """
-    check_file(path)
-    with writing(path):
-        taken = path.is_file() and path.stat().st_size > 0
-        ours = taken and made_by.encode() in path.read_bytes()
-    if taken and not ours:
-        raise OutputError(
-            f"{path} is there already, and no page of this command: name another by --out, or"
-            " delete it"
-        )
+    check_replaceable(path, made_by)
 
 
 def show(found: Inspection, out: Path) -> None:

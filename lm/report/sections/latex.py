@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# First line of a file, by which an earlier one is known.
+LATEX_HEAD = "% \\usepackage{booktabs}  (and amssymb where there is a \\checkmark)"
 # Signs that our tables hold and that pdflatex does not know, or reads as commands.
 _SIGNS = {
     "\\": r"\textbackslash{}",
@@ -33,9 +35,8 @@ _SIGNS = {
 
 def document(tables: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
     """Tables under one another, each with its title as a comment: a file to copy from."""
-    head = "% \\usepackage{booktabs}  (and amssymb where there is a \\checkmark)"
     parts = [f"% {' '.join(title.split())}\n{tabular(rows)}" for title, rows in tables]
-    return "\n\n".join([head, *parts]) + "\n"
+    return "\n\n".join([LATEX_HEAD, *parts]) + "\n"
 
 
 def tabular(rows: Sequence[Sequence[str]]) -> str:

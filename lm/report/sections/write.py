@@ -8,14 +8,15 @@ from pathlib import Path
 
 import lm
 from lm.common.errors import require
-from lm.common.files import OutputError, check_file, write_text
+from lm.common.files import OutputError, check_replaceable, write_text
 from lm.report.sections import evidence, learning, overview, settings, solver, speed
 from lm.report.sections.as_html import as_html
 from lm.report.sections.as_markdown import as_markdown
 from lm.report.sections.blocks import Block, Chart, HeatMap, Notes, Section, Stack, Table, still
-from lm.report.sections.latex import document
+from lm.report.sections.latex import LATEX_HEAD, document
 from lm.report.sections.read import Files, printable
 
+MADE_BY = "by fprnn"  # an earlier page or Markdown is known by these words
 PAGE, MARKDOWN, LATEX = "report.html", "report.markdown", "report.tex"
 
 
@@ -39,16 +40,17 @@ def write(runs: Sequence[Files], out: Path | str) -> dict[str, Path]:
     """Draw the report of these runs and write it → the paths of page, Markdown and LaTeX.
 
     Raises:
-        MissingPackageError: without matplotlib. OutputError: it cannot be written.
+        MissingPackageError: without matplotlib. OutputError: it cannot be written, or another file
+            is in its place.
     """
     require("matplotlib", "fprnn report")
     paths = places(out)
-    for path in paths.values():
-        check_file(path)
+    for kind, path in paths.items():
+        check_replaceable(path, LATEX_HEAD if kind == "LaTeX" else MADE_BY)
     names = ", ".join(files.label for files in runs)
     title = f"Report of {names}" if len(runs) < 4 else f"Report of {len(runs)} runs"
     of = [_worth_drawing(section) for section in sections(runs)]
-    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by fprnn {lm.__version__}."
+    made = f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {MADE_BY} {lm.__version__}."
     page = as_html(title, of, made)
     text = as_markdown(title, of, made)
     write_text(paths["page"], printable(page))

@@ -2,6 +2,9 @@
 
 import json
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,10 @@ import yaml
 from lm.cli import sweep
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
-from tests.running import ROOT
+from lm.runs.checkpoint import newest
+from lm.runs.lease import is_alive
+from lm.runs.status import Status
+from tests.running import ENV, ROOT, losses
 
 YAML = """
 name: s
@@ -40,7 +46,7 @@ class Trainings:
     def __init__(self, *ends):
         self.ends, self.commands = list(ends), []
 
-    def __call__(self, command):
+    def __call__(self, command, preexec_fn=None):
         self.commands.append(command)
         return self
 
@@ -108,6 +114,40 @@ def sweep_signals():
     from lm.common.signals import STOP
 
     return STOP
+
+
+def test_a_point_of_another_process_is_trained_if_that_one_stops(path, tmp_path, monkeypatch):
+    states = [["running", "done", "done", "done"]] * 4 + [["stopped", "done", "done", "done"]] * 9
+    monkeypatch.setattr(
+        "lm.runs.status.sweep_status",
+        lambda *_: [Status(str(tmp_path / f"{i}"), state) for i, state in enumerate(states.pop(0))],
+    )
+    trainings = Trainings(0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
+    assert main(["sweep", str(path), "--run"]) == 0
+    assert len(trainings.commands) == 1 and "0" in trainings.commands[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_the_trainer_of_a_killed_sweep_saves_and_ends(path, tmp_path):
+    """It trained on, and the next sweep trained beside it."""
+    path.write_text(path.read_text().replace("steps: 4", "steps: 100000"))
+    command = [sys.executable, "-m", "lm", "sweep", str(path), "--run", "log.every=1"]
+    run = tmp_path / "s/000-fp-seed=0"
+    with subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and losses(run))
+        trainer = json.loads((run / "lease.json").read_text())
+        process.kill()
+    wait_until(lambda: is_alive(trainer) is False)
+    assert newest(run / "checkpoints") is not None and not (run / "lease.json").exists()
+
+
+def wait_until(is_so, seconds=120):
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_gpus_are_of_run(path, capsys):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from lm.cli.main import main
 from lm.common.files import CONTROL, OutputError, check_file, check_folder, write_text, writing
-from lm.export.export import _locked, write_export
+from lm.export.export import write_export
+from lm.export.folder import _locked
 from lm.model.checksums import SUMS
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from tests.refusals import refused

@@ -133,6 +133,17 @@ def test_missing_path(tmp_path):
     fails("no file matches", source="text", path=str(tmp_path / "*.txt"))
 
 
+def test_a_folder_with_brackets_is_no_pattern(tmp_path):
+    for name in ("part[1]", "part1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"in {name}")
+    for pattern in ("part[1]", "part[1]/a.txt", "part[1]/*.txt", "part[1]/**/*.txt"):
+        path = str(tmp_path / pattern)
+        assert list(documents(Data(source="text", path=path))) == ["in part[1]"], pattern
+    path = str(tmp_path / "part[1-9]/*.txt")
+    assert list(documents(Data(source="text", path=path))) == ["in part1"]
+
+
 def test_empty_corpus(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     (tmp_path / "a.txt").write_text(" \n")

@@ -2,16 +2,22 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from lm.common.files import OutputError
 from lm.evaluation.generate import GenerationError, generate, load_exported
-from lm.export.export import ExportError, export
+from lm.export.export import ExportError, export, run_identity
+from lm.export.folder import check_place, draft, publish, write_record
+from lm.export.measured import END
 from lm.runs.checkpoint import newest
+from lm.runs.written import EXPORT_RECORD, export_files
 from lm.training.reshard import consolidated
 
 ELSEWHERE = """
@@ -27,6 +33,12 @@ new = model.generate(ids, max_new_tokens=3, do_sample=False)
 print(json.dumps([type(model).__module__, text, new.shape[1] - ids.shape[1],
                   model(ids).logits.double().sum().item()]))
 """
+
+
+def put(folder, name, text=""):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def test_loads_in_a_process_where_lm_is_not_importable(tiny_export, tmp_path):
@@ -71,20 +83,156 @@ def test_the_tokenizer_says_the_models_length(tiny_export):
     assert AutoTokenizer.from_pretrained(tiny_export).model_max_length == length
 
 
-def test_export_again_replaces_but_never_deletes_something_else(tiny_run, tmp_path):
+def test_export_again_replaces_its_files_and_keeps_all_others(tiny_run, tmp_path):
     out = tmp_path / "out"
     export(tiny_run, out)
-    (out / "stale.txt").write_text("old")
+    names = {path.name for path in out.iterdir()}
+    kept = {"eval/results.json": "{}", "inspect.html": "page", ".git/HEAD": "main", "notes.txt": ""}
+    for name, text in kept.items():
+        put(out, name, text)
+    (out / "model.safetensors").write_bytes(b"")
     export(tiny_run, out, newest(tiny_run / "checkpoints"))
-    assert not (out / "stale.txt").exists() and (out / "model.safetensors").exists()
+    assert (out / "model.safetensors").stat().st_size and load_exported(out)
+    assert {name: (out / name).read_text() for name in kept} == kept
+    assert {path.name for path in out.iterdir()} == names | {name.split("/")[0] for name in kept}
+
+
+def test_export_again_drops_a_file_that_the_new_one_lacks(small_export, tmp_path):
+    out = Path(shutil.copytree(small_export, tmp_path / "out"))
+    shutil.rmtree(out.parent / "new", ignore_errors=True)
+    new = Path(shutil.copytree(small_export, tmp_path / "new"))
+    (new / "tokenizer.json").unlink()
+    write_record(new, {"name": "small"})
+    publish(new, out)
+    assert not (out / "tokenizer.json").exists() and (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("files", [("thesis.txt",), ("config.json", "notes.txt", ".git/HEAD"),
+                                   ("config.json", "model.safetensors")])  # fmt: skip
+def test_a_folder_that_is_no_export_is_refused(tiny_run, tmp_path, files):
     other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(ExportError, match="is not empty and holds no earlier export"):
-        export(tiny_run, other)
-    assert (other / "thesis.txt").exists()
+    for name in files:
+        put(other, name, "{}")
+    for overwrite in (False, True):
+        with pytest.raises(ExportError, match="is not empty and holds no earlier export"):
+            export(tiny_run, other, overwrite=overwrite)
+    assert all((other / name).read_text() == "{}" for name in files)
+
+
+def test_a_file_in_the_place_of_one_of_the_export_is_refused(small_export, tmp_path):
+    out = Path(shutil.copytree(small_export, tmp_path / "out"))
+    new = Path(shutil.copytree(small_export, tmp_path / "new"))
+    put(new, "chat_template.jinja", "new")
+    write_record(new, {"name": "small"})
+    put(out, "chat_template.jinja", "mine")
+    with pytest.raises(ExportError, match=r"chat_template\.jinja that no export wrote"):
+        publish(new, out)
+    assert (out / "chat_template.jinja").read_text() == "mine"
+
+
+def test_the_export_of_another_run_is_replaced_only_with_overwrite(
+    tiny_run, small_export, tmp_path
+):
+    out = Path(shutil.copytree(small_export, tmp_path / "out"))
+    put(out, "eval/results.json", "{}")
+    put(out, "notes.txt", "mine")
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(ExportError, match=r"another run, `small`.*--overwrite"):
+        export(tiny_run, out)
+    assert (out / "model.safetensors").read_bytes() == before
+    export(tiny_run, out, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() != before and (out / "notes.txt").is_file()
+    assert not (out / "eval/results.json").exists()  # of the other run
+
+
+def test_other_weights_are_exported_next_to_old_results_with_a_note(tiny_run, tmp_path, capsys):
+    out = export(tiny_run, tmp_path / "out", tiny_run / "checkpoints/step-000004")
+    put(out, "eval/results.json", "{}")
+    export(tiny_run, out)
+    assert "eval/results.json in" in (said := capsys.readouterr().err) and "weights before" in said
+
+
+def test_a_run_is_another_by_what_it_was_trained_with(tiny):
+    same = run_identity(tiny())
+    assert run_identity(tiny("out_dir=elsewhere", "train.steps=99", "log.every=7")) == same
+    assert all(run_identity(tiny(key)) != same for key in ("name=b", "seed=1", "model.d_state=8"))
+
+
+def test_a_card_that_a_person_has_changed_is_not_replaced(tiny_run, tmp_path):
+    out = tmp_path / "out"
+    card = export(tiny_run, out) / "README.md"
+    text = card.read_text()
+    card.write_text(text.replace(END, f"| a table |\n{END}"))  # as `fprnn eval` fills it
+    export(tiny_run, out)
+    card.write_text(text + "\nMy own words.\n")
+    with pytest.raises(ExportError, match=r"README\.md was changed"):
+        export(tiny_run, out)
+    assert card.read_text().endswith("My own words.\n")
+    export(tiny_run, out, overwrite=True)
+    assert "My own words" not in card.read_text()
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_an_export_of_an_earlier_version_is_known(small_export, tmp_path, has_sums):
+    out = Path(shutil.copytree(small_export, tmp_path / "out"))
+    expected = {path.name for path in out.iterdir()} - {EXPORT_RECORD}
+    (out / EXPORT_RECORD).unlink()
+    if not has_sums:
+        (out / "SHA256SUMS").unlink()
+        expected.remove("SHA256SUMS")
+    put(out, "train.py", "mine")
+    assert export_files(out) == expected
+    check_place(out, {"name": "small", "seed": 0}, overwrite=False)
+    with pytest.raises(ExportError, match="another run, `small`"):
+        check_place(out, {"name": "other", "seed": 0}, overwrite=False)
+
+
+def test_a_kill_amid_a_second_export_leaves_what_the_third_replaces(
+    small_export, tmp_path, monkeypatch
+):
+    out = Path(shutil.copytree(small_export, tmp_path / "out"))
+    put(out, "notes.txt", "mine")
+    replace, count = os.replace, 0
+
+    def fail_at_third(source, place):
+        nonlocal count
+        if Path(place).parent == out and not Path(place).name.startswith("."):
+            count += 1
+            if count == 3:
+                raise KeyboardInterrupt
+        replace(source, place)
+
+    new = Path(shutil.copytree(small_export, tmp_path / "new"))
+    monkeypatch.setattr(os, "replace", fail_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        publish(new, out)
+    monkeypatch.undo()
+    publish(Path(shutil.copytree(small_export, tmp_path / "again")), out)
+    assert {path.name for path in out.iterdir()} == {
+        *(path.name for path in small_export.iterdir()), "notes.txt"
+    }  # fmt: skip
+
+
+def test_a_draft_of_a_killed_export_goes_and_a_folder_of_such_a_name_stays(tmp_path):
+    put(tmp_path, ".out-abcd1234/export/config.json")
+    put(tmp_path, ".out-backup/config.json")
+    put(tmp_path, ".out-20261127/config.json")
+    with draft(tmp_path / "out"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out-20261127", ".out-backup"]
+
+
+def test_a_run_must_be_there(tmp_path):
     with pytest.raises(ExportError, match="holds no run"):
         export(tmp_path, tmp_path / "new")
+
+
+@pytest.mark.parametrize("place", ["https://huggingface.co/me/model", "s3://bucket/model"])
+def test_a_url_is_no_folder(tiny_run, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="no place on this machine"):
+        export(tiny_run, place)
+    assert not list(tmp_path.iterdir())
 
 
 def test_generation_is_seeded_and_refuses_bad_input(tiny_export, tmp_path):

@@ -21,6 +21,7 @@ from lm.export.measured import BEGIN, END, NOTHING_MEASURED, add_measured
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.run_dir import RunDir
+from lm.runs.written import EXPORT_RECORD
 from tests.test_house import ROOT
 
 
@@ -123,7 +124,7 @@ def test_a_model_that_was_not_trained_here_says_so(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.startswith("tensor([[ 1,  2,  3, ")
 
 
-def test_what_is_measured_is_added_and_replaced_and_gone_with_a_new_export(tiny_run, tmp_path):
+def test_what_is_measured_is_added_and_replaced_and_stays_with_the_same_weights(tiny_run, tmp_path):
     out = export(tiny_run, tmp_path / "hf")
     whole = (out / "README.md").read_text()
     metric = {"value": 0.25, "stderr": 0.1, "higher_is_better": True}
@@ -136,6 +137,8 @@ def test_what_is_measured_is_added_and_replaced_and_gone_with_a_new_export(tiny_
     text = (out / "README.md").read_text()
     assert "| t | 4 | acc | 0.5000 | 0.1000 |" in text and "0.2500" not in text
     assert "the first 4 documents" in text
+    export(tiny_run, out)
+    assert (out / "README.md").read_text() == text
     before, _, after = whole.partition(NOTHING_MEASURED)
     assert text.startswith(before) and text.endswith(after)
     (out / "eval/results.json").write_text('{"limit": 3')  # damaged: nothing is made up
@@ -144,7 +147,7 @@ def test_what_is_measured_is_added_and_replaced_and_gone_with_a_new_export(tiny_
     (out / "README.md").write_text("a card of somebody else")
     add_measured(out)
     assert (out / "README.md").read_text() == "a card of somebody else"
-    export(tiny_run, out)
+    export(tiny_run, out, overwrite=True)
     assert (out / "README.md").read_text() == whole and BEGIN in whole and END in whole
 
 
@@ -201,7 +204,7 @@ def test_a_push_uploads_the_export_to_a_new_private_repository(hub, tiny_run, tm
     assert main(["export", str(tiny_run), str(out), "--push", "me/small"]) == 0
     (made, name, private), (_, to, uploaded) = hub.asked
     assert (made, name, private, to) == ("create_repo", "me/small", True, "me/small")
-    assert uploaded.keys() == {path.name for path in out.iterdir()}
+    assert uploaded.keys() == {path.name for path in out.iterdir()} - {EXPORT_RECORD}
     card = uploaded["README.md"].path_or_fileobj.decode()
     assert 'path = "me/small"' in card and 'path = "."' in (out / "README.md").read_text()
     said = capsys.readouterr()

@@ -13,6 +13,8 @@ import pytest
 
 from lm.cli.main import main
 from lm.common import page as shell
+from lm.common.files import OutputError
+from lm.report.report import report
 from lm.report.sections.blocks import in_bytes, with_error
 from lm.report.sections.read import labels
 from tests.running import ROOT
@@ -133,6 +135,19 @@ def reported(runs, out=None) -> Page:
     runs = runs if isinstance(runs, list) else [runs]
     assert main(["report", *map(str, runs), *(["--out", str(out)] if out else [])]) == 0
     return Page((out or runs[0]) / "report.html")
+
+
+@pytest.mark.parametrize("kind", ["html", "markdown", "tex"])
+def test_a_report_replaces_no_file_of_somebody_else(tiny_run, tmp_path, kind):
+    mine = tmp_path / f"paper.{kind}"
+    mine.write_text("\\documentclass{article}")
+    with pytest.raises(OutputError, match=rf"paper\.{kind} is there already"):
+        report([tiny_run], tmp_path / "paper.html")
+    assert mine.read_text() == "\\documentclass{article}"
+    assert sorted(tmp_path.iterdir()) == [mine]
+    mine.unlink()
+    for _ in range(2):  # its own files it replaces
+        report([tiny_run], tmp_path / "paper.html")
 
 
 def number(text: str) -> float:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 from lm.cli.main import main
 from lm.common.errors import FAILED
 from lm.report import status
+from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir
 from lm.runs.status import Status, run_status
 
@@ -123,9 +123,10 @@ def test_a_run_whose_process_is_gone_has_stopped(run):
     # On this host that is seen at once, however fresh the lease.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    run.held(ago=1, host=socket.gethostname(), pid=gone.pid)
+    here = Lease(run.path / "lease.json").own
+    run.held(ago=1, **{**here, "pid": gone.pid})
     assert run.look().state == "stopped"
-    run.held(ago=1, host=socket.gethostname(), pid=os.getpid())
+    run.held(ago=1, **here)
     assert run.look().state == "running"
 
 

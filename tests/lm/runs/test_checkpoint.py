@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from lm.common.files import write_json
+from lm.common.files import OutputError, write_json
 from lm.runs.checkpoint import CheckpointError, newest, verify
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.training.reshard import consolidated
@@ -64,6 +64,30 @@ def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
     assert set(state) == set(expected)
     for name, tensor in state.items():
         assert tensor.shape == expected[name].shape and str(tensor.dtype) == "torch.float32", name
+
+
+def test_brackets_in_a_path_are_no_pattern(copy, tmp_path):
+    """DeepSpeed globs the path that it is given: `exp[1]` must not be read as `exp1`."""
+    own, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
+    shutil.copytree(copy.parent, own)
+    expected = consolidated(copy)
+    assert all(
+        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+    )
+    shutil.copytree(copy.parent / "step-000004", neighbor / copy.name)  # other weights
+    assert all(
+        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+    )
+
+
+def test_temporary_files_below_brackets_are_refused(copy, tmp_path, monkeypatch):
+    folder = tmp_path / "tmp[1]"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    shutil.copytree(copy.parent, tmp_path / "exp[1]")
+    with pytest.raises(OutputError, match="set TMPDIR"):
+        consolidated(tmp_path / "exp[1]" / copy.name)
+    assert not list(folder.iterdir())
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):

@@ -3,9 +3,13 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from lm.common.files import OutputError
 from lm.runs import lease as leases
 from lm.runs.lease import Lease, LeaseError
 
+ROOT = Path(__file__).parents[3]
 fork = multiprocessing.get_context("fork")
 
 
@@ -67,6 +72,53 @@ def test_a_number_that_now_is_another_process_is_dead(path):
     said = []
     Lease(path, said.append).acquire()
     assert "taken over" in said[0]
+
+
+@pytest.mark.parametrize("namespace", ["pid:[4026531999] another boot", None])
+def test_a_process_number_of_another_container_says_nothing(path, namespace):
+    """Its host has our name; it lives as long as it gives signs, whatever has its number here."""
+    other = {**Lease(path).own, "namespace": namespace, "pid": 2**22 + 1}
+    path.write_text(json.dumps(other))
+    stop = threading.Event()
+
+    def beat():
+        while not stop.wait(0.05):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(LeaseError, match="is in use by process 4194305"):
+            Lease(path).acquire()
+    finally:
+        stop.set()
+        thread.join()
+    said = []
+    Lease(path, said.append).acquire()
+    assert "waiting" in said[0] and "taken over" in said[1]
+
+
+def test_a_living_holder_in_another_pid_namespace_is_refused(path):
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], check=False).returncode
+    ):
+        pytest.skip("needs the right to make a PID namespace")
+    program = (
+        "import sys, time; from pathlib import Path; from lm.runs import lease;"
+        " lease.BEAT_S = 0.05; lease.Lease(Path(sys.argv[1])).acquire(); print(1, flush=True);"
+        " time.sleep(60)"
+    )
+    command = [*unshare, sys.executable, "-c", program, path]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"1\n"
+            with pytest.raises(LeaseError, match="is in use by process 1 on"):
+                Lease(path).acquire()
+        finally:
+            process.kill()
+    Lease(path).acquire()
 
 
 def elsewhere(path):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,9 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
+from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
+from lm.runs.written import EXPORT_RECORD
 from lm.training.init_from import read as read_source
 from tests.refusals import refused
 from tests.running import ENV, ROOT, as_before, fprnn, losses, run
@@ -49,7 +50,9 @@ def test_sha256sum_checks_all_of_an_export_but_its_card(small_export):
     )
     assert checked.returncode == 0, checked.stderr
     listed = {line.partition(":")[0] for line in checked.stdout.splitlines()}
-    assert listed == {path.name for path in small_export.iterdir()} - {SUMS, CARD}
+    assert listed == {path.name for path in small_export.iterdir()} - {
+        SUMS, CARD, EXPORT_RECORD
+    }  # fmt: skip
 
 
 def test_no_flipped_bit_of_an_export_is_loaded(copy):
@@ -318,7 +321,7 @@ def here(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-DEAD = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a number
+DEAD = {**Lease(Path("lease.json")).own, "pid": 2**22 + 1}  # no process has such a number
 TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 

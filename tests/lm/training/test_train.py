@@ -104,6 +104,17 @@ def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
     assert trace(other) != trace(tiny_losses)
 
 
+def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(tmp_path):
+    out, steps = tmp_path / "runs", ("train.steps=2", "checkpoint.every=2")
+    run(out, *steps, "name=exp1", "seed=1", name="exp1")
+    run(out, *steps, "name=exp[1]", name="exp[1]")
+    more = ("train.steps=4", "checkpoint.every=2", "resume=auto")
+    found, _ = run(out, *more, "name=exp[1]", name="exp[1]")
+    run(tmp_path / "others", *steps)
+    expected, _ = run(tmp_path / "others", *more)
+    assert trace(found) == trace(expected)
+
+
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     process = start_and_wait_for(25, tmp_path / "runs")
     process.kill()

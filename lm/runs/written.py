@@ -1,0 +1,159 @@
+"""Files that this program writes into a run directory or an export: only these are ever deleted.
+
+A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`; one
+that an earlier version wrote lists them in SHA256SUMS, or is known by their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lm.common.files import printable, read_mapping, writing
+from lm.model.checksums import SUMS, read_sums
+
+EXPORT_RECORD = ".fprnn.json"
+CARD = "README.md"
+PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
+EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)  # written next to an export
+MAX_NAMES = 3  # names that a message gives
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_TOKENIZER = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
+RUN_FILES = re.compile(
+    rf"""
+      (config\.yaml | metrics\.jsonl | sample\.txt | wandb_id | inspect\.html)
+    | (result|failure|environment|deepspeed|init_from|summary|eval|eval-max_iters-\d+)\.json
+    | (.*/)? lease\.json (\.\d+)?
+    | (.*/)? \.[^/]+\.\d+\.tmp                                     # cut off while it was written
+    | report\.(html|markdown|tex)
+    | figures/ (loss|iterations)\.(png|pdf)
+    | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
+    | data/ ([^/]+/)? ((corpus|meta|verified|about)\.json | (train|val)\.(bin|tmp) | shards\.jsonl)
+    | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
+    | stacks/ rank\d+\.txt
+    | profile/ (\.\d+\.)? updates-\d+-\d+\.(trace\.json\.gz|txt)
+    | tensorboard/ events\.out\.tfevents\.[^/]+
+    | wandb/ ((offline-)?run-[^/]+/.+ | latest-run | debug[^/]*\.log)
+    """,
+    re.VERBOSE,
+)
+_EXPORT_FILES = re.compile(
+    rf"""
+      (config | generation_config | model\.safetensors\.index)\.json
+    | model(-\d+-of-\d+)?\.safetensors
+    | {re.escape(CARD)} | {_TOKENIZER}
+    """,
+    re.VERBOSE,
+)
+
+
+def list_files(folder: Path) -> Iterator[str]:
+    """Yield the path of every file below a folder, relative to it; a link counts as a file."""
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        for name in (*names, *links):
+            yield (Path(place) / name).relative_to(folder).as_posix()
+
+
+def run_file_test(folder: Path) -> Callable[[str], bool]:
+    """Return the test of whether a run directory's file (a relative path) is the program's own."""
+    exported = {f"hf/{name}" for name in (*export_files(folder / "hf"), *EVALUATIONS)}
+    return lambda name: name in exported or RUN_FILES.fullmatch(name) is not None
+
+
+def export_files(folder: Path) -> set[str]:
+    """Return the names of the files that an export wrote into a folder; {} if it holds none."""
+    record = read_mapping(folder / EXPORT_RECORD)
+    if record is not None:
+        names = record.get("files")
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return {*names, EXPORT_RECORD} if names and is_list else set()
+    if not _is_earlier_export(folder):
+        return set()
+    try:
+        sums = read_sums(folder)
+    except (OSError, ValueError):  # damaged: the names have to do
+        sums = {}
+    present = {path.name for path in folder.iterdir() if path.is_file()}
+    names = {*sums, SUMS, CARD} if sums else set(filter(_EXPORT_FILES.fullmatch, present))
+    return present & (names | _imported(folder, "modeling_fprnn.py", set()))
+
+
+def _is_earlier_export(folder: Path) -> bool:
+    """Return whether an earlier version, which left no `.fprnn.json`, wrote this export."""
+    config = read_mapping(folder / "config.json")
+    if not config:
+        return False
+    from lm.model.configuration_fprnn import MODEL_TYPES  # imports transformers: seconds
+
+    if config.get("model_type") in MODEL_TYPES:
+        return True
+    try:  # a Mamba is exported as transformers' own class
+        return "fprnn" in (folder / CARD).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _imported(folder: Path, name: str, known: set[str]) -> set[str]:
+    """Return the code files that a code file of a flat folder needs, itself included."""
+    path = folder / name
+    if name in known or not path.is_file():
+        return known
+    known.add(name)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for module in re.findall(r"^\s*from\s+\.(\w+)\s+import\b", text, re.MULTILINE):
+        _imported(folder, f"{module}.py", known)
+    return known
+
+
+def foreign_files(folder: Path, is_own: Callable[[str], bool]) -> str:
+    """Return the names of a folder's files that are not the program's, for a message; "" if none.
+
+    Args:
+        is_own: Test of a relative path.
+    """
+    names = sorted(list_files(folder))
+    own_folders = {parent for name in names if is_own(name) for parent in Path(name).parents}
+    entries: dict[str, None] = {}  # in order; a folder in which nothing is own stands for its files
+    for name in names:
+        if not is_own(name):
+            parents = [parent for parent in Path(name).parents if parent not in own_folders]
+            outermost = parents[-1] if parents and parents[-1].name else None
+            entries[name if outermost is None else f"{outermost}/"] = None
+    listed = ", ".join(printable(list(entries)[:MAX_NAMES]))
+    surplus = len(entries) - MAX_NAMES
+    return f"{listed} and {surplus} more" if surplus > 0 else listed
+
+
+def delete_files(folder: Path, is_own: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:
+    """Delete the program's files below a folder, and the folders that this leaves empty.
+
+    Args:
+        is_own: Test of a relative path.
+        last: Files to delete after all others, in this order.
+
+    Raises:
+        OutputError: If the system refuses.
+    """
+    names = sorted(name for name in list_files(folder) if is_own(name))
+    names = [name for name in names if name not in last] + [name for name in last if name in names]
+    with writing(folder):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        parents = {parent for name in names for parent in Path(name).parents if parent.name}
+        for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
+            if not any((folder / parent).iterdir()):
+                (folder / parent).rmdir()

@@ -1,0 +1,119 @@
+"""Only files that this program wrote are deleted; a folder that holds others is refused by name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lm.runs.run_dir import RunDir, RunDirError
+from lm.runs.written import RUN_FILES, foreign_files, list_files, run_file_test
+from tests.running import fprnn
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def run_copy(tiny_run, tmp_path):
+    """The tiny run, to be deleted."""
+    without_export = shutil.ignore_patterns("hf")  # which another test may have made there
+    return Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny", ignore=without_export))
+
+
+def claim(tiny, folder, overwrite):
+    run = RunDir(folder)
+    run.claim(tiny(f"out_dir={folder.parent}", f"name={folder.name}"), overwrite, lambda _: None)
+    run.release()
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in list_files(folder)}
+
+
+def put(folder, name, text="mine"):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_copy):
+    for command in (("report", run_copy), ("export", run_copy, run_copy / "hf"),
+                    ("inspect", run_copy, "abc")):  # fmt: skip
+        done = fprnn(*command)
+        assert done.returncode == 0, done.stderr
+    put(run_copy, "hf/eval/results.json")
+    assert foreign_files(run_copy, run_file_test(run_copy)) == ""
+    claim(tiny, run_copy, overwrite=True)
+    assert set(list_files(run_copy)) == {"config.yaml"}
+    assert not (run_copy / "hf").exists() and not (run_copy / "tokenizer").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml", "wandb/offline-run-20261127_021012-abc/files/output.log", "wandb/latest-run",
+        "tensorboard/events.out.tfevents.1.host.2.0", "profile/updates-3-5.trace.json.gz",
+        "data/web/train.bin", "data/lease.json", "checkpoints/step-000004-17.partial/x_states.pt",
+        "checkpoints/step-000004/.manifest.json.12.tmp", "tokenizer/vocab.json",
+        "stacks/rank0000.txt", "checkpoints/last.pt", ".tokenizer-a1_b2c3d/tokenizer.json",
+        "eval-max_iters-4.json",
+    ],
+)  # fmt: skip
+def test_the_layout_of_a_run(name):
+    assert RUN_FILES.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    "name,shown",
+    [("notes.txt", ""), ("b/config.yaml", "b/"), ("b/checkpoints/step-000004/x.pt", "b/"),
+     (".git/refs/heads/main", ".git/"), ("data/mine.jsonl", ""), ("checkpoints/epoch1.pt", ""),
+     ("checkpoints/b/epoch1.pt", "checkpoints/b/"), ("figures/mine.png", "figures/"),
+     ("tokenizer/notes.txt", ""), ("hf/notes.txt", "hf/"), ("wandb/notes.txt", "wandb/")],
+)  # fmt: skip
+def test_overwrite_refuses_what_no_training_wrote(tiny, run_copy, name, shown):
+    put(run_copy, name)
+    before = contents(run_copy)
+    with pytest.raises(RunDirError, match=rf"no training wrote there \({shown or name}\)"):
+        claim(tiny, run_copy, overwrite=True)
+    assert contents(run_copy) == before
+
+
+def test_a_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
+    put(tmp_path, "elsewhere/step-000008/manifest.json")
+    shutil.rmtree(run_copy / "checkpoints")
+    (run_copy / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunDirError, match=r"no training wrote there \(checkpoints\)"):
+        claim(tiny, run_copy, overwrite=True)
+    assert (tmp_path / "elsewhere/step-000008/manifest.json").is_file()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.yaml": "lr: 1\n"},
+        {"config.yaml": "lr: 1\n", "train.py": "…"},
+        {"config.yaml": "a: [\n", "lease.json": "{}"},
+        {"config.yaml": (ROOT / "configs/tiny/lm.yaml").read_text()},
+        {"lease.json": "{}", "thesis.txt": "…"},
+    ],
+)
+def test_a_folder_with_somebodys_config_is_not_cleared(tiny, tmp_path, files, overwrite):
+    folder = tmp_path / "runs/mine"
+    for name, text in files.items():
+        put(folder, name, text)
+    before = contents(folder)
+    with pytest.raises(RunDirError, match="mine"):
+        claim(tiny, folder, overwrite)
+    assert contents(folder) == before
+
+
+def test_a_start_that_failed_begins_anew_and_a_note_of_its_own_stays(tiny, run_copy):
+    for name in ("metrics.jsonl", "result.json"):
+        (run_copy / name).unlink()
+    shutil.rmtree(run_copy / "checkpoints")
+    put(run_copy, "notes.txt")
+    with pytest.raises(RunDirError, match=r"notes\.txt"):
+        claim(tiny, run_copy, overwrite=False)
+    (run_copy / "notes.txt").unlink()
+    claim(tiny, run_copy, overwrite=False)
+    assert set(list_files(run_copy)) == {"config.yaml"}
