@@ -268,7 +268,7 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkey
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
     out = export(tmp_path / "runs/tiny", tmp_path / "hf")
-    from lm.evaluation.generate import generate
+    from lm.evaluation.facade import generate
 
     assert generate(out, "The", trust=True, max_new_tokens=3, temperature=0)
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lm.evaluation.generate import GenerationError, generate, load_exported
+from lm.evaluation.facade import generate
+from lm.evaluation.generate import GenerationError, load_exported
 from lm.export.export import ExportError, export
 from lm.runs.checkpoint import newest
+from lm.runs.places import PlaceError
 from lm.training.reshard import consolidated
 
 ELSEWHERE = """
@@ -96,5 +98,5 @@ def test_generation_is_seeded_and_refuses_bad_input(tiny_export, tmp_path):
     )
     with pytest.raises(GenerationError, match="the prompt is empty"):
         generate(tiny_export, "")
-    with pytest.raises(GenerationError, match="no export at"):
+    with pytest.raises(PlaceError, match=r"holds neither a run \(config.yaml\) nor an export"):
         generate(tmp_path, "Mary")
