@@ -29,13 +29,18 @@ ABOUT: dict[str, Any] = {
 def _train(args: argparse.Namespace) -> int:
     from lm.common.console import say
     from lm.config.load import refuse_sweep
-    from lm.runs.run_dir import RunDir
+    from lm.runs import places
     from synthetic.config import load
-    from synthetic.results import summary, verdict
-    from synthetic.train import train
 
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
+    places.check_folders({"task.data": cfg.task.data})
+    places.check_files({"task.csv": cfg.task.csv})
+
+    from lm.runs.run_dir import RunDir
+    from synthetic.results import summary, verdict
+    from synthetic.train import train
+
     result = train(cfg, args.overwrite)
     seconds = result["training_seconds"]
     say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
@@ -46,6 +51,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    places.check_run(args.run)
+
     from lm.common.console import say
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
@@ -58,6 +67,10 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    places.check_run(args.run)
+
     from lm.evaluation.inspection.show import check_page, default_page, show
     from synthetic.inspection import inspect_run
 
@@ -68,12 +81,17 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from lm.config.yaml_text import load_tree
+
+    overrides = [text for text in args.config if "=" in text]
+    paths = [text for text in args.config if "=" not in text]
+    for path in paths:
+        load_tree(path)
+
     from lm.common.console import say
     from synthetic.profile_page import table, write
     from synthetic.validate import validate
 
-    overrides = [text for text in args.config if "=" in text]
-    paths = [text for text in args.config if "=" not in text]
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
     made = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(table(made))
@@ -90,6 +108,10 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    places.check_files({"--config": args.config})
+
     from lm.common.console import say
     from synthetic.report import overview, report
 

@@ -11,12 +11,12 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of a parser. Nothing heavy is imported for it."""
     c = commands.add_parser(
         "eval",
-        help="lm-eval on an exported directory",
+        help="lm-eval on a run or an exported directory",
         description="Run tasks of lm-eval, ours or its own, or a suite of them: `paper` is LAMBADA,"
         " HellaSwag, PIQA, ARC (easy, challenge) and WinoGrande, zero-shot, from the hub or from"
         " the files of --data. docs/evaluation.md has their names, formats and metrics.",
     )
-    c.add_argument("checkpoint", metavar="OUT")
+    c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
     c.add_argument("--suite", metavar="NAME", help="paper: the six tasks, with their mean")
     c.add_argument(
         "--data", metavar="DIR", help="a folder of the suite's files (default: from the hub)"
@@ -33,10 +33,11 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     )
     c.add_argument(
         "--batch-size",
-        type=Whole(),
+        type=_batch_size,
         default=8,
         metavar="B",
-        help="documents at once, at least 1 (default: 8)",
+        help="documents at once, at least 1, or auto: as many as memory holds, at most 64 (default:"
+        " 8)",
     )
     c.add_argument(
         "--num-fewshot",
@@ -45,12 +46,25 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
         help="examples shown before each document, at least 0 (default: the task's)",
     )
     c.add_argument("--include-path", help="a folder with more task YAMLs")
-    c.add_argument("--out", help="results JSON (default: OUT/eval/results.json)")
+    c.add_argument("--out", help="results JSON (default: CKPT/eval/results.json)")
     add_trust(c)
     c.set_defaults(run_command=_eval)
 
 
+def _batch_size(text: str) -> int | str:
+    """Parse a batch size: a whole number from 1 on, or auto."""
+    try:
+        return text if text == "auto" else Whole()(text)
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"{e}, nor auto") from None
+
+
 def _eval(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    places.find_model(args.checkpoint, on_hub=False)
+    places.check_folders({"--data": args.data, "--include-path": args.include_path})
+
     from lm.common.console import say
     from lm.evaluation.evaluate import evaluate, table
 

@@ -31,6 +31,14 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    if args.config is not None:
+        places.check_files({"--config": args.config, "SRC": args.source})
+    elif not Path(args.source).expanduser().is_dir():
+        places.find_model(args.source)
+    places.check_folders({"--tokenizer": args.tokenizer})
+
     if args.config is None:
         print(import_mamba(args.source, args.out, args.tokenizer))
         return 0

@@ -38,10 +38,14 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    text = _text(args.text, args.file)
+    places.find_model(args.checkpoint)
+
     from lm.evaluation.facade import load
     from lm.evaluation.inspection.show import check_page, default_page, show
 
-    text = _text(args.text, args.file)
     out = Path(args.out) if args.out else default_page(args.checkpoint)
     check_page(out)
     show(load(args.checkpoint, args.trust).inspect(text), out)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lm
 from lm.cli import importing as cli_import
@@ -26,16 +27,19 @@ from lm.cli.arguments import (
 from lm.cli.eval import add_eval
 from lm.common.errors import ConfigError
 
+if TYPE_CHECKING:
+    from lm.config.schema import Config
+
 AddCommands = Callable[[argparse._SubParsersAction], None]
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
+  fprnn generate runs/demo --prompt "The list"
+  fprnn eval runs/demo --tasks catbabi_mini
   fprnn export runs/demo runs/demo/hf
-  fprnn eval runs/demo/hf --tasks catbabi_mini
   fprnn eval runs/demo/hf --suite paper --data eval_files
-  fprnn generate runs/demo/hf --prompt "The list"
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn agree runs/demo/hf
@@ -51,11 +55,19 @@ EPILOG = """examples:
 """
 
 
-def _train(args: argparse.Namespace) -> int:
+def _config_of_run(args: argparse.Namespace) -> Config:
+    """Return the configuration of one run, all of whose paths lead somewhere."""
     from lm.config import load as config
+    from lm.training.inputs import check_inputs
 
     cfg = config.load(args.config, args.override, args.job_index)
     config.refuse_sweep(cfg, args.config)
+    check_inputs(cfg)
+    return cfg
+
+
+def _train(args: argparse.Namespace) -> int:
+    cfg = _config_of_run(args)
     if args.dry_run:
         from lm.common.console import say
 
@@ -81,10 +93,8 @@ def _train(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from lm.common.console import say
-    from lm.config import load as config
 
-    cfg = config.load(args.config, args.override, args.job_index)
-    config.refuse_sweep(cfg, args.config)
+    cfg = _config_of_run(args)
     measured = None
     if args.measure:
         from lm.report.measure import measure
@@ -125,17 +135,23 @@ def _planned(cfg, args, measured=None):
 def _prepare(args: argparse.Namespace) -> int:
     from lm.common.console import say
     from lm.config import load as config
-    from lm.data.corpus.ahead import prepare_config, summary
+    from lm.training.inputs import check_data, check_tokenizer
 
     tree = config.load_tree(args.config)
     config.set_overrides(tree, args.override)
     indices = [args.job_index]
     if args.job_index is None and tree.get("sweep"):
         indices = list(range(len(config.sweep_points(tree, args.config))))
-    done = []
-    for index in indices:
-        cfg = config.load(args.config, args.override, index)
+    configs = [config.load(args.config, args.override, index) for index in indices]
+    for cfg in configs:
         config.refuse_sweep(cfg, args.config)
+        check_tokenizer(cfg)
+        check_data(cfg)
+
+    from lm.data.corpus.ahead import prepare_config, summary
+
+    done = []
+    for cfg in configs:
         made_of = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
         if made_of not in done:  # most points of a sweep share theirs
             done.append(made_of)
@@ -144,6 +160,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    if args.out is None:
+        places.check_folders({"RUN": args.run})
+    else:
+        places.check_run(args.run)
+    places.check_folders({"--checkpoint": args.checkpoint})
+
     from lm.export.export import ExportError
 
     if args.out is None and args.push is None:
@@ -187,7 +211,7 @@ def _exported(args: argparse.Namespace) -> Path:
 
 def _generate(args: argparse.Namespace) -> int:
     from lm.common.files import check_file, write_text
-    from lm.evaluation.generate import generate
+    from lm.evaluation.facade import generate
 
     if args.out:
         check_file(args.out)
@@ -210,6 +234,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _agree(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    places.find_model(args.checkpoint, on_hub=False)
+    places.check_files({"--text": args.text})
+
     from lm.common.console import Progress, say
     from lm.evaluation.agree import agree, table
 
@@ -227,6 +256,11 @@ def _solved_text(args: argparse.Namespace) -> dict:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from lm.runs import places
+
+    for folder in args.runs:
+        places.check_run(folder)
+
     from lm.common.console import say
     from lm.report.report import report
 
@@ -253,7 +287,11 @@ def _check_mixer(args: argparse.Namespace) -> int:
 
 def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
     """The options of `agree`."""
-    c.add_argument("checkpoint", metavar="CKPT", help="an exported folder of a fixed-point model")
+    c.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a run directory or an exported folder, of a fixed-point model",
+    )
     c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
     c.add_argument(
         "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
@@ -430,8 +468,12 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser("generate", help="sample from an exported directory")
-    c.add_argument("checkpoint", metavar="OUT")
+    c = commands.add_parser("generate", help="sample from a run or an exported directory")
+    c.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a run directory (its newest checkpoint), an exported folder, or a name on the hub",
+    )
     c.add_argument("--prompt", required=True, help="text to go on from, at least one character")
     c.add_argument(
         "--max-new-tokens", type=Whole(), default=64, metavar="N", help="at least 1 (default: 64)"

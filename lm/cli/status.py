@@ -35,12 +35,21 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _status(args: argparse.Namespace) -> int:
     from lm.config.messages import is_key
     from lm.config.schema import Config
-    from lm.report import status
+    from lm.config.yaml_text import load_tree
+    from lm.runs import places
 
     # The directory of a sweep's point has a `=` in its name, too.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
-    places = [text for text in args.place if text not in overrides]
-    look = status.look_at(places, overrides, args.follow)
+    places_given = [text for text in args.place if text not in overrides]
+    for place in places_given:
+        if place.endswith((".yaml", ".yml")):
+            load_tree(place)
+        else:
+            places.check_runs_to_watch(place, args.follow)
+
+    from lm.report import status
+
+    look = status.look_at(places_given, overrides, args.follow)
     if args.json:
         print(status.as_json(look()))
         return 0

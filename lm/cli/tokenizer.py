@@ -93,11 +93,15 @@ def _config(args: argparse.Namespace):
 def _train(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from lm.training.inputs import check_data
+
+    cfg = _config(args)
+    check_data(cfg)
+
     from lm.common.console import Progress, say
     from lm.data.corpus.tokenizer_training import summary, train_tokenizer
     from lm.data.sources.mixture import described
 
-    cfg = _config(args)
     say(f"data     {described(cfg.data)}; {cfg.tokenizer.vocab_size} tokens of {args.kind}")
     with Progress("read", unit="bytes") as bar:
         trained = train_tokenizer(cfg, args.kind, Path(args.out), bar.update)

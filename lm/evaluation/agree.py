@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import lm
 from lm.common.errors import UserError
 from lm.common.files import check_file, write_json
-from lm.evaluation.generate import PAPER, GenerationError, load_exported
+from lm.evaluation import facade
+from lm.evaluation.generate import PAPER, GenerationError
 from lm.export.measured import add_measured
+from lm.runs import places
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +66,8 @@ def agree(
     """Solve the same text under every schedule and compare with its tight solution.
 
     Args:
-        checkpoint: an exported folder of a fixed-point model; computed in float32.
+        checkpoint: a run directory or an exported folder of a fixed-point model; computed in
+            float32.
         text: a UTF-8 file; None: the held-out documents of the built-in corpus.
         schedules: with `token: exact`; and `paper`, the paper's procedure as the checkpoint's
             config describes it, for information.
@@ -79,11 +82,11 @@ def agree(
         "meaning": {…}, …}, as written; tol is None where nothing is iterated.
     Raises:
         AgreementError: sizes below 1, tol ≤ 0, no such text, or one shorter than a sequence.
-        GenerationError: no such export, one without a solver, or an unknown schedule.
+        PlaceError: no run and no export there. GenerationError: an unknown schedule.
         DataError: the text is not UTF-8, or empty. OutputError: `out` cannot be written.
     """
     check(schedules, sequences, length, batch_size, seed, tol)
-    check_checkpoint(checkpoint)
+    places.find_model(checkpoint, on_hub=False)
     path = Path(out) if out else Path(checkpoint) / "eval" / "agree.json"
     check_file(path)
     model, tokenizer = load(checkpoint, trust)
@@ -296,21 +299,14 @@ def check(
         raise AgreementError(f"tol is {tol:g}: it is a relative residual, above 0")
 
 
-def check_checkpoint(checkpoint: Path | str) -> None:
-    """Refuse what is no folder."""
-    if not Path(checkpoint).is_dir():
-        raise AgreementError(
-            f"no checkpoint folder at {checkpoint}: make one with `fprnn export RUN {checkpoint}`"
-        )
-
-
 def load(
     checkpoint: Path | str, trust: bool = False
 ) -> tuple[FPRNNForCausalLM, PreTrainedTokenizerBase]:
-    """(model in float32, tokenizer) of an exported folder of ours."""
+    """Load (model in float32, tokenizer) of a run or an exported folder of ours."""
     from lm.model.configuration_fprnn import MODEL_TYPES
 
-    model, tokenizer = load_exported(checkpoint, trust)
+    loaded = facade.load(checkpoint, trust)
+    model, tokenizer = loaded.model, loaded.tokenizer
     if model.config.model_type not in MODEL_TYPES:
         raise AgreementError(
             f"{checkpoint} is a {model.config.model_type} model: it has no fixed point, so there is"

@@ -17,13 +17,15 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lm
 from lm.common.errors import UserError, missing_package
 from lm.common.files import check_file, write_json
+from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR, paper
 from lm.export.measured import add_measured
+from lm.runs import places
 from lm.runs.exported import load_model, load_tokenizer
 from lm.runs.metrics import failures, fixed_point_metrics
 
@@ -31,7 +33,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # lm-eval's warnings about what is as it should be.
-_NOISE = ("Custom kwargs can be passed", "Overwriting default num_fewshot")
+_NOISE = (
+    "Custom kwargs can be passed",
+    "Overwriting default num_fewshot",
+    "`pretrained` model kwarg is not of type `str`",
+)
+AUTO = "auto"  # the batch size that lm-eval finds
 
 
 OF_TEXT = ("perplexity", "bits_per_byte")  # shown beside a suite task's accuracy
@@ -48,18 +55,20 @@ def evaluate(
     suite: str | None = None,
     data: Path | None = None,
     limit: int | None = None,
-    batch_size: int = 8,
+    batch_size: int | Literal["auto"] = 8,
     device: str | None = None,
     include_path: Path | None = None,
     num_fewshot: int | None = None,
     out: Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Run lm-eval's `tasks` (names of tasks, groups, tags) on the HuggingFace folder `checkpoint`.
+    """Run lm-eval's `tasks` (names of tasks, groups, tags) on a run directory or an export.
 
+    Of a run directory the newest complete checkpoint is evaluated, in fp32.
     `suite` is "paper" (lm/evaluation/tasks/paper.py) or None; of a suite `tasks` chooses (none:
     all), and `data` is a folder of local files that take the place of the hub. `limit` takes only
-    that many documents of each task; `include_path` is a folder with further task files. Weights
+    that many documents of each task; `batch_size` "auto" is the largest that memory holds, which
+    lm-eval finds by trying; `include_path` is a folder with further task files. Weights
     are float32 on the CPU, elsewhere as saved; `trust` runs the code of a checkpoint that is not
     ours. The results go to `out`, by default checkpoint/eval/results.json, and are returned:
     {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}}, "solver", "fixed_point",
@@ -70,13 +79,14 @@ def evaluate(
     see `lm.runs.metrics.fixed_point_metrics`.
 
     Raises:
-        EvaluationError: lm-eval is not installed, no checkpoint there, an unknown task, or a task
-            whose data cannot be had. SuiteError: the same, of a suite. LoadError: a damaged
-            checkpoint. OutputError: `out` cannot be written.
+        PlaceError: no run and no export there.
+        EvaluationError: lm-eval is not installed, an unknown task, a task whose data cannot be had,
+            or that has fewer examples than `num_fewshot`. SuiteError: the same, of a suite.
+        LoadError, CheckpointError: a damaged checkpoint. OutputError: `out` cannot be written.
     """
     # 1. Everything that can be refused is refused before the model is loaded.
     checkpoint = Path(checkpoint)
-    _check_checkpoint(checkpoint)
+    kind = places.find_model(checkpoint, on_hub=False)
     _check_numbers(limit, batch_size, num_fewshot)
     sources = _check_tasks(tasks, suite, data, include_path, num_fewshot)
     if sources is not None:
@@ -89,14 +99,14 @@ def evaluate(
             manager, selected = _load_tasks(tasks, include_path)
         else:
             manager, selected = paper.load(sources)
-        solver = _checked_solver(checkpoint, trust)
-        # 2. The tasks.
+        _check_examples(selected, num_fewshot)
         device = device or _default_device()
+        solver, model_args = _model_for_lm_eval(checkpoint, kind, device, trust)
+        # 2. The tasks.
         with _solves() as solves:
             raw = _run_lm_eval(
-                checkpoint,
+                model_args,
                 device,
-                trust,
                 tasks=selected,
                 task_manager=manager,
                 num_fewshot=num_fewshot,
@@ -135,29 +145,48 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _checked_solver(checkpoint: Path, trust: bool) -> dict | str:
-    """What a checkpoint's model says it solves by, "none" without a solver.
+def _model_for_lm_eval(
+    checkpoint: Path, kind: str, device: str, trust: bool
+) -> tuple[dict | str, dict]:
+    """Load a checkpoint, and return how its model is solved and what lm-eval is given of it.
+
+    lm-eval reads an export itself, so that `accelerate launch` can do so on every GPU. It cannot
+    read a run directory, so it gets the model.
+
+    Args:
+        kind: "run" or "export".
+
+    Returns:
+        (the solver as the model describes it, "none" without one; lm-eval's `model_args`).
 
     Raises:
-        LoadError: the tokenizer or the weights are damaged or missing. lm-eval would go on with
-            random weights in place of missing ones.
+        LoadError, CheckpointError: The tokenizer or the weights are damaged or missing. lm-eval
+            would continue with random weights in place of missing ones.
     """
-    load_tokenizer(checkpoint, trust)
-    model = load_model(checkpoint, trust).eval()
-    return model.solver() if hasattr(model, "solver") else "none"
+    args: dict[str, Any]
+    if kind == "run":
+        loaded = facade.load(checkpoint, trust)
+        model = loaded.model.to(device)
+        args = {"pretrained": model, "tokenizer": loaded.tokenizer}
+    else:
+        load_tokenizer(checkpoint, trust)
+        model = load_model(checkpoint, trust).eval()
+        dtype = "float32" if device == "cpu" else "auto"
+        args = {"pretrained": str(checkpoint), "trust_remote_code": trust, "dtype": dtype}
+    return model.solver() if hasattr(model, "solver") else "none", args
 
 
-def _run_lm_eval(checkpoint: Path, device: str, trust: bool, **options) -> dict:
-    """lm-eval's raw results. options: of `lm_eval.simple_evaluate`."""
+def _run_lm_eval(model_args: dict, device: str, **options) -> dict:
+    """Return lm-eval's raw results.
+
+    Args:
+        options: Of `lm_eval.simple_evaluate`.
+    """
     import lm_eval
 
     return lm_eval.simple_evaluate(
         model="hf",
-        model_args={
-            "pretrained": str(checkpoint),
-            "trust_remote_code": trust,
-            "dtype": "float32" if device == "cpu" else "auto",
-        },
+        model_args=model_args,
         device=device,
         bootstrap_iters=1000,
         log_samples=True,  # for bits per byte
@@ -226,11 +255,11 @@ def _solves() -> Iterator[list]:
         hook.remove()
 
 
-def _check_numbers(limit: int | None, batch_size: int, num_fewshot: int | None) -> None:
+def _check_numbers(limit: int | None, batch_size: int | str, num_fewshot: int | None) -> None:
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
-    if batch_size < 1:
-        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1")
+    if batch_size != AUTO and (isinstance(batch_size, str) or batch_size < 1):
+        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1, or {AUTO}")
     if num_fewshot is not None and num_fewshot < 0:
         raise EvaluationError(f"num_fewshot is {num_fewshot}: it must be at least 0")
 
@@ -276,14 +305,29 @@ def _check_tasks(
     return paper.choose(tasks, data)
 
 
-def _check_checkpoint(checkpoint: Path) -> None:
-    if not checkpoint.is_dir():
-        raise EvaluationError(f"no checkpoint folder at {checkpoint}")
-    if not (checkpoint / "config.json").is_file():
-        raise EvaluationError(
-            f"{checkpoint} has no config.json, so it is not a HuggingFace checkpoint; "
-            "a run directory becomes one with `python -m lm export RUN_DIR OUT_DIR`"
-        )
+def _check_examples(selected: list, num_fewshot: int | None) -> None:
+    """Refuse more examples than a task has, which lm-eval would find out after loading the model.
+
+    Args:
+        selected: Tasks and groups as `_load_tasks` returns them.
+
+    Raises:
+        EvaluationError: A task has fewer than `num_fewshot` examples.
+    """
+    if not num_fewshot:
+        return
+    for item in selected:
+        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item]:
+            if not hasattr(task, "sampler"):
+                continue  # a task that shows no examples, such as a perplexity
+            count = len(list(task.fewshot_docs()))
+            if task.fewshot_cfg.split == task.config.test_split:
+                count -= 1  # a document is no example of itself
+            if num_fewshot > count:
+                raise EvaluationError(
+                    f"num_fewshot is {num_fewshot}: task `{task.config.task}` has"
+                    f" {max(count, 0)} examples to show"
+                )
 
 
 def _check_lm_eval() -> None:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import UserError
+from lm.runs import places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lm.evaluation.inspection.page import Inspection
     from lm.evaluation.inspection.result import Score
-    from lm.runs.run_dir import RunDir
 
 
 class FacadeError(UserError, RuntimeError):
-    """A place that no language model can be loaded from; the message says what is there."""
+    """A run that no language model can be loaded from; the message says what is there."""
 
 
 class LanguageModel:
@@ -78,52 +78,73 @@ class LanguageModel:
 
 
 def load(path: Path | str, trust: bool = False) -> LanguageModel:
-    """The language model of a run directory (its newest complete checkpoint), of an exported or any
-    `from_pretrained` folder, or of a name on the hub; on a GPU if there is one.
+    """Load the language model of a run, of an export or of a name on the hub.
+
+    It lies on a GPU if there is one.
 
     Args:
-        trust: run the code of a `module:Class` in a run's config.yaml, or that an exported folder
+        path: A run directory (its newest complete checkpoint), an exported or any
+            `from_pretrained` folder, or a name on the hub.
+        trust: Run the code of a `module:Class` in a run's config.yaml, or that an exported folder
             brings along where its mixer is its author's own; code from the hub never runs.
+
     Raises:
-        FacadeError: nothing there, a file, or a run of the synthetic suite. GenerationError: a
-            folder without a model or a tokenizer. LoadError: damaged files. CheckpointError: a run
-            without a complete checkpoint. ExportError: one that its config.yaml does not describe.
+        PlaceError: Nothing there, or a file.
+        FacadeError: A run of the synthetic suite.
+        GenerationError: A folder without a tokenizer.
+        LoadError: Damaged files.
+        CheckpointError: A run without a complete checkpoint.
+        ExportError: A checkpoint that the run's config.yaml does not describe.
     """
     folder = Path(path).expanduser()
-    if folder.is_file():
-        raise FacadeError(f"{path} is a file: give the run directory or the exported folder")
-    is_export = (folder / "config.json").is_file()  # read without what only runs need
-    if folder.is_dir() and not is_export and (trained := _of_run(folder, trust)):
-        return trained
+    kind = places.find_model(path)
+    if kind == "run":
+        return _of_run(folder, trust)
 
     from lm.evaluation.generate import load_exported
 
-    model, tokenizer = load_exported(folder if folder.is_dir() else path, trust)
-    name = folder.resolve().name if folder.is_dir() else str(path)
+    model, tokenizer = load_exported(folder if kind == "export" else path, trust)
+    name = folder.resolve().name if kind == "export" else str(path)
     return LanguageModel(model, tokenizer, name)
 
 
-def _of_run(folder: Path, trust: bool) -> LanguageModel | None:
-    """The model of a run directory; None where no run is."""
+def generate(path: Path | str, prompt: str, trust: bool = False, **options: Any) -> str:
+    """Return the prompt and its continuation.
+
+    Args:
+        path: A run directory, an exported folder or a name on the hub.
+        prompt: Text of at least one character.
+        trust: Run the code that a directory brings along where it has a mixer of its own.
+        options: Fields of Sampling.
+
+    Raises:
+        GenerationError: A number out of its range, an empty prompt, or `solving` refuses.
+        PlaceError, LoadError, CheckpointError: As `load`.
+    """
+    from lm.evaluation.generate import Sampling
+
+    Sampling(**options)  # refuses a number before the model is loaded
+    return load(path, trust).generate(prompt, **options)
+
+
+def _of_run(folder: Path, trust: bool) -> LanguageModel:
+    """Load the model of a run directory."""
+    _refuse_synthetic(folder)
+
     import torch
 
     from lm.export.export import load_trained
-    from lm.runs.run_dir import RunDir
 
-    run = RunDir(folder)
-    if not run.holds_run:
-        return None
-    _refuse_synthetic(run)
     trained = load_trained(folder, trust=trust)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
 
 
-def _refuse_synthetic(run: RunDir) -> None:
+def _refuse_synthetic(folder: Path) -> None:
     from lm.config.yaml_text import load_tree
 
-    if "task" in load_tree(run.config):
+    if "task" in load_tree(folder / places.RUN_FILE):
         raise FacadeError(
-            f"{run} is a run of the synthetic suite, whose tokens are no text: `fprnn synthetic"
-            f" inspect {run}` looks inside it"
+            f"{folder} is a run of the synthetic suite, whose tokens are no text: `fprnn synthetic"
+            f" inspect {folder}` looks inside it"
         )

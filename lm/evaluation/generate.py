@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
 from lm.runs.exported import load_model, load_tokenizer
@@ -26,21 +26,20 @@ class GenerationError(UserError, RuntimeError):
 def load_exported(
     path: Path | str, trust: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
+    """Load (model, tokenizer) of an exported directory or a hub name, on a GPU if there is one.
 
     Args:
-        trust: run the code that a directory brings along where it has a mixer of its own.
+        path: An exported folder or a name on the hub that `places.find_model` has found.
+        trust: Run the code that a directory brings along where it has a mixer of its own.
+
     Raises:
-        GenerationError: there is no such export. LoadError: it is damaged, or not trusted.
+        GenerationError: The folder holds no tokenizer.
+        LoadError: It is damaged, or not trusted.
     """
     import torch
 
-    name = str(path)
-    looks_local = Path(path).is_dir() or name.count("/") != 1 or name.startswith(("/", ".", "~"))
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise GenerationError(f"no export at {path}: make one with `fprnn export RUN {path}`")
     files = ("tokenizer.json", "tokenizer_config.json")
-    if looks_local and not any((Path(path) / file).is_file() for file in files):
+    if Path(path).is_dir() and not any((Path(path) / file).is_file() for file in files):
         raise GenerationError(
             f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
             " `fprnn import` with --tokenizer"
@@ -139,20 +138,6 @@ def solving(
         except ValueError as e:
             raise GenerationError(str(e)) from None
         yield
-
-
-def generate(path: Path | str, prompt: str, trust: bool = False, **options: Any) -> str:
-    """Prompt and continuation as text.
-
-    Args:
-        trust: as of `load_exported`. options: fields of Sampling.
-    Raises:
-        GenerationError: a number out of its range, there is no such export, the prompt is empty, or
-            `solving` refuses.
-    """
-    sampling = Sampling(**options)
-    model, tokenizer = load_exported(path, trust)
-    return continued(model, tokenizer, prompt, sampling)
 
 
 def continued(

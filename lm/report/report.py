@@ -92,7 +92,7 @@ def summarise(run_dir: Path) -> dict:
     fixed_point = _fixed_point(run, read_metrics(run.path))
     if fixed_point:
         summary["fixed_point"] = fixed_point
-    scores = run.export / "eval" / "results.json"
+    scores = run.scores
     if scores.exists():
         summary["evaluation"] = _evaluation(scores)
     paths = {

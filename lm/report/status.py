@@ -16,7 +16,8 @@ from lm.common.console import duration, say
 from lm.common.files import read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import read_metrics
-from lm.runs.run_dir import RunDir, RunDirError
+from lm.runs.places import check_runs_to_watch
+from lm.runs.run_dir import RunDir
 from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
 
 if TYPE_CHECKING:
@@ -44,34 +45,21 @@ def look_at(places: list[str], overrides: list[str], follow: bool) -> Look:
             whose points are trained with these overrides.
         follow: runs that are not there yet are waited for.
     Raises:
-        ConfigError: a YAML is wrong. RunDirError: a directory holds no run.
+        ConfigError: a YAML is wrong. PlaceError: a directory holds no run.
     """
     parts: list[Look] = []
     for place in dict.fromkeys(map(os.path.normpath, places)):
         if place.endswith((".yaml", ".yml")):
             parts.append(partial(sweep_status, place, overrides))
         else:
+            check_runs_to_watch(place, follow)
             run = RunDir(place)
-            _check(run, follow)
             parts.append(partial(_status_of, run))
     return lambda: [status for part in parts for status in part()]
 
 
 def _status_of(run: RunDir) -> list[Status]:
     return [run_status(run, time.time())]
-
-
-def _check(run: RunDir, follow: bool) -> None:
-    """Raises RunDirError where there is no run, and none to wait for."""
-    if run.holds_run or run.lease.exists():
-        return
-    if below := sorted(run.path.glob("*/config.yaml")):
-        hint = f"it has {len(below)} of them below: {run}/*/"
-    elif follow:
-        return
-    else:
-        hint = "give a run directory or a sweep's YAML, or --follow to wait for the run"
-    raise RunDirError(f"{run} is no run directory, it has no config.yaml: {hint}")
 
 
 def show(look: Look) -> None:

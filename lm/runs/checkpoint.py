@@ -382,15 +382,6 @@ def to_resume(
     return Path(resume), verify(Path(resume))
 
 
-def check_resume(resume: str) -> None:
-    """Raises CheckpointError unless `resume` is never, auto or the folder of a checkpoint."""
-    if resume not in ("never", "auto") and not Path(resume).is_dir():
-        raise CheckpointError(
-            f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
-            " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
-        )
-
-
 def to_go_back_to(
     folder: Path, last: int | None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict] | None:

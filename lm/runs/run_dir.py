@@ -16,6 +16,7 @@ from lm.config.schema import Run
 from lm.config.yaml_text import load_tree
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics
+from lm.runs.places import RUN_FILE
 from lm.runs.written import delete_files, foreign_files, run_file_test
 
 # Keys that every version has written into a run's config.yaml; nobody types all of them.
@@ -33,7 +34,7 @@ def _named(name: str) -> property:
 class RunDir:
     """The directory of one run."""
 
-    config = _named("config.yaml")  # as it was trained, defaults and all
+    config = _named(RUN_FILE)  # as it was trained, defaults and all
     tokenizer = _named("tokenizer")  # a folder, as HuggingFace has them
     data = _named("data")  # the prepared corpus
     checkpoints = _named("checkpoints")  # lm/runs/checkpoint.py
@@ -68,6 +69,12 @@ class RunDir:
     @property
     def is_finished(self) -> bool:
         return self.result.exists()
+
+    @property
+    def scores(self) -> Path:
+        """Results of `fprnn eval`: of the run itself, else of its export."""
+        own, exported = (place / "eval" / "results.json" for place in (self.path, self.export))
+        return own if own.is_file() else exported
 
     @property
     def is_started(self) -> bool:

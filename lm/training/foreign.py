@@ -70,6 +70,19 @@ class Source(NamedTuple):
     tokenizer: Path | None
 
 
+def check_source_folder(path: Path) -> None:
+    """Refuse a path of `init_from` that is no folder.
+
+    Raises:
+        SourceError: It is none.
+    """
+    if not path.is_dir():
+        raise SourceError(
+            f"{path} is no folder: it must be a run, a checkpoint, an export, or a Mamba of"
+            " transformers (of a name on the hub `fprnn import` makes one)"
+        )
+
+
 def read_folder(folder: Path, shapes_only: bool = False) -> Source:
     """The Mamba or Mamba-2 of a folder as transformers writes it.
 

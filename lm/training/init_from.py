@@ -32,11 +32,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
     from lm.runs.checkpoint import MANIFEST
 
     path = Path(path).expanduser()
-    if not path.is_dir():
-        raise SourceError(
-            f"{path} is no folder: it must be a run, a checkpoint, an export, or a Mamba of"
-            " transformers (of a name on the hub `fprnn import` makes one)"
-        )
+    foreign.check_source_folder(path)
     if RunDir(path).holds_run:
         return _of_run(RunDir(path), None, shapes_only)
     if (path / MANIFEST).is_file():

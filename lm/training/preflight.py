@@ -14,11 +14,8 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
-from lm.data.sources import traces
-from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import naming, parts
+from lm.data.sources.mixture import parts
 from lm.kernels import asked, available, choice
-from lm.runs.checkpoint import check_resume
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
@@ -27,6 +24,7 @@ from lm.training.deepspeed_json import (
     check_muon,
     deepspeed_config,
 )
+from lm.training.inputs import check_inputs
 from lm.training.optim import groups
 
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
@@ -104,25 +102,18 @@ def check_config(cfg: Config, world_size: int) -> Checked:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
             cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
             optimizer or train.ema cannot have.
-        CheckpointError: no checkpoint of the name that `resume` gives.
-        SourceError, LoadError: nothing to start from at `init_from`.
-        BackendError: FPRNN_KERNELS names nothing that we have. DataError: no file at data.path.
+        PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
+        BackendError: FPRNN_KERNELS names nothing that we have.
     """
     asked()
     check_updates(cfg)
-    check_resume(cfg.resume)
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)
     check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)
-    for name, part in parts(cfg).items():
-        with naming(name):
-            if part.data.path is not None and part.data.source in ENDINGS:
-                source_files(part.data)
-            if part.data.source == "traces":
-                traces.check(part.data.traces)
+    check_inputs(cfg)
     return Checked(model, config)
 
 

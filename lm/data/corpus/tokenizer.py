@@ -24,6 +24,7 @@ from lm.data.sources.hub import check_hub
 from lm.data.sources.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources.open import documents, is_validation
 from lm.model import checksums
+from lm.runs.places import looks_local
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings it answers to
@@ -211,7 +212,7 @@ def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _from_folder(folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if "/" in name and looks_local(name):
         raise DataError(f"tokenizer.name {name}: no such folder")
     try:
         # The hub's local cache.

@@ -23,9 +23,8 @@ SAMPLE = 4000  # characters of a sample that are shown
 
 
 def evaluations(runs: Sequence[Files]) -> Section:
-    """What `fprnn eval` found for the export in the run directory: a row for each task and metric,
-    a column for each run."""
-    place = f"{runs[0].run.export.name}/eval/results.json"
+    """Return what `fprnn eval` found of each run: a row for each task and metric."""
+    place = "eval/results.json of the run, else of its export"
     cells = {files.label: _scores(files) for files in runs}
     rows = list(dict.fromkeys(row for of in cells.values() for row in of))
     blocks: list[Block] = []
@@ -37,7 +36,7 @@ def evaluations(runs: Sequence[Files]) -> Section:
     missing = [label for label, of in cells.items() if not of]
     if missing:
         names = "" if len(runs) == 1 else f" of {', '.join(missing)}"
-        command = f"fprnn eval RUN/{runs[0].run.export.name} --tasks catbabi_mini"
+        command = "fprnn eval RUN --tasks catbabi_mini"
         blocks.append(Notes([f"No evaluation{names}: `{command}` makes one."]))
     return Section("Evaluations", blocks)
 

@@ -112,7 +112,7 @@ def read(path: Path, label: str, now: float) -> Files:
         defaults=defaults,
         result=mapping(run.result),
         environment=mapping(run.environment),
-        scores=mapping(run.export / "eval" / "results.json"),
+        scores=mapping(run.scores),
         init_from=mapping(run.init_from),
         deepspeed=mapping(run.deepspeed),
         corpora={str(p.relative_to(run.path)): mapping(p) for p in _manifests(run)},

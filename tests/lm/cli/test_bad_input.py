@@ -14,7 +14,8 @@ import lm.common.errors
 from lm.cli.arguments import Number, Whole, names
 from lm.cli.main import main, parser
 from lm.common.errors import UserError, sentence
-from lm.evaluation.generate import GenerationError, generate
+from lm.evaluation.facade import generate
+from lm.evaluation.generate import GenerationError
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]

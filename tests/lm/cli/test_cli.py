@@ -225,11 +225,11 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
         (["report", "missing"], "missing holds no run (it has no config.yaml)"),
         (
             ["generate", "there", "--prompt", "a"],
-            "no export at there: make one with `fprnn export RUN there`",
+            "there holds neither a run (config.yaml) nor an export (config.json)",
         ),
         (
             ["generate", "./missing", "--prompt", "a"],
-            "no export at ./missing: make one with `fprnn export RUN ./missing`",
+            "./missing: no such folder; give a run or an export",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Stop signals: waits that they end, work that they let finish, trainings that end with a parent."""
+"""Stop signals: waits that they end, work that they let finish, children of a parent that ends."""
 
 from __future__ import annotations
 

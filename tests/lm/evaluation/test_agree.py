@@ -13,13 +13,16 @@ import torch
 from lm.cli.main import main
 from lm.data.sources.open import is_validation
 from lm.evaluation import agree as module
+from lm.evaluation import facade
 from lm.evaluation.agree import SCHEDULES, AgreementError, agree, table
-from lm.evaluation.generate import GenerationError, generate, load_exported
+from lm.evaluation.facade import generate
+from lm.evaluation.generate import GenerationError
 from lm.export.export import write_export
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import LoadError
+from lm.runs.places import PlaceError
 
 SMALL = {"sequences": 3, "length": 12, "batch_size": 2}
 ROW = {
@@ -56,10 +59,11 @@ def loaded(monkeypatch):
     models = []
 
     def load(path, trust):
-        models.append(load_exported(path, trust))
+        models.append(plain(path, trust))
         return models[-1]
 
-    monkeypatch.setattr(module, "load_exported", load)
+    plain = facade.load
+    monkeypatch.setattr(facade, "load", load)
     return models
 
 
@@ -92,7 +96,7 @@ def test_every_schedule_is_compared_and_the_config_is_as_before(checkpoint, text
     assert finished == ["reading the text", "tight", *SCHEDULES]
     assert seen[0][:2] == (0, None) and {total for _, total, _ in seen[1:]} == {10}
     assert [done for done, *_ in seen] == list(range(11))
-    config, fresh = loaded[0][0].config, FPRNNConfig()
+    config, fresh = loaded[0].model.config, FPRNNConfig()
     for name in SOLVER:
         if name not in ("tol", "stepsize"):  # of the checkpoint
             assert getattr(config, name) == getattr(fresh, name)
@@ -151,7 +155,7 @@ def test_the_perplexity_is_that_of_the_causal_language_model(checkpoint, text, t
     results = agree(
         checkpoint, text, schedules=["auto"], sequences=1, length=20, out=tmp_path / "a.json"
     )
-    model, tokenizer = loaded[0]
+    model, tokenizer = loaded[0].model, loaded[0].tokenizer
     ids = torch.tensor([tokenizer(text.read_text())["input_ids"] + [0]])
     blocks = ids[0, : (ids.shape[1] - 1) // 20 * 20 + 1]
     losses = [
@@ -228,9 +232,9 @@ def test_what_cannot_be_compared_is_a_sentence(checkpoint, text, tmp_path, optio
 def test_a_folder_that_is_no_checkpoint_of_ours_is_a_sentence(checkpoint, tmp_path, byte_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with pytest.raises(AgreementError, match=r"no checkpoint folder at .*nowhere.*fprnn export"):
+    with pytest.raises(PlaceError, match="nowhere: no such folder; give a run or an export"):
         agree(tmp_path / "nowhere")
-    with pytest.raises(GenerationError, match="no export at"):
+    with pytest.raises(PlaceError, match=r"holds neither a run \(config.yaml\) nor an export"):
         agree(tmp_path)
     other = tmp_path / "other"
     shutil.copytree(byte_tokenizer, other)
@@ -302,3 +306,15 @@ def test_generate_takes_a_schedule_and_a_cache(checkpoint, monkeypatch, capsys):
 def test_a_wrong_setting_of_generate_is_a_sentence(checkpoint, option, words):
     with pytest.raises(GenerationError, match=words):
         generate(checkpoint, "Mary", **option)
+
+
+def test_a_run_directory_is_compared_and_generates_as_its_export_does(
+    tiny_run, tiny_export, tmp_path
+):
+    options = {"sequences": 1, "length": 8, "schedules": ["window:4"]}
+    results = [
+        agree(folder, **options, out=tmp_path / "a.json") for folder in (tiny_run, tiny_export)
+    ]
+    assert results[0]["tight"]["perplexity"] == results[1]["tight"]["perplexity"]
+    texts = [generate(folder, "The", max_new_tokens=4) for folder in (tiny_run, tiny_export)]
+    assert texts[0] == texts[1]

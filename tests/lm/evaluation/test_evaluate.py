@@ -18,6 +18,7 @@ from lm_eval.tasks import TaskManager
 from lm.common.errors import MissingPackageError
 from lm.evaluation.evaluate import EvaluationError, evaluate, table, write_json
 from lm.evaluation.tasks import TASKS_DIR
+from lm.runs.places import PlaceError
 from tests.marks import slow
 
 REPOSITORY = TASKS_DIR.parents[2]
@@ -206,9 +207,9 @@ def test_a_results_file_survives_a_failed_write(tmp_path):
 
 
 def test_refusals_that_need_no_model(checkpoint, tmp_path, monkeypatch):
-    with pytest.raises(EvaluationError, match=r"no checkpoint folder at .*nowhere"):
+    with pytest.raises(PlaceError, match="nowhere: no such folder"):
         evaluate(tmp_path / "nowhere", ["catbabi_mini"])
-    with pytest.raises(EvaluationError, match=r"has no config\.json.*python -m lm export"):
+    with pytest.raises(PlaceError, match=r"holds neither a run \(config\.yaml\) nor an export"):
         evaluate(tmp_path, ["catbabi_mini"])
     with pytest.raises(EvaluationError, match="no tasks given"):
         evaluate(checkpoint, [])
@@ -300,3 +301,29 @@ def _python(*arguments: str) -> subprocess.CompletedProcess:
         text=True,
         timeout=400,
     )
+
+
+def test_a_run_directory_is_evaluated_as_its_export_is(tiny_run, tiny_export, tmp_path):
+    options = {"limit": 3, "device": "cpu"}
+    of_run = evaluate(tiny_run, ["catbabi_mini"], **options, out=tmp_path / "run.json")
+    of_export = evaluate(tiny_export, ["catbabi_mini"], **options, out=tmp_path / "export.json")
+    assert of_run["tasks"] == of_export["tasks"] and of_run["solver"] == of_export["solver"]
+    assert of_run["checkpoint"] == "tiny"
+
+
+@pytest.mark.slow
+def test_the_batch_size_may_be_left_to_lm_eval(small_export, tmp_path):
+    out = tmp_path / "r.json"
+    results = [
+        evaluate(small_export, ["catbabi_mini"], limit=3, device="cpu", batch_size=size, out=out)
+        for size in ("auto", 2)
+    ]
+    assert results[0]["batch_size"] == "auto" and results[0]["tasks"] == results[1]["tasks"]
+    with pytest.raises(EvaluationError, match=r"batch_size is many: .* at least 1, or auto"):
+        evaluate(small_export, ["catbabi_mini"], batch_size="many", out=out)
+
+
+def test_more_examples_than_a_task_has_are_refused(checkpoint, tmp_path):
+    with pytest.raises(EvaluationError, match=r"num_fewshot is 100000: task `catbabi_mini` has \d"):
+        evaluate(checkpoint, ["catbabi"], num_fewshot=100_000, out=tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []

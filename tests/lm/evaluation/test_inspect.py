@@ -363,7 +363,7 @@ def test_the_command_takes_a_file_or_standard_input(small_export, tmp_path, caps
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["nowhere", "a"], "no export at nowhere"),
+        (["nowhere", "a"], "nowhere: no such folder"),
         (["EXPORT"], "no text is given"),
         (["EXPORT", "a", "--file", "b"], "not both"),
         (["EXPORT", "--file", "b"], "b cannot be read"),

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoTokenizer
 
 from lm.common.files import OutputError
-from lm.evaluation.generate import GenerationError, generate, load_exported
+from lm.evaluation.facade import generate
+from lm.evaluation.generate import GenerationError, load_exported
 from lm.export.export import ExportError, export, run_identity
 from lm.export.folder import check_place, draft, publish, write_record
 from lm.export.measured import END
 from lm.runs.checkpoint import newest
+from lm.runs.places import PlaceError
 from lm.runs.written import EXPORT_RECORD, export_files
 from lm.training.reshard import consolidated
 
@@ -244,5 +246,5 @@ def test_generation_is_seeded_and_refuses_bad_input(tiny_export, tmp_path):
     )
     with pytest.raises(GenerationError, match="the prompt is empty"):
         generate(tiny_export, "")
-    with pytest.raises(GenerationError, match="no export at"):
+    with pytest.raises(PlaceError, match=r"holds neither a run \(config.yaml\) nor an export"):
         generate(tmp_path, "Mary")

@@ -158,7 +158,7 @@ def test_what_our_layers_cannot_be_of_transformers(tmp_path, kind, fields, said)
 def test_the_command_refuses_in_a_sentence(capsys, tmp_path, small_export):
     out, folder = tmp_path / "out", binary_folder(tmp_path / "there", "mamba")[0]
     said = refused(capsys, "import", "nowhere/there", out)  # tests are offline
-    assert said.startswith("nowhere/there is no folder here, and cannot be had from the hub")
+    assert said.startswith("nowhere/there: no such folder here, and no copy in the hub's cache")
     assert "is of ours already" in refused(capsys, "import", small_export, out)
     assert "holds no tokenizer" in refused(capsys, "import", folder, out, "--tokenizer", tmp_path)
     for same in (folder, folder.parent):

@@ -1,0 +1,190 @@
+"""Paths that a command takes for a run or a model, refused before PyTorch is imported.
+
+A mistyped path is the commonest mistake at a command line, and importing PyTorch, transformers and
+DeepSpeed takes longer than anybody waits for a sentence about it. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from lm.common.errors import UserError
+
+RUN_FILE = "config.yaml"  # every run directory has it
+MODEL_FILE = "config.json"  # every export, and every folder that `save_pretrained` writes, has it
+HUB_TIMEOUT_S = 1.5  # to connect to the hub, and again for its answer
+
+
+class PlaceError(UserError, RuntimeError):
+    """A path where a run, a model or a file was expected, and is not; the message says which."""
+
+
+def check_run(path: Path | str) -> None:
+    """Refuse a path that is no run directory.
+
+    Raises:
+        PlaceError: There is no such folder, or no run in it.
+    """
+    folder = Path(path)
+    if not (folder / RUN_FILE).is_file():
+        raise PlaceError(f"{path} holds no run (it has no {RUN_FILE}){_hint(folder)}")
+
+
+def check_runs_to_watch(path: Path | str, follow: bool) -> None:
+    """Refuse a path that `fprnn status` can show nothing of.
+
+    Args:
+        path: A run directory; one whose training starts has only a lease so far.
+        follow: Whether a run that is not there yet is waited for.
+
+    Raises:
+        PlaceError: There is no run, and none to wait for.
+    """
+    folder = Path(path)
+    if (folder / RUN_FILE).is_file() or (folder / "lease.json").exists():
+        return
+    if below := _runs_below(folder):
+        hint = f"it has {len(below)} of them below: {folder}/*/"
+    elif follow:
+        return
+    else:
+        hint = "give a run directory or a sweep's YAML, or --follow to wait for the run"
+    raise PlaceError(f"{path} is no run directory, it has no {RUN_FILE}: {hint}{_near(folder)}")
+
+
+def check_resume(resume: str) -> None:
+    """Refuse a `resume` that is neither never, auto nor the folder of a checkpoint.
+
+    Raises:
+        PlaceError: There is no such folder.
+    """
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        raise PlaceError(
+            f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
+            " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
+        )
+
+
+def check_files(options: Mapping[str, str | Path | None]) -> None:
+    """Refuse options that name a file which is not there.
+
+    Args:
+        options: Option as the command line has it → its path; None: it was not given.
+
+    Raises:
+        PlaceError: One of them is no file.
+    """
+    for name, path in options.items():
+        if path is not None and not Path(path).exists():
+            raise PlaceError(f"{name} {path}: no such file")
+        if path is not None and Path(path).is_dir():
+            raise PlaceError(f"{name} {path} is a folder: name a file in it")
+
+
+def check_folders(options: Mapping[str, str | Path | None]) -> None:
+    """Refuse options that name a folder which is not there; arguments as `check_files`."""
+    for name, path in options.items():
+        if path is not None and not Path(path).is_dir():
+            raise PlaceError(f"{name} {path}: no such folder")
+
+
+def find_model(path: Path | str, on_hub: bool = True) -> Literal["run", "export", "hub"]:
+    """Return what a path holds of a language model.
+
+    Args:
+        path: A run directory, an exported (or any `from_pretrained`) folder, or a name on the hub.
+        on_hub: Whether a name on the hub is allowed.
+
+    Raises:
+        PlaceError: None of these; the hub is asked once, for `HUB_TIMEOUT_S`.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise PlaceError(f"{path} is a file: give the run directory or the exported folder")
+    if (folder / MODEL_FILE).is_file():
+        return "export"
+    if (folder / RUN_FILE).is_file():
+        return "run"
+    if folder.is_dir():
+        raise PlaceError(
+            f"{path} holds neither a run ({RUN_FILE}) nor an export ({MODEL_FILE}){_hint(folder)}"
+        )
+    if looks_local(path) or not on_hub:
+        raise PlaceError(f"{path}: no such folder; give a run or an export{_near(folder)}")
+    _check_on_hub(str(path))
+    return "hub"
+
+
+def looks_local(name: Path | str) -> bool:
+    """Whether a name that no folder has was meant as a path.
+
+    A name on the hub is OWNER/NAME; `runs/nope` next to a folder `runs` is a mistyped path.
+    """
+    text = str(name)
+    return text.count("/") != 1 or text[0] in "/.~" or Path(text).parent.is_dir()
+
+
+def _check_on_hub(name: str) -> None:
+    """Refuse a name that the hub does not have, or that cannot be asked for.
+
+    The loaders of transformers would try again for more than a minute.
+
+    Raises:
+        PlaceError: Not a name, no such model, or neither a copy here nor a hub that answers.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    nothing = f"{name}: no such folder here"
+    try:
+        if isinstance(try_to_load_from_cache(name, MODEL_FILE), str):
+            return
+    except HFValidationError:
+        raise PlaceError(f"{nothing}, and no model on the hub has such a name") from None
+    nothing += ", and no copy in the hub's cache of this machine"
+    if constants.HF_HUB_OFFLINE:
+        raise PlaceError(f"{nothing}; HF_HUB_OFFLINE forbids asking the hub")
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        return  # the loader's message says how to get access
+    except RepositoryNotFoundError:
+        raise PlaceError(f"{nothing}; the hub has no such model, or a private one") from None
+    except HfHubHTTPError:
+        return  # a hub in trouble: the loaders try again
+    except Exception as e:  # httpx's errors: the hub cannot be reached. They are no OSErrors.
+        if type(e).__name__ == "ReadTimeout":
+            return  # the hub is there, and slow
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise PlaceError(f"{nothing}; the hub cannot be reached ({reason})") from None
+
+
+def _runs_below(folder: Path) -> Sequence[Path]:
+    """Return the run directories right below a folder, sorted."""
+    if not folder.is_dir():
+        return ()
+    return sorted(p for p in folder.iterdir() if (p / RUN_FILE).is_file())
+
+
+def _hint(folder: Path) -> str:
+    """Return what may have been meant instead of a folder without a run, or ""."""
+    if below := _runs_below(folder):
+        return f"; it has {len(below)} below, such as {below[0]}"
+    return _near(folder)
+
+
+def _near(folder: Path) -> str:
+    """Return the folder next to a missing one whose name is most like its name, or ""."""
+    if folder.exists() or not folder.parent.is_dir():
+        return ""
+    names = [p.name for p in folder.parent.iterdir() if p.is_dir()]
+    near = difflib.get_close_matches(folder.name, names, 1, 0.6)
+    return f"; did you mean {folder.parent / near[0]}?" if near else ""

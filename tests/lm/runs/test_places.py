@@ -1,0 +1,145 @@
+"""Paths of commands: found, refused by a sentence, and before anything heavy is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm.runs import places
+from lm.runs.places import PlaceError, find_model, looks_local
+
+ROOT = Path(__file__).parents[3]
+DEMO = str(ROOT / "configs/lm/demo.yaml")
+CATBABI = str(ROOT / "configs/synthetic/small/catbabi.yaml")
+HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets")
+
+# Every command that takes a path, with a path that leads nowhere, and words of its refusal.
+MISTYPED = [
+    ("generate runs/nope --prompt a", "runs/nope: no such folder; give a run or an export"),
+    ("generate ./nope --prompt a", "./nope: no such folder"),
+    ("inspect runs/nope a", "runs/nope: no such folder"),
+    ("inspect runs a --file nope", "not both"),
+    ("eval runs/nope --tasks catbabi_mini", "runs/nope: no such folder"),
+    ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
+    ("agree runs/nope", "runs/nope: no such folder"),
+    ("report runs/nope", "runs/nope holds no run"),
+    ("status runs/nope", "runs/nope is no run directory"),
+    ("status nope.yaml", "no config file at nope.yaml"),
+    ("export runs/nope out", "runs/nope holds no run"),
+    ("export runs/nope --push a/b", "RUN runs/nope: no such folder"),
+    ("import runs/nope out", "runs/nope: no such folder"),
+    ("import nope.pth out --config nope.json", "--config nope.json: no such file"),
+    ("plan nope.yaml", "no config file at nope.yaml"),
+    ("sweep nope.yaml --run", "no config file at nope.yaml"),
+    (f"train --config {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
+    (f"plan {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
+    (f"prepare {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
+    (f"train --config {DEMO} resume=runs/nope", "there is no such folder"),
+    (f"train --config {DEMO} init_from=runs/nope", "runs/nope is no folder"),
+    (f"train --config {DEMO} engine.deepspeed=nope.json", "nope.json is no file"),
+    (f"train --config {DEMO} tokenizer.name=runs/nope", "tokenizer.name runs/nope: no such folder"),
+    ("tokenizer train --source text --path nope --out t", "data.path nope: no such file"),
+    ("synthetic train --config nope.yaml", "no config file at nope.yaml"),
+    (f"synthetic train --config {CATBABI} sweep={{}} task.data=nope", "task.data nope: no such"),
+    ("synthetic eval nope", "nope holds no run"),
+    ("synthetic inspect nope a", "nope holds no run"),
+    ("synthetic validate nope.yaml", "no config file at nope.yaml"),
+    ("synthetic report fig1 --config nope.yaml", "--config nope.yaml: no such file"),
+]
+
+
+def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
+    """One process for all commands: what the first of them imports would be seen."""
+    (tmp_path / "runs").mkdir()
+    code = (
+        "import sys\n"
+        "from fprnn.command import main\n"
+        f"for words in {[words for words, _ in MISTYPED]!r}:\n"
+        "    status = main(words.split())\n"
+        f"    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "    print(status, heavy, file=sys.stderr)\n"
+        "    assert not heavy, words\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 2 * len(MISTYPED) and done.stdout == ""
+    for (words, refusal), said, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
+        assert said.startswith("error: ") and refusal in said, (words, said)
+        assert not ended.startswith("0 "), words
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"] and not list(tmp_path.glob("runs/*"))
+
+
+def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
+        Path(place).mkdir(parents=True)
+        Path(place, file).write_text("{}")
+    assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
+    for place, words in [
+        ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
+        ("runs", "runs holds neither a run .* it has 1 below, such as runs/demo"),
+        ("runs/demo/config.yaml", "is a file"),
+    ]:
+        with pytest.raises(PlaceError, match=words):
+            find_model(place)
+    with pytest.raises(PlaceError, match=r"runs holds no run .*it has 1 below"):
+        places.check_run("runs")
+
+
+def test_a_name_on_the_hub_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not looks_local("owner/name")
+    assert all(map(looks_local, ("./name", "/a/b", "~/b", "a", "a/b/c", "a/")))
+    (tmp_path / "owner").mkdir()
+    assert looks_local("owner/name")
+
+
+class Hub:
+    """A hub whose answer to every question is an error."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def model_info(self, name: str, timeout: float):
+        assert timeout <= 2
+        raise self.error
+
+
+def test_the_hub_is_asked_once(monkeypatch):
+    import httpx
+    from huggingface_hub import constants, errors
+
+    def ask(error):
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
+        return find_model("owner/name")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+    with pytest.raises(PlaceError, match="the hub has no such model, or a private one"):
+        ask(errors.RepositoryNotFoundError("no", response=answer))
+    with pytest.raises(PlaceError, match=r"the hub cannot be reached \(no route\)"):
+        ask(httpx.ConnectError("no route"))
+    assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
+    assert ask(errors.HfHubHTTPError("503", response=answer)) == "hub"
+    assert ask(httpx.ReadTimeout("slow")) == "hub"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PlaceError, match="HF_HUB_OFFLINE forbids asking the hub"):
+        ask(AssertionError("asked"))
+    with pytest.raises(PlaceError, match="no model on the hub has such a name"):
+        find_model("ow ner/name")
+
+
+def test_options_that_name_a_file_or_a_folder(tmp_path):
+    places.check_files({"--text": None, "--config": __file__})
+    places.check_folders({"--data": tmp_path, "--tokenizer": None})
+    with pytest.raises(PlaceError, match="--text nope: no such file"):
+        places.check_files({"--text": "nope"})
+    with pytest.raises(PlaceError, match=r"--text \S+ is a folder: name a file in it"):
+        places.check_files({"--text": tmp_path})
+    with pytest.raises(PlaceError, match="--data nope: no such folder"):
+        places.check_folders({"--data": "nope"})
