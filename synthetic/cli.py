@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.cli.arguments import SEED, Whole, add_trust, parse, run
-from synthetic.lengths import parse_ranges
+from synthetic.lengths import MAX_LENGTH, parse_ranges
 
 EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
@@ -216,7 +216,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     command.add_argument("word", nargs="*", metavar="WORD")
     command.add_argument(
         "--length",
-        type=Whole(),
+        type=Whole(1, MAX_LENGTH),
         metavar="N",
         help="draw a test sequence of this length, at least 1, instead",
     )

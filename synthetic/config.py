@@ -13,10 +13,12 @@ from lm.config.load import load as load_yaml
 from lm.config.model import Fraction1, InitFrom, Section
 from lm.config.plugin import check_name, is_place
 from lm.config.resuming import FIXED, FREE, NOTED
-from synthetic.lengths import parse_ranges
+from synthetic.lengths import MAX_LENGTH, parse_ranges
 from synthetic.tasks import registered_tasks
 
-Length = PositiveInt | tuple[PositiveInt, PositiveInt]  # one, or [shortest, longest]
+OneLength = Annotated[int, Field(gt=0, le=MAX_LENGTH)]
+Length = OneLength | tuple[OneLength, OneLength]  # one, or [shortest, longest]
+MAX_BATCH_IDS = 2**28  # 2 GiB of token ids, before any of them is embedded
 
 
 class Automaton(Section):
@@ -138,6 +140,16 @@ class Train(Section):
         if isinstance(value, tuple) and value[0] > value[1]:
             raise ValueError(f"length [{value[0]}, {value[1]}] is empty: shortest first")
         return value
+
+    @model_validator(mode="after")
+    def _batch_in_memory(self) -> Self:
+        if self.batch_size * self.lengths[1] > MAX_BATCH_IDS:
+            raise ValueError(
+                f"a batch of {self.batch_size:,} sequences of {self.lengths[1]:,} tokens has"
+                f" {self.batch_size * self.lengths[1]:,} ids, and at most {MAX_BATCH_IDS:,} are"
+                " held in memory: lower `batch_size` or `length`"
+            )
+        return self
 
     @model_validator(mode="after")
     def _curriculum_within_lengths(self) -> Self:

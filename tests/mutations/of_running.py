@@ -269,8 +269,8 @@ MUTATIONS = [
     Mutation(
         "running: NaN is saved",
         LOOP,
-        "            self.check_finite()\n            self.checkpoints.save(",
-        "            self.checkpoints.save(",
+        "        self.check_finite()\n        self.checkpoints.save(",
+        "        self.checkpoints.save(",
         (f"{RECOVERY}test_nan_in_a_weight_or_a_moment_is_not_saved",),
     ),
     Mutation(
