@@ -13,7 +13,7 @@ from lm import __version__
 from lm.evaluation.facade import LanguageModel, load
 
 if TYPE_CHECKING:
-    from lm.model.one_layer import FixedPointLayer
+    from fprnn.one_layer import FixedPointLayer
 
 __all__ = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
 
@@ -21,7 +21,7 @@ __all__ = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
 def __getattr__(name: str) -> Any:
     """Import FixedPointLayer, and PyTorch with it, when it is first asked for."""
     if name == "FixedPointLayer":
-        from lm.model.one_layer import FixedPointLayer
+        from fprnn.one_layer import FixedPointLayer
 
         return FixedPointLayer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batch import checked_mask
-from .blocks import build_block
-from .configuration_fprnn import FPRNNConfig
-from .modeling_fprnn import Tokens
-from .stack import initialise
-from .state import Sequences, Solving
+from lm.model.batch import checked_mask
+from lm.model.blocks import build_block
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import Tokens
+from lm.model.stack import initialise
+from lm.model.state import Sequences, Solving
 
 
 class FixedPointLayer(nn.Module):

@@ -1,0 +1,41 @@
+"""docs/serving.md: its Python is run, on a tiny export in the place of the one it names."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.running import ENV
+from tests.test_pages import blocks
+
+CHECKS = """
+loaded = torch.export.load("model.pt2").module()
+for shape in ((1, 9), (3, 4)):
+    tokens = torch.randint(3, 50, shape)
+    torch.testing.assert_close(loaded(tokens), model(tokens).logits)
+assert [len(texts) for texts in pipe(["The list", "A"], max_new_tokens=3, batch_size=2)] == [1, 1]
+"""
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_runs(tiny_export, tmp_path):
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    (tmp_path / "runs/demo/hf").symlink_to(tiny_export)
+    found = [text for why, language, text in blocks("serving.md") if language == "python"]
+    typed = [t for why, language, t in blocks("serving.md") if language == "python" and not why]
+    assert len(found) == 4 and len(typed) == 2
+    for text in found:
+        compile(text, "serving.md", "exec")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*typed, CHECKS])],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Do you wish to run the custom code" not in done.stdout + done.stderr
+    assert (tmp_path / "model.pt2").is_file() and os.path.getsize(tmp_path / "model.pt2") > 1000
