@@ -46,10 +46,12 @@ def export(
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export or is another
             run's, or the checkpoint is of another model than the run's config.yaml describes, or
-            has no average of the weights; a licence that is no name of one.
+            has no average of the weights; a licence that is no name of one; weights whose
+            teacher forcing and generation disagree (`check_decoding`).
         OutputError: `out` cannot be written.
     """
     from lm.export import model_card
+    from lm.export.decoding import check_decoding
     from lm.runs.run_dir import RunDir
     from lm.training.foreign import as_transformers
 
@@ -58,6 +60,7 @@ def export(
     check_place(out, None, overwrite)
     check_licence(licence)
     trained = load_trained(run_dir, checkpoint, ema, trust)
+    check_decoding(trained.model)
     source = run_identity(trained.config)
     check_place(out, source, overwrite)
     facts = model_card.of_run(run, trained.config, trained.manifest, ema)
