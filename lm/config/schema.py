@@ -37,13 +37,17 @@ class Tokenizer(Section):
 
 
 DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
-LR_FACTORS = "a mapping of patterns of parameters' names to factors above 0, {'*.A_log': 0.1}"
+MAX_LR = 1000.0  # of a rate, a factor of it, a decay: no training has more, and fp32 ends at 3e38
+LR_FACTORS = (
+    f"a mapping of patterns of parameters' names to factors above 0 and up to {MAX_LR:g},"
+    " {'*.A_log': 0.1}"
+)
 
 
 class Optim(Section):
     """AdamW, or Muon beside it, with decoupled weight decay and a schedule, counted in updates."""
 
-    lr: float = Field(4e-3, gt=0)
+    lr: float = Field(4e-3, gt=0, le=MAX_LR)
     min_lr: float = Field(1e-5, ge=0)
     warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -51,8 +55,8 @@ class Optim(Section):
     decay: float | None = Field(None, gt=0)
     lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
     name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
 
@@ -76,7 +80,7 @@ class Optim(Section):
     def _factors_above_0(cls, value):
         for pattern, factor in value.items() if isinstance(value, dict) else ():
             is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-            if not is_number or not factor > 0 or not pattern:
+            if not is_number or not 0 < factor <= MAX_LR or not pattern:
                 raise ValueError(f"{pattern!r}: {factor!r} will not do: it must be {LR_FACTORS}")
         return value
 

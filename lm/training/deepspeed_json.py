@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -88,6 +89,12 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
                 f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
                 " set train.global_batch_size and train.micro_batch_size instead"
             )
+    clipping = merged["gradient_clipping"]
+    if clipping != "auto" and not 0 <= clipping < math.inf:
+        raise ConfigError(
+            f"engine.deepspeed sets gradient_clipping to {clipping!r}: it must be a norm from 0 on,"
+            " and 0 turns clipping off"
+        )
     zero = merged["zero_optimization"]
     if zero["stage"] not in (0, 1, 2, 3, "auto"):
         raise ConfigError(

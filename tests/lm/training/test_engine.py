@@ -141,6 +141,8 @@ def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest,
         ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
         ({"zero_optimization": {"stage": [3]}}, "stage of zero_optimization to"),
         ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
+        ({"gradient_clipping": -1}, "gradient_clipping to -1: it must be a norm from 0 on"),
+        ({"gradient_clipping": math.nan}, "gradient_clipping to nan: it must be a norm from 0 on"),
         ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
         (
             {"zero_optimization": {"overlap_comm": 3}},

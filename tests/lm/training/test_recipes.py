@@ -86,6 +86,7 @@ def test_groups_without_factors_are_the_two_there_always_were(tiny):
         ("{'*.A_log': -1}", "factors above 0"),
         ("{'*.A_log': true}", "factors above 0"),
         ("{'*.A_log': fast}", "factors above 0"),
+        ("{'*.A_log': 1.0e308}", "factors above 0 and up to 1000"),
         ("{'*.A_log': .nan}", "factors above 0"),
         ("3", "is 3: it must be a valid dictionary"),
     ],
@@ -93,6 +94,19 @@ def test_groups_without_factors_are_the_two_there_always_were(tiny):
 def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
     with pytest.raises(ConfigError, match=words):
         check_config(tiny(f"optim.lr_factors={value}"), 1)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("optim.lr=1e300", r"`optim.lr` is 1e\+300: it must be less than or equal to 1000"),
+        ("optim.eps=1e300", r"`optim.eps` is 1e\+300: it must be less than or equal to 1"),
+        ("optim.weight_decay=1e300", r"`optim.weight_decay` is 1e\+300: it must be .* 1000"),
+    ],
+)
+def test_numbers_beyond_any_training_are_refused(tiny, override, words):
+    with pytest.raises(ConfigError, match=words):
+        tiny(override)
 
 
 def test_the_plan_says_which_parameters_a_pattern_took(tiny):
