@@ -8,6 +8,7 @@ from collections import deque
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from lm.common.files import printable
 from lm.common.secrets import mask_credentials
 
 if TYPE_CHECKING:
@@ -30,17 +31,24 @@ class _Say:
         if self._console is None:
             from rich.console import Console
 
-            self._console = Console(highlight=False, soft_wrap=True)
+            class PlainConsole(Console):
+                """Prints text as it is, also in a table: no markup, and no `:M:` as an emoji.
+
+                Control characters are written out: a folder's name moves no cursor. Credentials in
+                URLs are masked.
+                """
+
+                def render_str(self, text, **options):
+                    return super().render_str(mask_credentials(printable(text)), **options)
+
+            self._console = PlainConsole(highlight=False, soft_wrap=True, markup=False, emoji=False)
             if not self._console.is_terminal and "COLUMNS" not in os.environ:
                 self._console.width = PIPE_WIDTH
         return self._console
 
     def __call__(self, text) -> None:
         if self.enabled:
-            if isinstance(text, str):
-                self.console.print(mask_credentials(text), markup=False)
-            else:
-                self.console.print(text)
+            self.console.print(text)
 
 
 say = _Say()
@@ -189,7 +197,7 @@ class Progress:
             fields["left"] = self._left(done, total)
         self.bar.update(self.task, completed=done, total=total, **fields)
         if text is not None:
-            self.text = text
+            self.text = printable(text)
 
     def _left(self, done: int, total: int | None) -> str:
         """Such as "12 min left"; empty where it is not known or nothing is left."""

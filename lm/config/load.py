@@ -19,6 +19,7 @@ from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
 
 MOST_POINTS = 10_000  # of a sweep
+OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
 SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
 # Keys that are no longer there, and their defaults when they were: a config.yaml of then that holds
 # one with its default is read without it.
@@ -217,17 +218,38 @@ def sweep_points(
     return points
 
 
+def _refuse_place(key: str, sweep_key: str, where: str) -> None:
+    """Raise ConfigError for a key that says where a point lies, or what the points are."""
+    if key.partition(".")[0] in OF_THE_WHOLE_SWEEP:
+        raise ConfigError(
+            f"{where}: {sweep_key} is a sweep over `{key}`, which all points share: each has its"
+            " own directory below out_dir/name already"
+        )
+
+
+def _refuse_repeated(key: str, values: list[Any], where: str) -> None:
+    """Raise ConfigError for a value that is there twice: two points would train alike."""
+    for i, value in enumerate(values):
+        if any(value == other and type(value) is type(other) for other in values[:i]):
+            raise ConfigError(f"{where}: sweep.{key} has {value!r} twice: each value trains once")
+
+
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
     """What a sweep goes over under one of its keys."""
+    _refuse_place(key, f"sweep.{key}", where)
     if isinstance(values, dict) and values and not is_key(key, schema):
         unset = [name for name, keys in values.items() if not isinstance(keys, dict)]
         if unset:
             raise ConfigError(f"{where}: sweep.{key}.{unset[0]} must be a mapping of dotted keys")
+        for name, keys in values.items():
+            for dotted in keys:
+                _refuse_place(str(dotted), f"sweep.{key}.{name}", where)
         return [Variant(str(name), keys) for name, keys in values.items()]
     if not is_key(key, schema):
         raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+    _refuse_repeated(key, values, where)
     return values
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.console import duration, say
-from lm.common.files import read_mapping
+from lm.common.files import printable, read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import read_metrics
 from lm.runs.places import check_runs_to_watch
@@ -167,7 +167,7 @@ def table(seen: list[Status]) -> Table:
     for status in seen:
         shown = cells(status) | {"run": short[status.run_dir]}
         styles = {"state": COLOURS[status.state]}
-        out.add_row(*(Text(text, styles.get(name, "")) for name, text in shown.items()))
+        out.add_row(*(Text(printable(text), styles.get(name, "")) for name, text in shown.items()))
     return out
 
 

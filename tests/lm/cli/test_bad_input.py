@@ -369,6 +369,23 @@ def test_a_sweep_over_nothing(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "sweep,words",
+    [
+        ("{name: [a, b]}", "is a sweep over `name`, which all points share"),
+        ("{out_dir: [a, b]}", "is a sweep over `out_dir`"),
+        ("{sweep: [{}]}", "is a sweep over `sweep`"),
+        ("{models: {a: {model.d_state: 4, name: x}}}", "sweep.models.a is a sweep over `name`"),
+        ("{seed: [0, 1, 0]}", "sweep.seed has 0 twice"),
+        ("{optim.betas: [[0.9, 0.95], [0.9, 0.95]]}", "has [0.9, 0.95] twice"),
+    ],
+)
+def test_a_sweep_whose_points_are_no_different_trainings(capsys, tmp_path, sweep, words):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(f"sweep: {sweep}\n")
+    assert words in refused(capsys, "sweep", path)
+
+
 def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")

@@ -82,6 +82,15 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
     }
 
 
+def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
+    folder = tmp_path / "x\x1b[31mred:smile:"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("train: {steps: 4}")
+    assert main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and shown.count(r"x\x1b[31mred:smile:") == 2
+
+
 @pytest.mark.parametrize(
     "files, state, words",
     [
