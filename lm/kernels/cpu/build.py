@@ -7,9 +7,11 @@ It is passed as packed bytes: ctypes takes microseconds to convert as many argum
 import ctypes
 import functools
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lm.kernels import Unsupported, apart
-from lm.kernels.cache import cache_folder
+from lm.kernels.cache import open_cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("scan.cpp", "step.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
@@ -89,16 +91,20 @@ def functions() -> dict:
 
 
 def build() -> Path:
-    """The shared library for these sources, compiler and CPU, compiled if it is not in the cache.
+    """Return the shared library for these sources, this compiler and this CPU.
+
+    A library from the cache is used if its checksum, the last part of its name, is right: loading
+    a damaged one would end the process by SIGSEGV or SIGBUS. Otherwise it is compiled.
 
     Raises:
-        RuntimeError: there is no compiler, or it failed. OSError: there is no place for the result.
+        RuntimeError: If there is no compiler, or if it failed.
+        OSError: If the cache cannot be written, or if other users can write into it.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("there is neither g++ nor clang++ on PATH")
-    asked = [compiler, "--version"]
-    version = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    command = [compiler, "--version"]
+    version = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     flags: Sequence[str] = (*FLAGS, *FLAGS_OF_GCC)
     if "clang" in version:  # macOS calls it g++, too; its OpenMP is a package apart: one thread
         flags = tuple(flag for flag in FLAGS if flag != "-fopenmp")
@@ -106,22 +112,38 @@ def build() -> Path:
     key = hashlib.sha256()
     for part in (*texts, *flags, version, _cpu()):
         key.update(part.encode() + b"\0")
-    folder = cache_folder()
-    library = folder / f"cpu-{key.hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder, name = open_cache_folder(), f"cpu-{key.hexdigest()[:24]}"
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        if library.stem == f"{name}-{_checksum(library)}":
+            return library
+        _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
+        library.unlink(missing_ok=True)
+    return _compile([compiler, *flags], folder, name)
+
+
+def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
+    """Compile the sources into `folder`/`name`-CHECKSUM.so; compiler: the command and its flags."""
+    _print_note(f"compiling the CPU kernels into {folder}: up to 2 minutes, only the first time")
     # Other processes may build the same: each in a folder of its own, then moved in one step.
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        made = Path(own) / library.name
-        objects = [str(Path(own) / f"{name}.o") for name in SOURCES]
+        made = Path(own) / f"{name}.so"
+        objects = [str(Path(own) / f"{source}.o") for source in SOURCES]
         _run_all(
-            [compiler, *flags, "-c", str(HERE / name), "-o", to]
-            for name, to in zip(SOURCES, objects)
+            [*compiler, "-c", str(HERE / source), "-o", to] for source, to in zip(SOURCES, objects)
         )
-        _run_all([[compiler, *flags, *objects, "-o", str(made)]])
-        made.replace(library)
-    return library
+        _run_all([[*compiler, *objects, "-o", str(made)]])
+        return made.replace(folder / f"{name}-{_checksum(made)}.so")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:24]
+
+
+def _print_note(text: str) -> None:
+    """Print to stderr, where it is not mistaken for a command's output, on rank 0 only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _run_all(commands):

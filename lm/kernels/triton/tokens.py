@@ -180,7 +180,7 @@ def tokens_back_kernel(
         lambda_ = _line(grad, t * grad_row + col, live)
         # 2. Through its equation.
         e, d_gain, d_gate, d_x, d_vectors, d_a, of_weight, of_bias, _ = transposed(
-            lambda_, lambda_ * 0.0, failed, u, vectors, length, a, gram, own, map, shrink, seen, s,
+            lambda_, tl.zeros([WIDE], tl.float32), failed, u, vectors, length, a, gram, own, map, shrink, seen, s,
             x_d, history, gain, gate, norm_weight, norm_bias, live, d, norm_eps, scale, eps, kappa,
             NORM, ACT, SEQUENTIAL, R,
         )  # fmt: skip

@@ -289,17 +289,10 @@ def test_why_not(monkeypatch, tmp_path):
         )
 
 
-def test_a_change_of_any_source_builds_anew(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_change_of_any_source_builds_anew(quick_compiler, monkeypatch, tmp_path):
     for name in (*cpu_build.SOURCES, *cpu_build.HEADERS):
         shutil.copy(cpu_build.HERE / name, tmp_path)
     monkeypatch.setattr(cpu_build, "HERE", tmp_path)
-    compiler = tmp_path / "g++"  # quick: its result is not loaded
-    compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; [ $# -gt 0 ] || exit 0; done; touch "$2"'
-    )
-    compiler.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     built = {cpu_build.build()}
     assert cpu_build.build() in built
     for name in (*cpu_build.SOURCES, *cpu_build.HEADERS):
@@ -307,6 +300,75 @@ def test_a_change_of_any_source_builds_anew(monkeypatch, tmp_path):
         built.add(cpu_build.build())
     files = len(cpu_build.SOURCES) + len(cpu_build.HEADERS)
     assert len(built) == 1 + files and all(path.exists() for path in built)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch, tmp_path):
+    """An empty kernel cache, and a g++ on PATH whose library holds `compiled` and is not loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; [ $# -gt 0 ] || exit 0; done\n'
+        'echo compiled > "$2"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path / "cache" / "fprnn" / "kernels"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 9, b"compiler\n"])
+def test_a_damaged_library_is_compiled_again(quick_compiler, capsys, damage):
+    library = cpu_build.build()
+    assert capsys.readouterr().err.startswith("note: compiling the CPU kernels into ")
+    assert cpu_build.build() == library and not any(capsys.readouterr())
+    library.write_bytes(damage)
+    assert cpu_build.build() == library and library.read_bytes() == b"compiled\n"
+    out, err = capsys.readouterr()
+    assert not out and f"{library} are damaged" in err and "compiling" in err
+
+
+def test_only_one_rank_announces_the_compilation(quick_compiler, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    cpu_build.build()
+    assert not any(capsys.readouterr())
+
+
+def test_a_cache_that_others_can_write_into_is_refused(quick_compiler):
+    library = cpu_build.build()
+    for mode in (0o777, 0o1777, 0o770):
+        quick_compiler.chmod(mode)
+        with pytest.raises(OSError, match=rf"other users can write into {quick_compiler}.*chmod"):
+            cpu_build.build()
+    quick_compiler.chmod(0o755)
+    assert cpu_build.build() == library
+
+
+def test_another_user_s_cache_is_refused(quick_compiler, monkeypatch):
+    cpu_build.build()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(OSError, match="other users can write"):
+        cpu_build.build()
+
+
+@pytest.mark.slow  # a compilation
+@pytest.mark.parametrize("damage", ["truncated", "zeroed", "flipped"])
+def test_a_process_survives_a_damaged_library(tmp_path, damage):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    (tmp_path / "fprnn").mkdir()
+    shutil.copytree(cpu_build.build().parent, tmp_path / "fprnn" / "kernels", dirs_exist_ok=True)
+    library = tmp_path / "fprnn" / "kernels" / cpu_build.build().name
+    text = bytearray(library.read_bytes())
+    if damage == "truncated":
+        del text[len(text) // 2 :]
+    elif damage == "zeroed":
+        text[4096:] = bytes(len(text) - 4096)
+    else:
+        text[: len(text) // 2] = bytes(255 - byte for byte in text[: len(text) // 2])
+    library.write_bytes(text)
+    command = [sys.executable, "-c", "from lm.kernels import cpu; print(cpu.usable())"]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "(True, '')" and "are damaged" in done.stderr
 
 
 @pytest.mark.slow  # two compilations
