@@ -82,10 +82,27 @@ def _train(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
             )
+    _say_if_slow(cfg)
+
     from lm.training.train import train
 
     train(cfg, overwrite=args.overwrite)
     return 0
+
+
+def _say_if_slow(cfg: Config) -> None:
+    """Print what to expect of a run whose updates take minutes; rank 0 measures it."""
+    from lm.common.console import say
+    from lm.common.ranks import launched
+    from lm.runs.run_dir import RunDir
+
+    rank, world_size, _ = launched()
+    if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
+        return
+    from lm.report.measure import warn_if_slow
+
+    if note := warn_if_slow(cfg, world_size):
+        say(note)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -354,7 +371,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a run, or continue it (resume=auto)",
         description="Train the run a YAML describes. OVERRIDES are dotted keys of the YAML, e.g."
-        " optim.lr=1e-3 model.mixer=kronecker solver.schedule=parallel resume=auto; docs/config.md"
+        " optim.lr=1e-3 model.mixer=dplr solver.schedule=parallel resume=auto; docs/config.md"
         " lists all keys, and what a resumed run may change (its solver, not its model).",
     )
     c.add_argument("--config", required=True, metavar="YAML")

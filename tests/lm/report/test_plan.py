@@ -17,7 +17,7 @@ from lm.config.model import Model
 from lm.config.schema import Config, Tokenizer
 from lm.report import estimate
 from lm.report.estimate import Sizes, communication
-from lm.report.measure import measure
+from lm.report.measure import measure, warn_if_slow
 from lm.report.plan import _link, describe, plan, where
 from lm.training.build import build_model
 
@@ -549,3 +549,28 @@ def test_every_model_has_a_plan(name):
     made = plan(tiny(name=name, d_model=64, headdim=16), 2)
     assert made["parameters"] > 0 and all(v > 0 for v in made["flops_per_token"].values())
     assert all(v >= 0 for v in made["memory"]) and made["hours"] > 0
+
+
+@pytest.mark.parametrize(
+    "cfg, seconds, words",
+    [
+        (tiny(mixer="kronecker"), 3.0, "about 2 min or more here .*mixer kronecker .*mixer=dplr"),
+        (tiny(mixer="kronecker"), 1.0, None),
+        (tiny(), 60.0, None),  # a householder's tokens are solved one by one: it is not timed
+        (tiny(name="mamba"), 60.0, None),
+    ],
+)
+def test_a_run_of_slow_updates_says_so_before_it_starts(cfg, seconds, words, monkeypatch):
+    """An update here is 2 micro-batches of 32 tokens, of which 2 are timed."""
+    trained = []
+
+    def pass_of(model, ids, cfg):
+        trained.append(tuple(ids.shape))
+        return seconds
+
+    monkeypatch.setattr("lm.report.measure._train", pass_of)
+    before = torch.get_rng_state()
+    note = warn_if_slow(cfg, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(trained) <= {(3, 2)}
+    assert note is None if words is None else re.search(words, note)
