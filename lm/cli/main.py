@@ -67,7 +67,9 @@ def _train(args: argparse.Namespace) -> int:
     cfg = _config_of_run(args)
     if args.dry_run:
         from lm.common.console import say
+        from lm.common.ranks import launched
 
+        say.enabled = launched()[0] == 0
         planned, status = _planned(cfg, args)
         say(cfg.to_yaml())
         say(planned)
@@ -347,15 +349,16 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     c.add_argument(
         "--gpu",
         metavar="NAME",
-        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; cpu: this machine (default:"
-        " the one here, else a100-80g)",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
+        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
+        " machine (default: the one here, else a100-80g)",
     )
     c.add_argument(
         "--utilisation",
         type=Number(),
         metavar="U",
-        help="share of the card's peak that is reached, above 0 and at most 1 (default: 0.25, an"
-        " assumption)",
+        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
+        " 0.25, an assumption); it does not change the hours of layers solved token after token",
     )
     c.add_argument(
         "--evaluations",
