@@ -85,10 +85,34 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
     pairs_of = getattr(args, "pairs", "override")
     no_pair = any("=" not in text or text.startswith("-") for text in rest)
     if no_pair or (rest and not hasattr(args, pairs_of)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = _key_of_option(rest, getattr(args, pairs_of, None))
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         setattr(args, pairs_of, [*getattr(args, pairs_of), *rest])
     return args
+
+
+def _key_of_option(rest: list[str], pairs: list[str] | None) -> str:
+    """Return the override that an unknown option stands for, as in `--lr 1e-3`, or "".
+
+    Args:
+        rest: What argparse did not understand.
+        pairs: The overrides; the value of an unknown option is one for argparse. None: the command
+            takes none.
+    """
+    if pairs is None:
+        return ""
+    from lm.config.messages import all_keys
+    from lm.config.schema import Config
+
+    option, _, value = next((text for text in rest if text.startswith("--")), "").partition("=")
+    name = option.removeprefix("--").replace("-", "_")
+    keys = sorted(all_keys(Config), key=lambda key: key.count("."))
+    key = next((key for key in keys if name and name in (key, key.rpartition(".")[2])), None)
+    if key is None:
+        return ""
+    value = value or next((text for text in pairs if "=" not in text), "VALUE")
+    return f". A key of the YAML is set without dashes: {key}={value}"
 
 
 def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -70,7 +70,9 @@ def _train(args: argparse.Namespace) -> int:
     cfg = _config_of_run(args)
     if args.dry_run:
         from lm.common.console import say
+        from lm.common.ranks import launched
 
+        say.enabled = launched()[0] == 0
         planned, status = _planned(cfg, args)
         say(cfg.to_yaml())
         say(planned)
@@ -85,10 +87,27 @@ def _train(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
             )
+    _say_if_slow(cfg)
+
     from lm.training.train import train
 
     train(cfg, overwrite=args.overwrite)
     return 0
+
+
+def _say_if_slow(cfg: Config) -> None:
+    """Print what to expect of a run whose updates take minutes; rank 0 measures it."""
+    from lm.common.console import say
+    from lm.common.ranks import launched
+    from lm.runs.run_dir import RunDir
+
+    rank, world_size, _ = launched()
+    if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
+        return
+    from lm.report.measure import warn_if_slow
+
+    if note := warn_if_slow(cfg, world_size):
+        say(note)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -347,15 +366,16 @@ def _add_planned_for(c: argparse.ArgumentParser) -> None:
     c.add_argument(
         "--gpu",
         metavar="NAME",
-        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; cpu: this machine (default:"
-        " the one here, else a100-80g)",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
+        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
+        " machine (default: the one here, else a100-80g)",
     )
     c.add_argument(
         "--utilisation",
         type=Number(),
         metavar="U",
-        help="share of the card's peak that is reached, above 0 and at most 1 (default: 0.25, an"
-        " assumption)",
+        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
+        " 0.25, an assumption); it does not change the hours of layers solved token after token",
     )
     c.add_argument(
         "--evaluations",
@@ -371,7 +391,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a run, or continue it (resume=auto)",
         description="Train the run a YAML describes. OVERRIDES are dotted keys of the YAML, e.g."
-        " optim.lr=1e-3 model.mixer=kronecker solver.schedule=parallel resume=auto; docs/config.md"
+        " optim.lr=1e-3 model.mixer=dplr solver.schedule=parallel resume=auto; docs/config.md"
         " lists all keys, and what a resumed run may change (its solver, not its model).",
     )
     c.add_argument("--config", required=True, metavar="YAML")

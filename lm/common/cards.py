@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ CARDS = {
     )
 }
 DEFAULT = "a100-80g"
+DESCRIBED = (
+    "NAME:TFLOPS:GIB:TBPS, such as b200:2250:178:8 (dense TFLOP/s in the precision of the run,"
+    " memory in GiB and its TB/s)"
+)
 # A token of the exact recurrence of a layer, all sequences at once, forward and backward, and more
 # for each sequence: measured on an H100 (d_inner 1,536, one reflection), assumed of the others.
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
@@ -53,20 +58,43 @@ def usable_cores() -> int:
 
 
 def card(name: str) -> Card:
-    """The card of a name; `cpu` is this machine, its memory shared by all its ranks.
+    """Return the card of a name.
+
+    Args:
+        name: A card of CARDS; NAME:TFLOPS:GIB:TBPS describes any other; `cpu` is this machine, its
+            memory shared by all its ranks.
 
     Raises:
-        ConfigError: no such card; the message lists them.
+        ConfigError: No such card; the message lists them.
     """
     if name == CPU:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Card(CPU, float(memory), None, PCIE, on_gpu=False)
+    if ":" in name:
+        return _described_card(name)
     if name not in CARDS:
         raise ConfigError(
             f"--gpu {name}: no such card is known here; known are {', '.join(CARDS)}, and {CPU} for"
-            " this machine without one"
+            f" this machine without one. Any other is described by its data sheet: {DESCRIBED}"
         )
     return CARDS[name]
+
+
+def _described_card(text: str) -> Card:
+    """Return the card that NAME:TFLOPS:GIB:TBPS describes; its links are PCIe.
+
+    Raises:
+        ConfigError: Other fields than these, or one that is no number above 0.
+    """
+    name, *fields = text.split(":")
+    try:
+        tflops, gib, tbps = map(float, fields)
+    except ValueError:
+        tflops = gib = tbps = math.nan
+    if not name or not all(0 < value < math.inf for value in (tflops, gib, tbps)):
+        raise ConfigError(f"--gpu {text}: a card that is not listed is {DESCRIBED}")
+    peak = dict.fromkeys(("bf16", "fp32"), tflops * 1e12)
+    return Card(name, gib * GIB, peak, nvlink=0.0, bandwidth=tbps * 1e12)
 
 
 def here() -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 1000  # columns where there is no terminal: no table is cut there
 PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
+KEPT_SHARE, KEPT_S = 0.05, 600.0  # of the work, and seconds: between lines kept on a terminal
 REDRAWN_S = 0.5  # seconds between two estimates of the time left on a terminal
 ENOUGH_S = 2.0  # of work that was timed, before the time left is said
 
@@ -114,8 +115,10 @@ class Pace:
 
 
 class Progress:
-    """A bar on a terminal, with the last text below it; otherwise lines.
-    `update(done, total, text)`.
+    """A bar on a terminal, with the last text below it and now and then a line; otherwise lines.
+
+    `update(done, total, text)` reports progress. Lines on a terminal are the history of the texts:
+    one whenever `KEPT_SHARE` of the work is done since the line before, or `KEPT_S` have passed.
 
     Args:
         every_s: seconds between two lines without a text, where there is no terminal.
@@ -135,6 +138,7 @@ class Progress:
         self.text = ""
         self.pace = Pace()
         self.last_line = self.last_estimate = time.monotonic()
+        self.done_at_line = start
         self.pace.at(self.last_line, start)
 
     def __enter__(self):
@@ -185,7 +189,10 @@ class Progress:
             return
         if text is None and now - self.last_line < self.every_s:
             return
-        self.last_line = now
+        self._print_line(now, done, total, text)
+
+    def _print_line(self, now: float, done: int, total: int | None, text: str | None) -> None:
+        self.last_line, self.done_at_line = now, done
         of = f"/{total}" if total else ""
         parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, self._left(done, total)]
         say("  ".join([f"{datetime.now():%H:%M:%S}", *(part for part in parts if part)]))
@@ -196,8 +203,12 @@ class Progress:
             self.last_estimate = now
             fields["left"] = self._left(done, total)
         self.bar.update(self.task, completed=done, total=total, **fields)
-        if text is not None:
-            self.text = printable(text)
+        if text is None:
+            return
+        self.text = printable(text)
+        has_moved = total and (done - self.done_at_line >= KEPT_SHARE * total or done == total)
+        if has_moved or now - self.last_line >= KEPT_S:
+            self._print_line(now, done, total, self.text)
 
     def _left(self, done: int, total: int | None) -> str:
         """Such as "12 min left"; empty where it is not known or nothing is left."""

@@ -59,7 +59,9 @@ def parse(text: str, where: str) -> Any:
         ConfigError: it is not valid YAML.
     """
     try:
-        return yaml.load(text, Loader)  # a SafeLoader
+        tree = yaml.load(text, Loader)  # a SafeLoader
+        _refuse_cycles(tree, where, set(), set())
+        return tree
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         problem = e.problem or e.context
@@ -74,6 +76,28 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
     except ValueError as e:  # of a date that is none, a number of thousands of digits
         raise ConfigError(f"{where} is not valid YAML: {e}") from None
+
+
+def _refuse_cycles(tree: Any, where: str, around: set[int], seen: set[int]) -> None:
+    """Refuse a value that holds itself, which YAML can write by an anchor.
+
+    Args:
+        around: Identities of the mappings and lists that `tree` lies in.
+        seen: Identities of those that were looked at: an anchor may be used often.
+
+    Raises:
+        ConfigError: There is one.
+        RecursionError: It is nested too deep.
+    """
+    if id(tree) in around:
+        raise ConfigError(f"{where} is not YAML for a config: an anchor (&name) holds itself")
+    if not isinstance(tree, dict | list) or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    around.add(id(tree))
+    for value in tree.values() if isinstance(tree, dict) else tree:
+        _refuse_cycles(value, where, around, seen)
+    around.remove(id(tree))
 
 
 def load_tree(path: str | Path) -> dict:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lm.report.measure import Measured
 
-UTILISATION = 0.25  # of the card's peak: assumed, no GPU of ours has been measured
+UTILISATION = 0.25  # of the card's peak, in matrix products: assumed
 EVALUATIONS = 10.0  # of a token and layer, where a solve iterates: assumed
 
 # Tokens of hub datasets, by their own cards (in GPT-2's): about so many.
@@ -460,30 +460,47 @@ def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
     for name, flops in p["flops_per_token"].items():
         total = f"{p['flops_in_all'][name]:.2e} in all"
         rows.append((f"FLOPs per token, {name}", f"{flops / 1e9:,.3f} G  ({total})"))
-    at, precision = p["at"], cfg.train.precision
+    at = p["at"]
     if p["hours"] is None and at.card.on_gpu:
         count = f"{p['layers'].loop} layer{'s' * (p['layers'].loop > 1)}"
         rows.append(("hours", f"not known: no kernel solves {count} token by token on a GPU"))
     elif p["hours"] is None:
         rows.append(("hours", "not known of a CPU: a short run says its tokens/s"))
     else:
-        assumed = f"assumed: {at.utilisation:.0%} of {at.card.peak[precision] / 1e12:g} TFLOP/s"
-        if p["evaluations"] is not None:
-            assumed += f", {p['evaluations']:g} evaluations"
-        if cfg.train.adversary:
-            least = "at least " * cfg.waits
-            assumed += f", two passes in {least}{cfg.updates_against:,} updates"
-        if p["launch_hours"]:
-            assumed += f"; {p['launch_hours']:,.2f} of them token after token, predicted"
-        if p["moving_hours"]:
-            assumed += f"; {p['moving_hours']:,.2f} of them to move what is iterated, predicted"
-        rows.append(("hours", f"{p['hours']:,.2f} ({assumed})"))
+        rows += _hours(p, cfg)
     if at.world_size > 1:
         sent, link = sum(p["communication"].values()), p["link"]
         how = f"{p['communication_seconds']:.2g} s over {link} where nothing overlaps"
         rows.append(("sent per update", f"{_size(sent)} a GPU, {how}"))
     rows.append(("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB"))
     return rows
+
+
+def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
+    """Return the rows of the hours: their sum, each part, and the option that changes it."""
+    at, computing = p["at"], p["hours"] - p["launch_hours"] - p["moving_hours"]
+    peak = at.card.peak[cfg.train.precision] / 1e12
+    passes = ""
+    if cfg.train.adversary:
+        least = "at least " * cfg.waits
+        passes = f", two passes in {least}{cfg.updates_against:,} updates"
+    parts = [
+        (
+            "… matrix products",
+            f"{computing:,.2f} at {at.utilisation:.0%} of {peak:g} TFLOP/s, assumed: changed by"
+            " --utilisation",
+        )
+    ]
+    if p["launch_hours"]:
+        text = f"{p['launch_hours']:,.2f} in layers solved one token after the other: seconds of"
+        text += " untrained layers, measured on an H100; no option or card changes it"
+        parts.append(("… token after token", text))
+    if p["moving_hours"]:
+        text = f"{p['moving_hours']:,.2f} to move what is iterated, by {p['evaluations']:g}"
+        text += " evaluations a token, assumed: changed by --evaluations"
+        parts.append(("… memory traffic", text))
+    total = "the sum of these" if len(parts) > 1 else "of these"
+    return [("hours", f"{p['hours']:,.2f}, {total}{passes}"), *parts]
 
 
 PARTS = {

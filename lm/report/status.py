@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lm.common.console import duration, say
 from lm.common.files import printable, read_mapping
 from lm.runs.log import iterations_of_layers
-from lm.runs.metrics import read_metrics
+from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
 from lm.runs.places import check_runs_to_watch
 from lm.runs.run_dir import RunDir
 from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
@@ -180,6 +180,8 @@ def remarks(seen: list[Status]) -> list[str]:
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
     left = [status.index for status in seen if status.is_left and status.index is not None]
+    if any(status.num_iters and any(is_elsewhere(status.num_iters)) for status in seen):
+        lines.append(ELSEWHERE_NOTE)
     if left:
         lines.append(f"not done and not running: --array={ranges(left)} (unless queued already)")
     return lines

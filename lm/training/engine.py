@@ -599,8 +599,15 @@ class Engine:
         self.deepspeed.global_steps = updates
         self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
         self.deepspeed.global_samples = updates * self.config["train_batch_size"]
-        self.scheduler.last_epoch = updates - 1
-        self.scheduler.step()
+        # `step` would warn: this process's optimizer has not stepped yet.
+        scheduler = self.scheduler
+        rates = [base * f(updates) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler.load_state_dict(
+            scheduler.state_dict()
+            | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
+        )
 
     def _lay_out_matrices(self) -> None:
         shapes = {name: p.shape for name, p in self.deepspeed.module.named_parameters()}

@@ -29,6 +29,7 @@ from lm.runs.checkpoint import (
 )
 from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
+    ELSEWHERE_NOTE,
     FailureWatch,
     Outliers,
     Throughput,
@@ -36,6 +37,7 @@ from lm.runs.metrics import (
     fixed_point_metrics,
     imbalance,
     is_due,
+    is_elsewhere,
     iter_metrics,
     mean,
     peak_memory,
@@ -566,10 +568,17 @@ class Training(Loop):
         if not self.solves or validates or not is_due(self.step, self.cfg.log.probe_every):
             return
         record = {"step": self.step, **self.validation.probed(self.engine)}
-        self.num_iters = probed(record)
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
+        self._note_probe(record)
         self._skip_time()
+
+    def _note_probe(self, record: dict) -> None:
+        """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
+        probes = self.num_iters, probed(record)
+        if [any(is_elsewhere(p)) if p else False for p in probes] == [False, True]:
+            say(f"note: {ELSEWHERE_NOTE}")
+        self.num_iters = probed(record)
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -591,7 +600,7 @@ class Training(Loop):
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
-        self.num_iters = probed(measured)
+        self._note_probe(measured)
         self.write(measured)
         self._skip_time()
 

@@ -134,7 +134,7 @@ def test_a_missing_config_is_one_line(tmp_path):
 def test_sweep_lists_the_grid(tmp_path):
     result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    expected = [(m, lr) for m in ("householder", "dplr", "kronecker") for lr in ("0.002", "0.004")]
+    expected = [(m, lr) for m in ("householder", "dplr") for lr in ("0.002", "0.004", "0.008")]
     assert result.stdout.splitlines() == [
         f"sweep_mixers/{i:03d}-mixer={m}-lr={lr}" for i, (m, lr) in enumerate(expected)
     ]
@@ -344,3 +344,51 @@ def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
     cfg = configs.load(LM / f"{name}.yaml")
     planned = plan(cfg, where(cfg, 4, gpu))
     assert planned["fits"] and planned["sequences_per_step"] == 256
+
+
+@pytest.mark.parametrize(
+    "text, status",
+    [
+        ("model: &m {d_model: 16, layers: *m}", 78),
+        ("sweep: &s {optim.lr: [*s]}", 78),
+        ("&all name: a\nmodel: {d_model: 16, n_layer: 1}", 0),  # an anchor on a key
+        ("data: {traces: &t {form: repl}, mixture: {a: {traces: *t, source: traces}}}", None),
+    ],
+)
+def test_an_anchor_that_holds_itself_is_refused(tmp_path, capsys, text, status):
+    ended = main(["plan", config(tmp_path, text)])
+    said = capsys.readouterr().err
+    assert ("an anchor (&name) holds itself" in said) == (status == BAD_CONFIG)
+    assert status is None or ended == status
+
+
+@pytest.mark.parametrize(
+    "options, hint",
+    [
+        (["--lr", "1e-3"], "optim.lr=1e-3"),
+        (["--lr=1e-3"], "optim.lr=1e-3"),
+        (["--micro-batch-size", "4"], "train.micro_batch_size=4"),
+        (["--optim.lr", "1e-3"], "optim.lr=1e-3"),
+        (["--seed"], "seed=VALUE"),
+        (["--nonsense", "1"], None),
+    ],
+)
+def test_an_option_that_is_a_key_is_named_as_one(capsys, options, hint):
+    with pytest.raises(SystemExit):
+        main(["train", "--config", "c.yaml", *options])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "unrecognized arguments: " + options[0] in said
+    assert said.endswith(f"A key of the YAML is set without dashes: {hint}") == (hint is not None)
+
+
+def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path, capsys, monkeypatch):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    printed = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setattr("lm.common.console.say.enabled", True)
+        assert main(["train", "--config", path, "--dry-run"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "parameters" in printed[0] and printed[1] == ""

@@ -17,7 +17,7 @@ from lm.config.model import Model
 from lm.config.schema import Config, Tokenizer
 from lm.report import estimate
 from lm.report.estimate import Sizes, communication
-from lm.report.measure import measure
+from lm.report.measure import measure, warn_if_slow
 from lm.report.plan import _link, describe, plan, where
 from lm.training.build import build_model
 
@@ -292,9 +292,12 @@ def test_hours_are_flops_over_what_the_cards_reach_and_what_iterating_moves():
     assert p["moving_hours"] == pytest.approx(moved / (4 * 0.7 * 2.039e12) / 3600)
     expected = flops / (4 * 312e12 * 0.5) / 3600 + p["moving_hours"]
     assert p["hours"] == pytest.approx(expected)
-    said = shown(p, cfg)["hours"]
-    assert "50% of 312 TFLOP/s" in said and "20 evaluations" in said
-    assert f"{p['moving_hours']:,.2f} of them to move what is iterated" in said
+    said = shown(p, cfg)
+    assert f"{p['moving_hours']:,.2f} to move what is iterated, by 20" in said["… memory traffic"]
+    computing = flops / (4 * 312e12 * 0.5) / 3600
+    assert said["… matrix products"].startswith(f"{computing:,.2f} at 50% of 312 TFLOP/s")
+    assert said["hours"] == f"{expected:,.2f}, the sum of these"
+    assert "… token after token" not in said
     assert plan(tiny(), where(tiny(), 1, "cpu"))["hours"] is None
     assert plan(tiny(), where(tiny(), 1, "h200"))["moving_hours"] == 0  # token by token
 
@@ -352,7 +355,12 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
     assert p["launch_hours"] == pytest.approx(seconds / 3600)
     flops = estimate.hours(p["flops"], 4, p["at"].card, "bf16", p["at"].utilisation)
     assert p["hours"] == pytest.approx(flops + p["launch_hours"])
-    assert f"{p['launch_hours']:,.2f} of them token after token" in shown(p, cfg)["hours"]
+    said = shown(p, cfg)
+    assert said["… token after token"].startswith(f"{p['launch_hours']:,.2f} in layers solved")
+    # The option acts on the other part alone.
+    changed = shown(plan(cfg, where(cfg, 4, "a100-80g", utilisation=0.5)), cfg)
+    assert changed["… token after token"] == said["… token after token"]
+    assert changed["… matrix products"].startswith(f"{flops / 2:,.2f} at 50%")
     assert plan(paper(), where(paper(), 4, "a100-80g"))["launch_hours"] == 0  # the paper's solver
 
 
@@ -555,3 +563,43 @@ def test_every_model_has_a_plan(name):
     made = plan(tiny(name=name, d_model=64, headdim=16), 2)
     assert made["parameters"] > 0 and all(v > 0 for v in made["flops_per_token"].values())
     assert all(v >= 0 for v in made["memory"]) and made["hours"] > 0
+
+
+@pytest.mark.parametrize(
+    "cfg, seconds, words",
+    [
+        (tiny(mixer="kronecker"), 3.0, "about 2 min or more here .*mixer kronecker .*mixer=dplr"),
+        (tiny(mixer="kronecker"), 1.0, None),
+        (tiny(), 60.0, None),  # a householder's tokens are solved one by one: it is not timed
+        (tiny(name="mamba"), 60.0, None),
+    ],
+)
+def test_a_run_of_slow_updates_says_so_before_it_starts(cfg, seconds, words, monkeypatch):
+    """An update here is 2 micro-batches of 32 tokens, of which 2 are timed."""
+    trained = []
+
+    def pass_of(model, ids, cfg):
+        trained.append(tuple(ids.shape))
+        return seconds
+
+    monkeypatch.setattr("lm.report.measure._train", pass_of)
+    before = torch.get_rng_state()
+    note = warn_if_slow(cfg, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(trained) <= {(3, 2)}
+    assert note is None if words is None else re.search(words, note)
+
+
+def test_a_card_that_is_not_listed_is_described():
+    described = where(tiny(), 2, "b200:2250:178:8").card
+    assert described.name == "b200" and described.memory == 178 * 2**30
+    assert described.peak == {"bf16": 2250e12, "fp32": 2250e12} and described.bandwidth == 8e12
+    assert (
+        "2 × b200 in 1 host"
+        in shown(plan(tiny(), where(tiny(), 2, "b200:2250:178:8")), tiny())["ranks (GPUs)"]
+    )
+    for wrong in ("b200:2250:178", "b200:0:178:8", "b200:x:178:8", ":1:1:1", "b200:inf:1:1"):
+        with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB:TBPS"):
+            where(tiny(), 2, wrong)
+    with pytest.raises(ConfigError, match="Any other is described by its data sheet: NAME:TFLOPS"):
+        where(tiny(), 2, "b200")

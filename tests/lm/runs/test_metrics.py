@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -706,6 +707,23 @@ def test_on_a_terminal_it_is_a_bar(screen):
     text = file.getvalue()
     assert "\x1b[" in text and "━" in text
     assert "5/10" in text and "loss 3.2" in text.rpartition("5/10")[2]
+
+
+def test_on_a_terminal_a_history_of_the_texts_stays(screen, now):
+    """A text every other update of 100, 2 s each: a line for every twentieth of the work; then a
+    line every ten minutes, however little is done."""
+    file = screen(terminal=True)
+    with console.Progress("training", total=100, unit="updates") as bar:
+        for step in range(1, 61):
+            now.seconds += 2
+            bar.update(step, text=f"loss {step}.5" if step % 2 == 0 else None)
+        now.seconds += 601
+        bar.update(61, text="loss 61.5")
+        bar.update(62, text="loss 62.5")
+        bar.update(100, text="loss 100.5")
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue())
+    kept = re.findall(r"07:05:09  training (\d+)/100 updates  loss \1\.5", plain)
+    assert kept == [*map(str, range(6, 61, 6)), "61", "100"]
 
 
 def test_other_ranks_are_silent(screen, monkeypatch):
