@@ -58,8 +58,8 @@ def main() -> None:
                 case = f"{model}, {precision}, {seed}"
                 for i, (a, b) in enumerate(zip(losses["whole"][case], losses[name][case])):
                     drift[i] = max(drift[i], abs(a - b))
-            shown = "\t".join(f"{max(drift[:update]):.0e}" for update in UPDATES)
-            print(f"{model}, {precision}, {name}\t{shown}")
+            cells = "\t".join(f"{max(drift[:update]):.0e}" for update in UPDATES)
+            print(f"{model}, {precision}, {name}\t{cells}")
 
 
 def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, list[float]]:
@@ -69,8 +69,8 @@ def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, l
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ds._free_port())}
     started = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        started.append(subprocess.Popen(command, env=common | own, stdout=subprocess.PIPE))
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        started.append(subprocess.Popen(command, env=common | place, stdout=subprocess.PIPE))
     printed = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit(f"failed: {' '.join(command)}")
@@ -94,8 +94,8 @@ def train_all(config: str, seeds: int, micro_batch: int) -> None:
 def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
     """Train a model on random parts of TEXT, and return the loss of every update."""
     batch = (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
-    own = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
-    cfg = load(config, (*settings, *batch, *own))
+    layout = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
+    cfg = load(config, (*settings, *batch, *layout))
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, 256)
     engine = ds.Engine(cfg, model, ranks)

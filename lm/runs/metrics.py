@@ -406,8 +406,10 @@ def read_log(run_dir: Path) -> Log:
             kinds.setdefault(frozenset(record), Thinned()).add(number, line)
         else:
             unread += 1
-    kept = {place: line for kind in kinds.values() for place, line in (*kind.spaced, *kind.newest)}
-    parsed = [parse_record(kept[place]) for place in sorted(kept)]
+    sampled = {
+        place: line for kind in kinds.values() for place, line in (*kind.spaced, *kind.newest)
+    }
+    parsed = [parse_record(sampled[place]) for place in sorted(sampled)]
     records = [record for record in parsed if record is not None]
     unread += len(parsed) - len(records)
     return Log(records, unread, sum(kind.count for kind in kinds.values()) - len(parsed))
@@ -416,8 +418,10 @@ def read_log(run_dir: Path) -> Log:
 def _is_training(line: bytes) -> bool:
     """Return whether a line looks like a record of training alone, as a Writer writes it; parsing
     a million of them would take a minute."""
-    whole = line.startswith(b'{"step": ') and line.endswith(b"}\n") and b', "loss": ' in line[:40]
-    return whole and b'"valid' not in line and b'"probe": ' not in line
+    is_whole = (
+        line.startswith(b'{"step": ') and line.endswith(b"}\n") and b', "loss": ' in line[:40]
+    )
+    return is_whole and b'"valid' not in line and b'"probe": ' not in line
 
 
 def iter_metrics(run_dir: Path) -> Iterator[dict | None]:

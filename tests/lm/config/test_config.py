@@ -407,7 +407,7 @@ trees = st.fixed_dictionaries(
             {
                 "betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
                 "min_lr": st.just(0.0),
-                "lr": st.floats(0, 1e300, exclude_min=True),
+                "lr": st.floats(0, 1e3, exclude_min=True),
             }
         ),
         "engine": st.fixed_dictionaries(
