@@ -46,7 +46,7 @@ class _Say:
 
     def __call__(self, text) -> None:
         if self.enabled:
-            self.console.print(text)
+            self.console.print(text, markup=False, emoji=False)
 
 
 say = _Say()
