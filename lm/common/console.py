@@ -49,7 +49,7 @@ class _Say:
 
     def __call__(self, text) -> None:
         if self.enabled:
-            self.console.print(text)
+            self.console.print(text, markup=False, emoji=False)
 
 
 say = _Say()

@@ -70,7 +70,12 @@ def list_files(folder: Path) -> Iterator[str]:
 
 def run_file_test(folder: Path) -> Callable[[str], bool]:
     """Return the test of whether a run directory's file (a relative path) is the program's own."""
-    exported = {f"hf/{name}" for name in (*export_files(folder / "hf"), *EVALUATIONS)}
+    exported = {
+        f"{path.name}/{name}"
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_dir() and not path.is_symlink() and (names := export_files(path))
+        for name in (*names, *EVALUATIONS)
+    }
     return lambda name: name in exported or RUN_FILES.fullmatch(name) is not None
 
 

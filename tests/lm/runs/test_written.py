@@ -36,8 +36,8 @@ def put(folder, name, text="mine"):
 
 
 def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_copy):
-    for command in (("report", run_copy), ("export", run_copy, run_copy / "hf"),
-                    ("inspect", run_copy, "abc")):  # fmt: skip
+    exports = [("export", run_copy, run_copy / name) for name in ("hf", "hf-4")]
+    for command in (("report", run_copy), *exports, ("inspect", run_copy, "abc")):
         done = fprnn(*command)
         assert done.returncode == 0, done.stderr
     put(run_copy, "hf/eval/results.json")
