@@ -578,6 +578,7 @@ class Training(Loop):
             final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
+            self._note_probe(final)
             self.write(final)
             tokens = steps * self.tokens_per_step
             result = {
