@@ -57,7 +57,8 @@ class Drawing:
     def fit_to_phone(self) -> None:
         """Put the legend above the panels: beside them a narrow screen would hide it."""
         (legend,) = self.figure.legends
-        handles, labels = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
+        labels = [text.get_text() for text in legend.get_texts()]
+        handles = [handle for handle in legend.legend_handles if handle is not None]
         legend.remove()
         self.figure.set_size_inches(
             self.figure.get_figwidth() - BESIDE, self.figure.get_figheight()

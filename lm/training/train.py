@@ -543,7 +543,7 @@ class Training(Loop):
     def _note_probe(self, record: dict) -> None:
         """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
         probes = self.num_iters, probed(record)
-        if [bool(p) and any(is_elsewhere(p)) for p in probes] == [False, True]:
+        if [p is not None and any(is_elsewhere(p)) for p in probes] == [False, True]:
             say(f"note: {ELSEWHERE_NOTE}")
         self.num_iters = probed(record)
 
