@@ -119,6 +119,7 @@ def _write_page(page: Path, entry: Demo, runs: list[Trained]) -> None:
     report = REPORTS[entry.report]
     with ink():
         drawing = report.draw(runs, report.title)
+        drawing.fit_to_phone()
         picture = svg(drawing.figure)
     plt.close(drawing.figure)
     words = []

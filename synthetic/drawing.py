@@ -28,6 +28,9 @@ class ReportError(UserError, RuntimeError):
     """A report that cannot be made; the message says what is missing."""
 
 
+BESIDE = 2.4  # inches of the legend, which stands beside the panels
+
+
 @dataclass
 class Drawing:
     """A figure under way, and what is written and printed beside it."""
@@ -36,6 +39,7 @@ class Drawing:
     rows: list[dict] = field(default_factory=list)  # all its numbers: of the CSV
     summary: list[dict] = field(default_factory=list)  # the few worth printing
     shown: list[tuple[str, list[dict]]] = field(default_factory=list)  # (label, rows drawn)
+    footer: list[str] = field(default_factory=list)  # its paragraphs
 
     def add_footer(self, runs: Sequence[Trained], *more: str, any_limit: bool = False) -> None:
         """Write the notes below the figure: solvers, curricula that ended early, test samples that
@@ -46,10 +50,27 @@ class Drawing:
             more: Further notes.
             any_limit: As in `synthetic.trained.notes`.
         """
+        self.footer = [*notes(self.shown, any_limit), *curriculum_notes(runs), *more]
+        self._write_footer()
+
+    def _write_footer(self) -> None:
         letters = int(17 * self.figure.get_figwidth())
-        paragraphs = [*notes(self.shown, any_limit), *curriculum_notes(runs), *more]
-        lines = [line for paragraph in paragraphs for line in wrap(paragraph, letters)]
+        lines = [line for paragraph in self.footer for line in wrap(paragraph, letters)]
         self.figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="x-small")
+
+    def fit_to_phone(self) -> None:
+        """Put the legend above the panels: beside them a narrow screen would hide it."""
+        (legend,) = self.figure.legends
+        labels = [text.get_text() for text in legend.get_texts()]
+        handles = [handle for handle in legend.legend_handles if handle is not None]
+        legend.remove()
+        self.figure.set_size_inches(
+            self.figure.get_figwidth() - BESIDE, self.figure.get_figheight()
+        )
+        self.figure.axes[0].legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False
+        )
+        self._write_footer()
 
     def add_legend(self, axes: Iterable[Axes]) -> None:
         """One entry a label, beside the axes: the curves may lie anywhere inside."""
@@ -90,7 +111,7 @@ def new_figure(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (width * len(panels) + 2.4, height)  # the legend stands beside the panels
+    size = (width * len(panels) + BESIDE, height)
     figure, axes = plt.subplots(
         1, len(panels), figsize=size, squeeze=False, layout="constrained", **options
     )

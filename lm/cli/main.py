@@ -104,7 +104,7 @@ def _say_if_slow(cfg: Config) -> None:
     rank, world_size, _ = launched()
     if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
         return
-    from lm.report.measure import warn_if_slow
+    from lm.report.slow import warn_if_slow
 
     if note := warn_if_slow(cfg, world_size):
         say(note)

@@ -1,5 +1,4 @@
-"""What a model takes on this machine: a micro-batch for `plan --measure`, a piece of one before
-training."""
+"""`fprnn plan --measure`: one micro-batch of the real model on this machine, beside the formula."""
 
 from __future__ import annotations
 
@@ -11,19 +10,12 @@ from typing import NamedTuple
 import torch
 
 from lm.common.cards import CPU, GIB, card, here
-from lm.common.console import duration
 from lm.common.errors import ConfigError
 from lm.common.heap import keep_freed_memory
 from lm.config.schema import Config
-from lm.report.estimate import memory, on_the_meta_device, sizes
-from lm.report.plan import layers_of
+from lm.report.estimate import memory, sizes
 from lm.runs.metrics import peak_memory
 from lm.training.build import build_model, vocabulary
-
-PROBED_TOKENS = 2  # of each sequence: seconds even where a whole window takes a minute
-PROBED_VOCABULARY = 64  # embedding and head hardly count where a solve is slow
-LOADED_S = 5.0  # that loading libraries takes at most, in the first pass
-SLOW_S = 60.0  # seconds of an update: more is said before the run starts
 
 
 class Measured(NamedTuple):
@@ -65,10 +57,12 @@ def measure(cfg: Config) -> Measured:
             ids = torch.randint(0, vocab_size, shape)
         if cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        _train(model, ids[:1, :8], cfg)  # loads kernels and libraries, whose memory does not count
+        time_pass(
+            model, ids[:1, :8], cfg
+        )  # loads kernels and libraries, whose memory does not count
         before = _begin(device) - 2 * sum(p.nbytes for p in model.parameters())
         for _ in range(2):
-            seconds = _train(model, ids, cfg)
+            seconds = time_pass(model, ids, cfg)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"--measure: a micro-batch of {shape[0]} × {shape[1]} tokens does not fit in this GPU:"
@@ -84,45 +78,11 @@ def measure(cfg: Config) -> Measured:
     )
 
 
-def warn_if_slow(cfg: Config, world_size: int) -> str | None:
-    """Return a sentence about a run whose updates will take minutes, before it starts.
+def time_pass(model: torch.nn.Module, ids: torch.Tensor, cfg: Config) -> float:
+    """Return the seconds of a forward and a backward pass.
 
-    Layers that are iterated in PyTorch (mixers of full rank; on a GPU all that no kernel solves)
-    can take hours for what a householder does in seconds, and nothing is printed before the first
-    update is done. So a few tokens of a micro-batch are trained here. Other models are not timed.
-
-    Args:
-        world_size: Ranks of the run.
-
-    Returns:
-        The sentence; None: an update is predicted to take less than `SLOW_S`.
+    Gradients add up, as they do while a run accumulates them.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    meta = on_the_meta_device(cfg, PROBED_VOCABULARY)
-    layers = layers_of(cfg, meta, device.type == "cuda")
-    if layers.iterated == layers.at_once:
-        return None
-    length = min(PROBED_TOKENS, cfg.data.seq_len)
-    with torch.random.fork_rng(), device:
-        model = build_model(cfg, PROBED_VOCABULARY).train()
-        ids = torch.randint(0, PROBED_VOCABULARY, (cfg.train.micro_batch_size, length))
-        pieces = cfg.data.seq_len / length * cfg.train.accumulation(world_size)
-        seconds = _train(model, ids, cfg)
-        if SLOW_S / pieces < seconds < LOADED_S:  # some of it may have loaded libraries
-            seconds = _train(model, ids, cfg)
-    if (predicted := seconds * pieces) <= SLOW_S:
-        return None
-    slow = {b.config.mixer for b in meta.fixed_point_blocks() if not b.mixer.has_low_rank}
-    mixers = ", ".join(sorted(slow)) or cfg.model.mixer
-    return (
-        f"note: an update will take about {duration(predicted)} or more here (measured: {length} of"
-        f" the {cfg.data.seq_len} tokens), because mixer {mixers} is iterated in PyTorch;"
-        " model.mixer=dplr is solved token by token, in a small part of that"
-    )
-
-
-def _train(model: torch.nn.Module, ids: torch.Tensor, cfg: Config) -> float:
-    """Forward and backward → seconds; gradients add up, as they do while a run accumulates."""
     is_bf16 = cfg.train.precision == "bf16"
     began = time.perf_counter()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=is_bf16):

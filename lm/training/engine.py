@@ -57,6 +57,8 @@ def _import_deepspeed():
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     warnings.filterwarnings("ignore", module="deepspeed")
+    # DeepSpeed calls collectives that torch has given other names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

@@ -576,7 +576,7 @@ class Training(Loop):
     def _note_probe(self, record: dict) -> None:
         """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
         probes = self.num_iters, probed(record)
-        if [any(is_elsewhere(p)) if p else False for p in probes] == [False, True]:
+        if [p is not None and any(is_elsewhere(p)) for p in probes] == [False, True]:
             say(f"note: {ELSEWHERE_NOTE}")
         self.num_iters = probed(record)
 
@@ -611,6 +611,7 @@ class Training(Loop):
             final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
+            self._note_probe(final)
             self.write(final)
             tokens = steps * self.tokens_per_step
             result = {

@@ -41,6 +41,8 @@ def test_the_page_has_what_the_models_decode(demo):
     out, _ = demo
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "<svg" in page and page.count("class='word'") == 6
+    width = float(re.search(r'<svg[^>]* width="([\d.]+)pt"', page)[1])
+    assert width <= 4.7 * 72  # the legend stands above the curves: a phone shows it
     for said, word in re.findall(
         r": (\d+) of \d+ right</p>\s*<div class='word'>(.*?)</div>", page, re.S
     ):

@@ -17,8 +17,9 @@ from lm.config.model import Model
 from lm.config.schema import Config, Tokenizer
 from lm.report import estimate
 from lm.report.estimate import Sizes, communication
-from lm.report.measure import measure, warn_if_slow
+from lm.report.measure import measure
 from lm.report.plan import _link, describe, plan, where
+from lm.report.slow import warn_if_slow
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
@@ -582,7 +583,7 @@ def test_a_run_of_slow_updates_says_so_before_it_starts(cfg, seconds, words, mon
         trained.append(tuple(ids.shape))
         return seconds
 
-    monkeypatch.setattr("lm.report.measure._train", pass_of)
+    monkeypatch.setattr("lm.report.slow.time_pass", pass_of)
     before = torch.get_rng_state()
     note = warn_if_slow(cfg, 1)
     assert torch.equal(torch.get_rng_state(), before)

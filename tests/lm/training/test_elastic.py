@@ -32,6 +32,7 @@ def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
     overrides = (*EVERY, f"name={name}", f"resume={checkpoint}", *overrides)
     records, done = run(tmp_path / "runs", *overrides, processes=processes, name=name)
     assert "laid out anew" in done.stdout
+    assert "Warning" not in done.stdout + done.stderr
     return records
 
 
