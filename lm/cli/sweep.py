@@ -6,11 +6,11 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from lm.cli.arguments import Whole
+from lm.common.files import find_shipped
 
-LAUNCH = Path(__file__).parents[2] / "launch" / "deepspeed.sh"
+LAUNCH = find_shipped("launch/deepspeed.sh")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
