@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
-RECIPES = Path(__file__).parent.parent / "configs" / "synthetic" / "small"
+from lm.common.files import find_shipped
+
+RECIPES = find_shipped("configs/synthetic/small")
 
 
 class Ability(NamedTuple):

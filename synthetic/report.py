@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from lm.common.console import say
 from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import DamagedError, check_folder, check_together, read_json, writing
+from lm.common.files import (
+    DamagedError,
+    check_folder,
+    check_together,
+    find_shipped,
+    read_json,
+    writing,
+)
 from lm.common.page import save_pdf
 from lm.config import load as base
 from lm.report.sections.latex import tabular
@@ -30,7 +37,7 @@ from synthetic.trained import Trained, curriculum_notes, notes
 if TYPE_CHECKING:
     from rich.table import Table
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "synthetic"
+CONFIGS = find_shipped("configs/synthetic")
 SCALES = ("small", "paper")
 SHOWN = 5  # command lines of missing runs that are printed
 
@@ -300,7 +307,8 @@ def _lines_of_missing_runs(sweep: Sweep) -> list[str]:
         lines.append(f"  … and {len(missing) - SHOWN} more")
     if len(missing) > 1:
         numbers = " ".join(map(str, missing))
-        submit = ["launch/synthetic_array.sbatch", _shown(sweep.path), *sweep.overrides]
+        script = find_shipped("launch/synthetic_array.sbatch")
+        submit = [_shown(script), _shown(sweep.path), *sweep.overrides]
         lines.append("all of them, one after another or as a Slurm array:")
         lines.append(f"  for i in {numbers}; do {sweep.command('$i')}; done")
         lines.append(f"  mkdir -p logs && sbatch --array={_ranges(missing)} {shlex.join(submit)}")

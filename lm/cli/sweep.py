@@ -6,15 +6,15 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Whole
+from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
     from lm.common.signals import StopSignals
 
-LAUNCH = Path(__file__).parents[2] / "launch" / "deepspeed.sh"
+LAUNCH = find_shipped("launch/deepspeed.sh")
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -173,6 +173,16 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
         yield link
 
 
+def find_shipped(name: str) -> Path:
+    """Return the path of a file that travels with the program, inside the repository or a wheel.
+
+    Args:
+        name: Path from the repository's root, such as `configs/lm/demo.yaml`. The package `fprnn`
+            links to the folders `configs` and `launch`, and a wheel holds copies there.
+    """
+    return (Path(__file__).parents[2] / "fprnn" / name).resolve()
+
+
 def target(path: Path | str) -> Path:
     """Where a link leads, so that it stays one; any other path as it is, made absolute.
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from lm.common.errors import ConfigError
+from lm.common.files import find_shipped
 
 
 class Loader(yaml.SafeLoader):
@@ -110,7 +111,9 @@ def load_tree(path: str | Path) -> dict:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: name a YAML file in it")
     if not path.is_file():
-        raise ConfigError(f"no config file at {path}")
+        shipped = find_shipped(str(path))
+        hint = f"; the one that comes with fprnn is {shipped}" if shipped.is_file() else ""
+        raise ConfigError(f"no config file at {path}{hint}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

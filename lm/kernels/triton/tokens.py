@@ -178,9 +178,11 @@ def tokens_back_kernel(
         s = tl.load(roots + t * r + j, mask=j < r, other=0.0)
         failed = (tl.load(outcome + t).to(tl.int32) & FAILED) != 0
         lambda_ = _line(grad, t * grad_row + col, live)
-        # 2. Through its equation.
+        # 2. Through its equation. A constant zero takes no registers; `lambda_ * 0.0`, which may be
+        # NaN, would.
+        nothing_else = tl.zeros([WIDE], tl.float32)
         e, d_gain, d_gate, d_x, d_vectors, d_a, of_weight, of_bias, _ = transposed(
-            lambda_, tl.zeros([WIDE], tl.float32), failed, u, vectors, length, a, gram, own, map, shrink, seen, s,
+            lambda_, nothing_else, failed, u, vectors, length, a, gram, own, map, shrink, seen, s,
             x_d, history, gain, gate, norm_weight, norm_bias, live, d, norm_eps, scale, eps, kappa,
             NORM, ACT, SEQUENTIAL, R,
         )  # fmt: skip

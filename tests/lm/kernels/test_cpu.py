@@ -365,7 +365,7 @@ def test_a_process_survives_a_damaged_library(tmp_path, damage):
     else:
         text[: len(text) // 2] = bytes(255 - byte for byte in text[: len(text) // 2])
     library.write_bytes(text)
-    command = [sys.executable, "-c", "from lm.kernels import cpu; print(cpu.usable())"]
+    command = [sys.executable, "-c", "from lm.kernels.cpu import scan; print(scan.usable())"]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "(True, '')" and "are damaged" in done.stderr
@@ -373,7 +373,7 @@ def test_a_process_survives_a_damaged_library(tmp_path, damage):
 
 @pytest.mark.slow  # two compilations
 def test_two_processes_build_at_once(tmp_path):
-    command = [sys.executable, "-c", "from lm.kernels import cpu; print(cpu.usable())"]
+    command = [sys.executable, "-c", "from lm.kernels.cpu import scan; print(scan.usable())"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     root = Path(__file__).parents[3]
     processes = [

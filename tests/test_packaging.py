@@ -1,0 +1,165 @@
+"""Installation: the pins resolve from the package index alone, and a wheel works by itself."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import ROOT, relative, repository_files
+
+PACKAGES = ("fprnn", "lm", "synthetic")
+EXTRAS = ("train", "eval", "docs", "dev")  # as in the Makefile
+PLATFORM = "x86_64-manylinux_2_28"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the repository's files, built without a network from a copy."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in repository_files():
+        copy = folder / "source" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or path.is_file():
+            shutil.copy2(path, copy, follow_symlinks=False)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
+               "--no-index", "-w", folder, folder / "source"]  # fmt: skip
+    subprocess.run(command, check=True, timeout=300)
+    (built,) = folder.glob("fprnn-*.whl")
+    return built
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if ".dist-info/" not in name}
+    tracked = {relative(path) for path in repository_files() if path.is_file()}
+    expected = {name for name in tracked if name.startswith(tuple(f"{p}/" for p in PACKAGES))}
+    expected |= {f"fprnn/{name}" for name in tracked if name.startswith(("configs/", "launch/"))}
+    assert names == expected
+    assert "fprnn/configs/synthetic/small/s3.yaml" in names
+
+
+@pytest.fixture
+def installed(wheel, tmp_path):
+    """A function (command) → CompletedProcess: runs a program of a fresh environment that holds
+    the wheel and sees the packages of this one, in an empty folder away from the checkout; it
+    terminates the program after a line with the text `until`."""
+    place, folder = tmp_path / "env", tmp_path / "empty"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    python = place / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps",
+               "--no-index", wheel]  # fmt: skip
+    subprocess.run(install, check=True, timeout=300)
+    target = Path(sysconfig.get_path("purelib", vars={"base": place, "platbase": place}))
+    # A line of a .pth file extends the path; editable installs in those folders do not take part.
+    others = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
+    (target / "packages_of_the_tests.pth").write_text("\n".join(others))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+    def run(*command, status=0, until=None):
+        options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [place / "bin" / command[0], *command[1:]], cwd=folder, env=environment, **options
+        )
+        if until is not None:
+            read = iter(process.stdout.readline, "")
+            assert any(until in line for line in read), process.communicate()
+            process.terminate()
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == status, (command, out[-2000:], err[-3000:])
+        return subprocess.CompletedProcess(command, status, out, err)
+
+    where = run("python", "-c", "import lm, synthetic; print(lm.__file__, synthetic.__file__)")
+    assert where.stdout.count(str(place)) == 2 and str(ROOT) not in where.stdout
+    return run
+
+
+@pytest.mark.slow
+def test_a_wheel_works_away_from_the_checkout(installed):
+    # 1. Train and export; a shipped configuration is named by the refusal.
+    refusal = installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
+    config = re.search(r"the one that comes with fprnn is (\S+)", refusal)[1]
+    small = ("model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2")
+    installed("fprnn", "train", "--config", config, "name=run", *small)
+    installed("fprnn", "export", "runs/run", "export")
+    installed("fprnn", "generate", "export", "--prompt", "a", "--max-new-tokens", "2")
+    # 2. The validation suite.
+    tiny = ("train.steps=2", "train.batch_size=2", "eval.examples=2", "eval.lengths=4")
+    installed("fprnn", "demo", "s3", *tiny, "model.d_model=8")
+    assert "fig3c" in installed("fprnn", "synthetic", "report").stdout
+    missing = installed("fprnn", "synthetic", "report", "fig3c", status=1)
+    assert "report fig3c has none of its" in missing.stderr
+    models = Path(config).parents[1] / "synthetic" / "models"
+    validate = ("synthetic", "validate", models / "mamba.yaml", "--quick", "model.d_model=8")
+    installed("fprnn", *validate, until="update", status=75)  # minutes; it has begun to train
+
+
+INDEX = "pypi.org"
+
+
+@pytest.fixture(scope="module")
+def resolve(tmp_path_factory):
+    """A function (python, requirements, constraints) → {name: version} that the package index alone
+    gives. uv downloads no wheel for it: it reads their metadata by ranges."""
+    try:
+        socket.create_connection((INDEX, 443), timeout=5).close()
+    except OSError as e:
+        pytest.skip(f"{INDEX} does not answer: {e}")
+    import uv
+
+    folder = tmp_path_factory.mktemp("resolve")
+    settings = ("UV_", "PIP_")  # such as folders of wheels on this machine
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
+
+    def run(python, requirements, constraints):
+        (folder / "requirements.in").write_text("\n".join(requirements))
+        (folder / "constraints.txt").write_text("\n".join(constraints))
+        command = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--no-config", "--no-header",
+                   "--no-annotate", "--python-version", python, "--python-platform", PLATFORM,
+                   "-c", folder / "constraints.txt", folder / "requirements.in"]  # fmt: skip
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        lines = (line.partition(" ")[0].partition("==") for line in done.stdout.splitlines())
+        return {name.lower(): version for name, _, version in lines if version}
+
+    return run
+
+
+def pins():
+    """The lines of constraints.txt."""
+    return (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0"])
+def test_the_makefile_s_installs_resolve_from_the_index_alone(resolve, python):
+    torch = resolve(python, ["torch"], pins())
+    everything = resolve(python, [f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"], pins())
+    pinned = dict(line.split("==") for line in pins() if "==" in line)
+    for found in (torch, everything):
+        assert found["torch"] == pinned["torch"] and found["triton"] == pinned["triton"]
+    unpinned = everything.keys() - {name.lower().replace("_", "-") for name in pinned}
+    # torch pins its CUDA packages itself, exactly; setuptools is its build tool.
+    of_torch = ("nvidia-", "cuda-", "setuptools", "fprnn")
+    assert [name for name in sorted(unpinned) if not name.startswith(of_torch)] == []
+
+
+@pytest.mark.slow
+def test_the_oldest_torch_resolves_on_python_3_12(resolve):
+    requirement = f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"
+    assert resolve("3.12.0", [requirement], ["torch==2.11.*"])["triton"] == "3.6.0"
+
+
+def test_the_extras_are_those_of_the_makefile():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f".[{','.join(EXTRAS)}]" in text and "-c constraints.txt" in text
