@@ -93,6 +93,7 @@ def carry_kernels(folder: Path) -> None:
     """Put the text of lm/kernels into the code of a folder that `save_pretrained` has written, so
     that it computes as fast where fprnn is not installed."""
     import lm.common.errors
+    import lm.common.secrets
     import lm.kernels
 
     package = Path(lm.kernels.__file__).parent
@@ -102,7 +103,9 @@ def carry_kernels(folder: Path) -> None:
         for place in sorted(package.rglob("*"))
         if place.suffix in kinds
     }
-    places["errors.py"] = Path(lm.common.errors.__file__)
+    for module in (lm.common.errors, lm.common.secrets):  # the kernels import them
+        assert module.__file__ is not None
+        places[Path(module.__file__).name] = Path(module.__file__)
     texts = {name: place.read_text(encoding="utf-8") for name, place in places.items()}
     # Line by line, and quoted: transformers looks for imports by the beginnings of lines.
     lines = ["FILES: dict[str, str] = {"]

@@ -55,7 +55,7 @@ def _laid(name):
     parent = Path(base) / "fprnn" / "kernels"
     # The name holds the digest of the texts: what they import of lm is beside them.
     texts = {
-        file: text.replace("lm.kernels", name).replace("lm.common.errors", f"{name}.errors")
+        file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()
     }
     folder = parent / name

@@ -25,7 +25,9 @@ def check_inputs(cfg: Config) -> None:
     """
     check_resume(cfg.resume)
     # A run that continues reads nothing of it: `init_from.check` finds out whether it does.
-    if cfg.init_from is not None and cfg.resume == "never":
+    is_new = cfg.resume == "never"
+    is_new |= cfg.resume == "auto" and not (Path(cfg.run_dir) / "checkpoints").is_dir()
+    if cfg.init_from is not None and is_new:
         check_source_folder(Path(cfg.init_from.path).expanduser())
     own = cfg.engine.deepspeed
     if isinstance(own, str) and not Path(own).is_file():

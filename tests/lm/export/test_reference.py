@@ -347,7 +347,7 @@ def test_bad_files_are_sentences(files):
     good = files / "config.json"
     for checkpoint, config, sentence in [
         ("none.pth", good, "no checkpoint at"),
-        ("text.pth", good, "cannot be read as a checkpoint"),
+        ("text.pth", good, "holds more than tensors, or is damaged"),
         ("empty.pth", good, "holds no state dict"),
         ("other.pth", good, "no language model of the paper's code"),
         ("run.pth", files / "none.json", "no config at"),
