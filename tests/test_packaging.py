@@ -83,11 +83,13 @@ def installed(wheel, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # ten processes that import torch
 def test_a_wheel_works_away_from_the_checkout(installed):
     # 1. Train and export; a shipped configuration is named by the refusal.
     refusal = installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
     config = re.search(r"the one that comes with fprnn is (\S+)", refusal)[1]
-    small = ("model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2")
+    small = ("model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2",
+             "data.source=jsonl", f"data.path={ROOT / 'tests/data/tiny.jsonl'}")  # fmt: skip
     installed("fprnn", "train", "--config", config, "name=run", *small)
     installed("fprnn", "export", "runs/run", "export")
     installed("fprnn", "generate", "export", "--prompt", "a", "--max-new-tokens", "2")

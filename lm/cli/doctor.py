@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.common.errors import EXTRAS
+from lm.common.errors import EXTRAS, install_command
 from lm.common.files import OutputError, check_folder
 from lm.common.secrets import CREDENTIALS, mask_credentials
 
 TIMEOUT_S = 60.0  # of a trial; an import from a cold network disk is slow
+COMPILATION_S = 300.0  # of the CPU kernels at first use, as lm/kernels/cpu/build.py waits for it
 HUB_TIMEOUT_S = 3.0
 GIB = 2**30
 INSTALL_TORCH = "pip install torch, the build for this machine's driver (nvidia-smi names its CUDA)"
@@ -130,7 +131,7 @@ def _try_torch() -> dict:
 
 def kernels(timeout: float) -> Finding:
     """Which faster backends work, by trying them."""
-    facts, why = tried("kernels", timeout)
+    facts, why = tried("kernels", max(timeout, COMPILATION_S))
     if why:
         return Finding("kernels", "bad", f"trying them failed: {why}", "FPRNN_KERNELS=plain")
     if not facts["slow"]:
@@ -191,7 +192,7 @@ def deepspeed(timeout: float) -> Finding:
     facts, why = tried("deepspeed", timeout)
     if why:
         text = f"it does not work: {why}"
-        return Finding("deepspeed", "bad", text, "pip install 'fprnn[train]'")
+        return Finding("deepspeed", "bad", text, install_command("deepspeed"))
     return Finding("deepspeed", "ok", facts["version"])
 
 
@@ -205,10 +206,9 @@ def packages() -> list[Finding]:
     """What of the extras is missing, and of what makes the kernels."""
     missing = [name for name, of in EXTRAS.items() if of != "serve" and not _installed(name)]
     needed = [n for n in missing if EXTRAS[n] == "train" and n not in OPTIONAL]
-    extras = ",".join(sorted({EXTRAS[n] for n in missing}, reverse=True))
     findings = [Finding("packages", "ok", "all of the extras train and eval")]
     if missing:
-        text, cure = f"not installed: {', '.join(missing)}", f"pip install 'fprnn[{extras}]'"
+        text, cure = f"not installed: {', '.join(missing)}", install_command(*missing)
         findings = [Finding("packages", "bad" if needed else "note", text, cure)]
     if not (_installed("causal_conv1d") and _installed("mamba_ssm")):
         text = "not installed: Mamba's own layers are slower on a GPU without"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lm.cli.arguments import Number, Whole
-from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError
+from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError, install_command
 from lm.common.files import DamagedError, OutputError
 from lm.training.build import check_section
 from synthetic import config
@@ -316,6 +316,6 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
     )
     assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
     assert done.stderr == (
-        f"error: this command needs the package {package}, which is not installed: pip install"
-        " 'fprnn[train]'\n"
+        f"error: this command needs the package {package}, which is not installed:"
+        f" {install_command(package)}\n"
     )

@@ -14,7 +14,7 @@ import torch
 import lm.common.errors
 from lm.cli.arguments import Number, Whole, names
 from lm.cli.main import main, parser
-from lm.common.errors import UserError, sentence
+from lm.common.errors import UserError, install_command, sentence
 from lm.evaluation.facade import generate
 from lm.evaluation.generate import GenerationError
 from tests.refusals import refused
@@ -64,11 +64,11 @@ def test_what_is_the_users_to_mend_and_what_is_a_bug():
     assert sentence(UserError("so it is")) == "so it is"
     assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
     assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
-        "this command needs the package wandb, which is not installed: pip install 'fprnn[train]'"
+        "this command needs the package wandb, which is not installed: " + install_command("wandb")
     )
     wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
     wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
-    assert sentence(wrapped).endswith("is not installed: pip install 'fprnn'")
+    assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
     assert [sentence(bug) for bug in bugs] == [None] * 4
 

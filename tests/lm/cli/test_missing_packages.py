@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lm.common.errors import BAD_CONFIG, EXTRAS, MissingPackageError, missing_package, require
+from lm.common import errors
+from lm.common.errors import (
+    BAD_CONFIG,
+    EXTRAS,
+    REQUIREMENTS,
+    MissingPackageError,
+    install_command,
+    missing_package,
+    require,
+)
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -22,9 +31,28 @@ def test_the_extras_are_those_of_the_project():
     extras = project["optional-dependencies"]
     for package, extra in EXTRAS.items():
         asked = [r.partition(">")[0].partition("[")[0].lower() for r in extras[extra]]
-        through = {"accelerate": "lm_eval", "pyarrow": "datasets", "yaml": "pyyaml"}
-        through |= dict.fromkeys(("fastapi", "openai", "uvicorn"), "transformers")  # [serving]
-        assert through.get(package, package) in asked, package
+        name = REQUIREMENTS.get(package, package).partition("[")[0]
+        assert name in asked, package
+
+
+def test_the_advised_command_installs_what_is_missing(monkeypatch, tmp_path):
+    """In a checkout its extras; in a wheel, whose name no index knows, the packages themselves."""
+    constraints = ROOT / "constraints.txt"
+    prefix = f"pip install -c {constraints} -e "
+    assert install_command("wandb", "lm_eval", "rich") == f"{prefix}'{ROOT}[train,eval]'"
+    assert install_command("torch") == prefix + str(ROOT)
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "lm/common/errors.py"))
+    requirements = [
+        "torch<2.14,>=2.11",
+        'deepspeed<0.20,>=0.19; extra == "train"',
+        'datasets<6,>=4.0; extra == "train"',
+        'lm_eval[hf]<0.5,>=0.4.13; extra == "eval"',
+    ]
+    monkeypatch.setattr(errors.importlib.metadata, "requires", lambda name: requirements)
+    assert install_command("torch", "deepspeed", "pyarrow", "datasets", "accelerate") == (
+        "pip install 'torch<2.14,>=2.11' 'deepspeed<0.20,>=0.19' 'datasets<6,>=4.0'"
+        " 'lm_eval[hf]<0.5,>=0.4.13'"
+    )
 
 
 @pytest.fixture
@@ -83,7 +111,7 @@ def test_a_sentencepiece_model_says_what_it_needs(tiny, without, tmp_path):
 def test_require(without):
     require("torch", "everything")
     require("torch.nn", "everything")
-    with pytest.raises(MissingPackageError, match=r"it needs .*'fprnn\[train\]'"):
+    with pytest.raises(MissingPackageError, match=r"it needs .*\[train\]'"):
         without("wandb")
         require("wandb", "it")
 
@@ -130,11 +158,10 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, small_export, packa
         [sys.executable, "-c", WITHOUT, package, *command], cwd=ROOT, env=ENV, capture_output=True,
         text=True, timeout=120,
     )  # fmt: skip
-    extra = f"[{EXTRAS[package]}]" if package in EXTRAS else ""
     last = done.stderr.splitlines()[-1]
     assert done.returncode == BAD_CONFIG, done.stderr
     assert last.startswith("error: ") and f"needs the package {package}, which is not" in last
-    assert last.endswith(f"pip install 'fprnn{extra}'") and "Traceback" not in done.stderr
+    assert last.endswith(install_command(package)) and "Traceback" not in done.stderr
 
 
 def test_generating_needs_nothing_but_the_base(small_export):

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from lm.cli.main import main
+from lm.common.errors import install_command
 from lm.config.load import build
 from lm.data.corpus import tokenizer_training
 from lm.data.corpus.corpora import prepare_sources
@@ -140,5 +141,5 @@ def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys, monkeypat
     said = sentence(*options(jsonl, *out, "--type", "sentencepiece"))
     assert said == (
         "a tokenizer of --type sentencepiece needs the package sentencepiece, which is not"
-        " installed: pip install 'fprnn[train]'\n"
+        f" installed: {install_command('sentencepiece')}\n"
     )

@@ -228,7 +228,7 @@ def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a)
     )
-    with pytest.raises(MissingPackageError, match=rf"{absent}.*pip install 'fprnn\[eval\]'"):
+    with pytest.raises(MissingPackageError, match=rf"{absent}.*pip install .*\[eval\]'"):
         evaluate(checkpoint, ["catbabi_mini"])
 
 
