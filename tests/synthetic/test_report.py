@@ -16,7 +16,7 @@ from synthetic.evaluate import parse_lengths
 from synthetic.labels import model_label, task_label
 from synthetic.trained import over_lengths
 from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
-from tests.running import REFUSED
+from tests.running import REFUSED, ROOT
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = list(report.REPORTS)
@@ -309,7 +309,7 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
     submit = shlex.split(next(line for line in lines if "sbatch" in line))
     assert submit[5:] == [
         "--array=0-7",
-        "launch/synthetic_array.sbatch",
+        str(ROOT / "launch/synthetic_array.sbatch"),
         commands[0].split()[4],
         "train.steps=7",
         'out_dir="my runs"',
