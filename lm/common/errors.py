@@ -143,7 +143,7 @@ def install_command(*packages: str) -> str:
         requirements = importlib.metadata.requires("fprnn") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    versions = {}
+    versions: dict[str, str] = {}
     for requirement in requirements:
         text = requirement.partition(";")[0].strip()
         # The base comes first: `transformers`, not the `transformers[serving]` of an extra.
