@@ -19,19 +19,25 @@ SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole numbers from `least` on, to `most` where there is one."""
+    """Whole numbers from `least` on, to `most` if there is one; or a `word` in their place."""
 
     least: int = 1
     most: int | None = None
+    word: str | None = None
 
-    def __call__(self, text: str) -> int:
+    def __call__(self, text: str) -> int | str:
+        if text == self.word:
+            return text
         try:
             value = int(text)
         except ValueError:
             value = None
         if value is None or value < self.least or (self.most is not None and value > self.most):
             to = "on" if self.most is None else f"to {self.most}"
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {self.least} {to}")
+            word = "" if self.word is None else f", nor {self.word}"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no whole number from {self.least} {to}{word}"
+            )
         return value
 
 

@@ -33,7 +33,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     )
     c.add_argument(
         "--batch-size",
-        type=_batch_size,
+        type=Whole(word="auto"),
         default=8,
         metavar="B",
         help="documents at once, at least 1, or auto: as many as memory holds, at most 64 (default:"
@@ -49,14 +49,6 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     c.add_argument("--out", help="results JSON (default: CKPT/eval/results.json)")
     add_trust(c)
     c.set_defaults(run_command=_eval)
-
-
-def _batch_size(text: str) -> int | str:
-    """Parse a batch size: a whole number from 1 on, or auto."""
-    try:
-        return text if text == "auto" else Whole()(text)
-    except argparse.ArgumentTypeError as e:
-        raise argparse.ArgumentTypeError(f"{e}, nor auto") from None
 
 
 def _eval(args: argparse.Namespace) -> int:

@@ -61,8 +61,6 @@ def parse(text: str, where: str) -> Any:
     """
     try:
         tree = yaml.load(text, Loader)  # a SafeLoader
-        _refuse_cycles(tree, where, set(), set())
-        return tree
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         problem = e.problem or e.context
@@ -77,6 +75,8 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
     except ValueError as e:  # of a date that is none, a number of thousands of digits
         raise ConfigError(f"{where} is not valid YAML: {e}") from None
+    _refuse_cycles(tree, where, set(), set())  # nested no deeper than the loader itself goes
+    return tree
 
 
 def _refuse_cycles(tree: Any, where: str, around: set[int], seen: set[int]) -> None:
@@ -88,7 +88,6 @@ def _refuse_cycles(tree: Any, where: str, around: set[int], seen: set[int]) -> N
 
     Raises:
         ConfigError: There is one.
-        RecursionError: It is nested too deep.
     """
     if id(tree) in around:
         raise ConfigError(f"{where} is not YAML for a config: an anchor (&name) holds itself")

@@ -200,8 +200,8 @@ MUTATIONS = [
     Mutation(
         "running: the schedule is one update behind on another layout",
         ENGINE,
-        "self.scheduler.last_epoch = updates - 1",
-        "self.scheduler.last_epoch = updates - 2",
+        "rates = [base * f(updates) for base",
+        "rates = [base * f(updates - 1) for base",
         ELASTIC,
     ),
     Mutation(

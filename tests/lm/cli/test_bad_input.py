@@ -26,7 +26,14 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 
 def dry_run(*overrides) -> list[str]:
-    return ["train", "--config", TINY, "--dry-run", f"data.path={ROOT}/none", *overrides]
+    return [
+        "train",
+        "--config",
+        TINY,
+        "--dry-run",
+        f"data.path={ROOT}/tests/data/tiny.jsonl",
+        *overrides,
+    ]
 
 
 # The base class of errors.
@@ -111,7 +118,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
         raise ValueError("a bug")  # the base of many errors of ours
 
     monkeypatch.setattr("lm.config.load.load_tree", broken)
-    monkeypatch.setattr("lm.report.report.report", broken)
+    monkeypatch.setattr("lm.runs.places.check_run", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(command)
 

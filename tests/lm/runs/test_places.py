@@ -37,7 +37,10 @@ MISTYPED = [
     (f"prepare {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
     (f"train --config {DEMO} resume=runs/nope", "there is no such folder"),
     (f"train --config {DEMO} init_from=runs/nope", "runs/nope is no folder"),
-    (f"train --config {DEMO} engine.deepspeed=nope.json", "nope.json is no file"),
+    (
+        f"train --config {DEMO} engine.deepspeed=nope.json",
+        "cannot read nope.json as JSON: it is no file",
+    ),
     (f"train --config {DEMO} tokenizer.name=runs/nope", "tokenizer.name runs/nope: no such folder"),
     ("tokenizer train --source text --path nope --out t", "data.path nope: no such file"),
     ("synthetic train --config nope.yaml", "no config file at nope.yaml"),
