@@ -26,8 +26,8 @@ TYPES = {
 }
 NUMBERS = {int: "i32", float: "fp32"}
 # Bytes of a thread that may spill, by Triton's version and kernel; others: 0. Triton 3.6 and 3.7
-# keep more addresses over the loop of tokens_back_kernel than 3.9, under which nothing spills: 6 of 128
-# registers at most, which the L1 cache holds.
+# keep more addresses over the loop of tokens_back_kernel than 3.9 does: at most 6 of 128 registers
+# are too many, and the L1 cache holds them.
 SPILLS = {(3, 6): {"tokens_back_kernel": 24}, (3, 7): {"tokens_back_kernel": 16}}
 
 
