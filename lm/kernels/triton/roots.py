@@ -20,6 +20,7 @@ from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
 # The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
+# Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
 MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
 SLOWEST, NEAR, LEAST_INVERSE = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
@@ -152,8 +153,8 @@ def _shortcut(s, trying, residual, q, equation, eps, MOST: tl.constexpr, R: tl.c
         now = tl.where(taken, after, now)
         scale = tl.where(taken, scale_there, scale)
         # 2. Whether that is a root, and one that attracts.
-        no_better = (now <= SOLVED * eps * scale) & (halved == 0)
-        at_rounding = (now <= ROUNDING * eps * scale) | no_better
+        no_better = (now <= eps * scale * SOLVED) & (halved == 0)
+        at_rounding = (now <= eps * scale * ROUNDING) | no_better
         ended = trying & at_rounding
         if _any(ended):
             found = found | (ended & _attracts(M, R))
@@ -184,10 +185,10 @@ def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R:
         psi, numerator, slant, inverse, before, scale = _evaluate(s, equation)
         moved = s + _eliminate(_rest(beta, numerator, slant, inverse, R), psi, R)
         _, _, _, _, after, _ = _evaluate(moved, equation)
-        going = going & (before > ROUNDING * eps * scale) & (after < before)
+        going = going & (before > eps * scale * ROUNDING) & (after < before)
         s = tl.where(going[:, None], moved, s)
     _, _, _, _, residual, scale = _evaluate(s, equation)
-    return s, residual <= SOLVED * eps * scale
+    return s, residual <= eps * scale * SOLVED
 
 
 @triton.jit
@@ -219,12 +220,12 @@ def search(
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
-        done = active & (residual < float("inf")) & (residual <= ROUNDING * eps * scale)
+        done = active & (residual < float("inf")) & (residual <= eps * scale * ROUNDING)
         lost = lost | (active & (residual == float("inf")))
         active = active & (done == 0) & (lost == 0)
         root = tl.where(done[:, None], s, root)
         q = residual / before
-        near = (q > 0.0) & (q < SLOWEST) & (residual / (1.0 - q) <= NEAR * scale)
+        near = (q > 0.0) & (q < SLOWEST) & (residual / (1.0 - q) <= scale * NEAR)
         trying = active & near
         if _any(trying):
             ahead, found = _shortcut(s, trying, residual, q, equation, eps, MOST_NEWTON, R)
