@@ -26,15 +26,9 @@ TYPES = {
 }
 NUMBERS = {int: "i32", float: "fp32"}
 # Bytes of a thread that may spill, by Triton's version and kernel; others: 0. Triton 3.6 and 3.7
-<<<<<<< HEAD
-# keep more addresses over the loop of tokens_back_kernel than 3.9 does: with 1,536 channels (16
-# warps, so 128 registers) up to 6 numbers do not fit. With 768 channels ptxas spills 2 by choice:
-# with 128 registers two programs share a multiprocessor.
-=======
 # keep more addresses over the loop of tokens_back_kernel than 3.9 does: at 1,536 channels (16 warps
 # of 128 registers) up to 6 numbers do not fit. At 768 channels ptxas spills 2 by choice: with 128
 # registers two programs share a multiprocessor.
->>>>>>> h-install
 SPILLS = {
     (3, 6): {"tokens_back_kernel": 24},
     (3, 7): {"tokens_back_kernel": 16},
