@@ -168,6 +168,15 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
     run = RunDir(run_dir)
     saved = _trained_state(run)
     cfg = load(run.config, overrides)
+    trained = load(run.config).model.model_dump()
+    differing = [key for key, value in cfg.model.model_dump().items() if value != trained[key]]
+    if differing:  # not every other model has weights of another shape
+        key = differing[0]
+        raise CheckpointError(
+            f"{run} is of another model than its config and the overrides describe (model.{key} was"
+            f" {trained[key]}, is {getattr(cfg.model, key)}): leave the `model` section as it was"
+            " trained"
+        )
     with reading_run(run.config, trust):
         task = tasks.build(cfg.task)
         model, _, precision = build(cfg, task, cfg.train.lengths[1])

@@ -41,6 +41,10 @@ def _status(args: argparse.Namespace) -> int:
     # The directory of a sweep's point has a `=` in its name, too.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
     places_given = [text for text in args.place if text not in overrides]
+    if overrides and not places_given:
+        raise places.PlaceError(
+            f"`{overrides[0]}` sets a key of a sweep, and no sweep is named: give its YAML as well"
+        )
     for place in places_given:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)

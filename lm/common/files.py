@@ -180,7 +180,8 @@ def find_shipped(name: str) -> Path:
         name: Path from the repository's root, such as `configs/lm/demo.yaml`. The package `fprnn`
             links to the folders `configs` and `launch`, and a wheel holds copies there.
     """
-    return (Path(__file__).parents[2] / "fprnn" / name).resolve()
+    # Path.resolve would raise for links in a circle.
+    return Path(os.path.realpath(Path(__file__).parents[2] / "fprnn" / name))
 
 
 def target(path: Path | str) -> Path:

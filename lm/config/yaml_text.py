@@ -75,6 +75,11 @@ def parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
     except ValueError as e:  # of a date that is none, a number of thousands of digits
         raise ConfigError(f"{where} is not valid YAML: {e}") from None
+    except (IndexError, KeyError, AttributeError, TypeError):  # PyYAML's constructors, of `!!int _`
+        raise ConfigError(
+            f"{where} is not valid YAML: a tag (!!int, !!float, !!bool or !!timestamp) stands"
+            " before a text that is no such value"
+        ) from None
     _refuse_cycles(tree, where, set(), set())  # nested no deeper than the loader itself goes
     return tree
 

@@ -76,6 +76,8 @@ def read_sums(folder: Path) -> dict[str, str]:
         if len(digest) != 64 or not name or os.path.basename(name) != name:
             raise ValueError(f"{folder / SUMS} is damaged: {line[:80]!r} is no checksum of a file")
         sums[name] = digest
+    if not sums:
+        raise ValueError(f"{folder / SUMS} is damaged: it is empty")
     return sums
 
 
@@ -90,7 +92,11 @@ def refuse_changed(folder: Path | str, is_wanted: Callable[[str], bool] = lambda
     """
     folder = Path(folder)
     sums = {name: digest for name, digest in read_sums(folder).items() if is_wanted(name)}
-    if how := difference(folder, sums, once=True):
+    how = difference(folder, sums, once=True)
+    if sums and not how:  # a list that lost the line of the weights would vouch for any
+        weights = (path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name))
+        how = next((f"{name} is not listed in {SUMS}" for name in weights if name not in sums), "")
+    if how:
         raise ValueError(
             f"{folder / how}: bring back the file that {SUMS} is of, or where the change is meant,"
             f" delete {SUMS}"

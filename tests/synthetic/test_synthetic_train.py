@@ -400,8 +400,13 @@ def test_the_command_line(cfg, tmp_path, capsys):
     # A checkpoint is for the vocabulary it was trained on.
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
-    assert main(["eval", str(c.run_dir), "model.d_model=32"]) == 1
-    assert "is of another model than its config and the overrides" in capsys.readouterr().err
+    for another in (
+        "model.d_model=32",
+        "model.eigen_range=positive",
+    ):  # of other, of the same shapes
+        assert main(["eval", str(c.run_dir), another]) == 1
+        said = capsys.readouterr().err
+        assert "is of another model than its config and the overrides" in said
     with pytest.raises(SystemExit):
         main(["eval", str(c.run_dir), "--seeds", "-1"])
     assert "argument --seeds: '-1' is no whole number from 0" in capsys.readouterr().err

@@ -270,6 +270,9 @@ def test_overrides_win_over_the_yaml_and_the_last_wins(tmp_path):
         ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
         ("name=[1", "override `name=[1`: the value is not valid YAML"),
         ("optim.lr=abc", "`optim.lr` is 'abc'"),
+        *((f"optim.lr=!!{tag}", "is no such value") for tag in ('int ""', "int _", "bool x")),
+        ("optim.lr=!!timestamp x", "is no such value"),
+        (f"optim.lr=0x{'f' * 5000}", "`optim.lr` is a number of thousands of digits"),
         ("train.steps=-1", "`train.steps` is -1"),
     ],
 )
@@ -282,6 +285,13 @@ def test_a_bad_override_is_refused(tmp_path, text, words):
 def test_an_override_below_a_value_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="`deepspeed` is a value, not a section"):
         load(tmp_path, "engine: {deepspeed: ds.json}", "engine.deepspeed.a=1")
+
+
+def test_a_link_in_a_circle_is_no_file(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match="no config file at"):
+        config.load(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,12 @@ def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
     assert main(["status", str(a.path), str(b.path), "--follow"]) == 0
 
 
+@pytest.mark.parametrize("option", [[], ["--json"], ["--follow"]])
+def test_a_key_without_a_sweep_is_refused(capsys, option):
+    assert main(["status", "seed=1", *option]) == FAILED
+    assert "`seed=1` sets a key of a sweep, and no sweep is named" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys, monkeypatch):
     path = tmp_path / "of/late"
     assert main(["status", str(path)]) == FAILED

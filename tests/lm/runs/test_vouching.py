@@ -385,3 +385,13 @@ def test_damaged_lines_of_the_log_are_said(stopped):
     assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
     steps = [r["step"] for r in losses(stopped)]
     assert steps == [1, 2, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("lines, words", [([], "it is empty"), (["config"], "is not listed in")])
+def test_a_list_that_lost_the_weights_vouches_for_nothing(small_export, tmp_path, lines, words):
+    copy = tmp_path / "copy"
+    shutil.copytree(small_export, copy)
+    kept = [line for line in (copy / SUMS).read_text().splitlines(True) if "config.json" in line]
+    (copy / SUMS).write_text("".join(kept if lines else []))
+    with pytest.raises(LoadError, match=words):
+        load_model(copy)
