@@ -161,31 +161,35 @@ def _picard(map_of, start):
     y = start.clone()
     near, solved = (torch.zeros_like(start[..., 0], dtype=torch.bool) for _ in range(2))
     searched = ~solved  # the tokens that the rest of the names stands for
-    f, at, damping = map_of(None), start.flatten(0, -2), Damping(Rule(), start[..., 0].flatten())
+    f, iterate, damping = (
+        map_of(None),
+        start.flatten(0, -2),
+        Damping(Rule(), start[..., 0].flatten()),
+    )
     is_near, is_solved = near.flatten().clone(), solved.flatten().clone()
     for iteration in range(2 * MOST_PICARD):
-        value = f(at.view(start.shape) if searched.all() else at).flatten(0, -2)
-        residual = token_residual(at, value)
+        value = f(iterate.view(start.shape) if searched.all() else iterate).flatten(0, -2)
+        residual = token_residual(iterate, value)
         if iteration < MOST_PICARD:
             is_near = is_near | (residual < ROOT_TOL)
         # A solved token keeps its value: it may not depend on its neighbours.
-        done = ~is_solved & (residual < INNER_TOL[at.dtype])
-        at = torch.where(done.unsqueeze(-1), value, at)
+        done = ~is_solved & (residual < INNER_TOL[iterate.dtype])
+        iterate = torch.where(done.unsqueeze(-1), value, iterate)
         is_solved = is_solved | done
         moving = ~is_solved if iteration + 1 < MOST_PICARD else is_near & ~is_solved
         damping.update(residual)
-        at = torch.lerp(at, value, (damping.step * moving).unsqueeze(-1))
+        iterate = torch.lerp(iterate, value, (damping.step * moving).unsqueeze(-1))
         count = int(moving.sum())
         if 2 * count <= len(moving):  # write the tokens down that stand, and go on with the others
-            y[searched], near[searched], solved[searched] = at, is_near, is_solved
+            y[searched], near[searched], solved[searched] = iterate, is_near, is_solved
             if not count:
                 return y, near, solved
             searched[searched.clone()] = moving
-            f, at, is_near, is_solved = (
-                map_of(searched), at[moving], is_near[moving], is_solved[moving]
+            f, iterate, is_near, is_solved = (
+                map_of(searched), iterate[moving], is_near[moving], is_solved[moving]
             )  # fmt: skip
             damping.take(moving)
-    y[searched], near[searched], solved[searched] = at, is_near, is_solved
+    y[searched], near[searched], solved[searched] = iterate, is_near, is_solved
     return y, near, solved
 
 

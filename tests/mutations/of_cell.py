@@ -253,14 +253,14 @@ MUTATIONS = [
     ),
     Mutation(
         "token: the inner iteration goes on where it has converged",
-        FULL, "torch.lerp(at, value, (damping.step * moving).unsqueeze(-1))",
-        "torch.lerp(at, value, damping.step.unsqueeze(-1))",
+        FULL, "torch.lerp(iterate, value, (damping.step * moving).unsqueeze(-1))",
+        "torch.lerp(iterate, value, damping.step.unsqueeze(-1))",
         of_full("a_token_that_iterates_depends_on_no_other"),
     ),
     Mutation(
         "token: the precision decides when Picard has chosen a full-rank solution",
         FULL, "is_near = is_near | (residual < ROOT_TOL)",
-        "is_near = is_near | (residual < INNER_TOL[at.dtype])",
+        "is_near = is_near | (residual < INNER_TOL[iterate.dtype])",
         of_full("every_precision_takes_the_same_of_several_solutions"),
     ),
     Mutation(
