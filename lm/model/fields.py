@@ -290,8 +290,8 @@ ARCHITECTURE = {
         0,
         Number(0, 65_536, whole=True),
         "k > 0: mixer, B, C (and Δ with `dt_h_dep`) read sh(y) through k learned vectors: the"
-        " nearest of them is read softly in its place, and zero where there is no token before. That"
-        " pulls a state back to where it was. For `fp_mamba1` and `fp_mamba2`; no GPU kernel"
+        " nearest of them is read softly in its place, and zero where there is no token before."
+        " That pulls a state back to where it was. For `fp_mamba1` and `fp_mamba2`; no GPU kernel"
         " supports it.",
     ),
     "n_heads": Field(

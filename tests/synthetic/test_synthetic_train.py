@@ -400,10 +400,8 @@ def test_the_command_line(cfg, tmp_path, capsys):
     # A checkpoint is for the vocabulary it was trained on.
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
-    for another in (
-        "model.d_model=32",
-        "model.eigen_range=positive",
-    ):  # of other, of the same shapes
+    # The second has weights of the same shapes.
+    for another in ("model.d_model=32", "model.eigen_range=positive"):
         assert main(["eval", str(c.run_dir), another]) == 1
         said = capsys.readouterr().err
         assert "is of another model than its config and the overrides" in said
@@ -411,7 +409,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
         main(["eval", str(c.run_dir), "--seeds", "-1"])
     assert "argument --seeds: '-1' is no whole number from 0" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nothing")]) == 1
-    assert "holds no trained model" in capsys.readouterr().err
+    assert "holds no run" in capsys.readouterr().err
     checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):
