@@ -1,7 +1,7 @@
 """Paths that a command takes for a run or a model, refused before PyTorch is imported.
 
-A mistyped path is the commonest mistake at a command line, and importing PyTorch, transformers and
-DeepSpeed takes longer than anybody waits for a sentence about it. Nothing heavy is imported here.
+Importing PyTorch, transformers and DeepSpeed takes several seconds, which is long for a sentence about
+a mistyped path. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
