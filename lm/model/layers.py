@@ -283,9 +283,9 @@ class Centroids(nn.Module):
         """
         if y is None:
             return self.maps(dtype)
-        # A norm makes y in every block that has centroids, so y is exactly zero only where there is no
-        # token before. Zero must not be
-        # a centroid: it would capture states that lie between all others.
+        # A norm makes y in every block that has centroids, so y is exactly zero only where there is
+        # no token before. Zero must not be a centroid: it would capture states that lie between all
+        # others.
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):

@@ -1,7 +1,7 @@
 """Paths that a command takes for a run or a model, refused before PyTorch is imported.
 
-Importing PyTorch, transformers and DeepSpeed takes several seconds, which is long for a sentence about
-a mistyped path. Nothing heavy is imported here.
+Importing PyTorch, transformers and DeepSpeed takes several seconds, which is long for a sentence
+about a mistyped path. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
