@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         type=Whole(1, 65535),
         default=8000,
         metavar="N",
-        help="port to listen on, 1 to 65535 (default: 8000)",
+        help="port to listen on, at least 1, at most 65535 (default: 8000)",
     )
     add_trust(c)
     c.set_defaults(run_command=_serve)

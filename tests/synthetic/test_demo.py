@@ -77,7 +77,7 @@ def test_what_cannot_be_is_a_sentence(tmp_path):
     assert done.returncode != 0 and "no demo `a6`: there are s3" in done.stderr
     (tmp_path / "index.html").write_text("somebody's")
     done = fprnn("demo", "s3", "--out", tmp_path)
-    assert "index.html is there already, and no page of this command" in done.stderr
+    assert "index.html is there already, and this command did not write it" in done.stderr
     (tmp_path / "file").touch()
     done = fprnn("demo", "s3", "--out", tmp_path / "file")
     assert done.returncode != 0 and done.stderr.startswith("error: ")

@@ -374,7 +374,7 @@ def test_the_overview_counts_runs(tmp_path, capsys):
     ("args", "message"),
     [
         (["fig99"], "no report `fig99`: there are demo, fig1, "),
-        (["fig1", "--config", "nowhere.yaml"], "at nowhere.yaml: name the YAML of its sweep with"),
+        (["fig1", "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
         (["fig1", "task.groop=S3"], "unknown key `task.groop`"),
     ],
 )

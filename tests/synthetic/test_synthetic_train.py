@@ -365,8 +365,8 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         ),
         (
             ["eval.lengths=4,10000000000"],
-            TaskError,
-            r"length 10000000000 does not fit: .* evaluate shorter lengths",
+            ConfigError,
+            r"`10000000000` of `4,10000000000` is above 1,048,576, the longest length",
         ),
         (["eval.seeds=[1,1]"], TaskError, r"seed 1 is there twice"),
     ],

@@ -39,7 +39,7 @@ def dry_run(*overrides) -> list[str]:
 # The base class of errors.
 
 # Not the user's: a kernel that passes a size on to another, and lm/model, which carries no package.
-OTHERS = {"Unsupported", "NonFiniteError", "MixerError"}
+OTHERS = {"Unsupported", "NonFiniteError", "MixerError", "StopRequested"}
 
 
 def error_classes() -> dict[str, list[str]]:

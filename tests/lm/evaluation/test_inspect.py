@@ -405,7 +405,10 @@ def test_the_facade_is_light_and_shipped():
     assert "fprnn" in imported
     assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
     assert imports(Path(fprnn.__file__).read_text(encoding="utf-8"), "fprnn") == {
+        "fprnn.one_layer",
         "lm",
         "lm.evaluation.facade",
+        "typing",
     }
-    assert sorted(fprnn.__all__) == ["LanguageModel", "__version__", "load"]
+    names = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
+    assert sorted(fprnn.__all__) == names

@@ -111,7 +111,7 @@ A_LOG = "backbone.layers.1.mixer.A_log"
         (rewrite("config.json", "[]"), "must hold a mapping"),
         (rewrite("config.json", '{"model_type": "gpt2"}'), "describes a gpt2: it must be mamba or"),
         (rewrite("config.json", "{}"), "describes no model known here"),
-        (rewrite("pytorch_model.bin", "nothing"), r"pytorch_model.bin cannot be read"),
+        (rewrite("pytorch_model.bin", "nothing"), r"pytorch_model.bin is not read: it is a pickle"),
         (lambda f: (f / "pytorch_model.bin").unlink(), "holds no weights: neither model.safe"),
         (change_weights(lambda s: s.pop(A_LOG)), "1 missing: backbone.layers.1.block.A_log$"),
         (
