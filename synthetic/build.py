@@ -169,7 +169,8 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
     saved = _trained_state(run)
     cfg = load(run.config, overrides)
     trained = load(run.config).model.model_dump()
-    differing = [key for key, value in cfg.model.model_dump().items() if value != trained[key]]
+    wanted = cfg.model.model_dump(exclude={"vocab_size"})  # the shapes of the weights tell it
+    differing = [key for key, value in wanted.items() if value != trained[key]]
     if differing:  # not every other model has weights of another shape
         key = differing[0]
         raise CheckpointError(

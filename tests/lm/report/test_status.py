@@ -9,6 +9,7 @@ import time
 import pytest
 
 from lm.cli.main import main
+from lm.common.console import say
 from lm.common.errors import FAILED
 from lm.report import status
 from lm.runs.lease import Lease
@@ -82,7 +83,8 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
     }
 
 
-def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
+def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(say.console, "width", 300)  # a narrow table would fold the name
     folder = tmp_path / "x\x1b[31mred:smile:"
     folder.mkdir()
     (folder / "config.yaml").write_text("train: {steps: 4}")
