@@ -22,4 +22,4 @@ echo "== generate: runs/demo/sample.txt"
 echo "== report: the figures of runs/demo"
 "$PY" -m lm report runs/demo
 
-echo "next: fprnn demo s3, what this is for: FP-Mamba follows a state that Mamba cannot (75 s)"
+echo "next: fprnn demo s3, what this is for: FP-Mamba follows a state that Mamba cannot (80 s)"
