@@ -34,6 +34,9 @@ INNER_TOL = {torch.float32: ROOT_TOL, torch.float64: 1e-12}  # relative residual
 # Bisection factorises a matrix (d,d) of every token left some 40 times.
 MOST_DENSE, BISECTIONS, MOST_NEWTON = 256, 30, 10
 ELEMENTS_AT_ONCE = 1 << 22  # of these matrices
+# Batches of larger matrices are solved one by one on a CPU: torch 2.11 to 2.13 with several threads
+# returns wrong solutions, raises, or hangs from 150 rows on (pytorch issue 142815).
+MAX_BATCHED_ROWS = 128
 MEMORY, TURN, MOST_ACCELERATED = 8, 20, 120  # Anderson's; iterations between two changes; in all
 MOST_LEAP = 1e6  # of its next iterate, in lengths of the last value: it does not follow to infinity
 
@@ -233,7 +236,7 @@ class Anderson:
         scale = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None].clamp_min(1e-30)
         gram = gram / scale + torch.finfo(g.dtype).eps * _eye(gram)
         right = changes.mT @ self.residuals[-1].unsqueeze(-1) / scale
-        share = torch.linalg.solve_ex(gram, right)[0]
+        share = _solve(gram, right)
         moved = g - (torch.stack(self.values, -1).diff(dim=-1) @ share).squeeze(-1)
         leap, size = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (moved, g))
         return torch.where(leap <= MOST_LEAP * size, moved, g)  # NaN is not
@@ -249,7 +252,7 @@ def _by_matrices(equations, start, near):
     c, A = equations.before_norm()
     norm = equations.token.norm
     if norm.kind == "none":
-        y = torch.linalg.solve_ex(_eye(A) - A, c.unsqueeze(-1))[0].squeeze(-1)
+        y = _solve(_eye(A) - A, c.unsqueeze(-1)).squeeze(-1)
     else:
         y = start.double()
         if not near.all():
@@ -267,7 +270,7 @@ def _crossing(c, A, norm):
 
     def at(g):
         rest = _eye(A) - g[:, None, None] * slope
-        y = torch.linalg.solve_ex(rest, (g[:, None] * right + bias).unsqueeze(-1))[0].squeeze(-1)
+        y = _solve(rest, (g[:, None] * right + bias).unsqueeze(-1)).squeeze(-1)
         square = norm.centred(c + _times(A, y)).square().mean(-1) + norm.eps
         return y, ~(square.rsqrt() >= g)
 
@@ -285,7 +288,7 @@ def _polished(c, A, norm, y):
     residual = token_residual(y, norm(c + _times(A, y)))
     for _ in range(MOST_NEWTON):
         off = norm(c + _times(A, y)) - y
-        step = torch.linalg.solve_ex(_eye(A) - _slope(c, A, norm, y), off.unsqueeze(-1))[0]
+        step = _solve(_eye(A) - _slope(c, A, norm, y), off.unsqueeze(-1))
         moved = y + step.squeeze(-1)
         after = token_residual(moved, norm(c + _times(A, moved)))
         better = after < residual  # NaN is not
@@ -305,6 +308,19 @@ def _slope(c, A, norm, y):
     unit, moved = v * inverse, norm.centred(A.mT).mT
     along = unit.unsqueeze(-1) * (unit.unsqueeze(-2) @ moved) / v.shape[-1]
     return (norm.weight.double() * inverse).unsqueeze(-1) * (moved - along)
+
+
+def _solve(matrix, right):
+    """Return x (n,d,k) with matrix · x = right; a singular matrix gives NaN or infinity.
+
+    Args:
+        matrix: One matrix per token, (n,d,d).
+        right: Right-hand sides, (n,d,k).
+    """
+    if matrix.device.type == "cpu" and matrix.shape[-1] > MAX_BATCHED_ROWS:
+        pairs = zip(matrix, right, strict=True)
+        return torch.stack([torch.linalg.solve_ex(M, b)[0] for M, b in pairs])
+    return torch.linalg.solve_ex(matrix, right)[0]
 
 
 def _times(matrix, vector):
@@ -336,7 +352,7 @@ def _with_gradient(equations, y, outcome):
             c, A = some.before_norm()
             slope = _slope(c, A, some.token.norm, y[which].double())
             right = v[which].double().unsqueeze(-1)
-            g = torch.linalg.solve_ex(_eye(slope) - slope.mT, right)[0].squeeze(-1)
+            g = _solve(_eye(slope) - slope.mT, right).squeeze(-1)
             return g, torch.isfinite(g).all(-1)
 
         with torch.no_grad():

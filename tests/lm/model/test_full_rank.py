@@ -1,5 +1,7 @@
 """A token's own equation where I − Q has full rank: its solution, gradient, what is counted."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,24 @@ def solve(token, M):
 
 
 KINDS = pytest.mark.parametrize("kind", ["layer", "rms", "none"])
+
+
+TWO_THREADS = """
+import torch
+from lm.model.full_rank import _solve
+torch.set_num_threads(2)
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float64):
+    matrix = torch.randn(7, 160, 160, dtype=dtype) / 160**0.5 + 5 * torch.eye(160, dtype=dtype)
+    right = torch.ones(7, 160, 1, dtype=dtype)
+    off = (matrix @ _solve(matrix, right) - right).abs().max()
+    assert off < 100 * torch.finfo(dtype).eps, off
+"""
+
+
+def test_wide_systems_are_solved_in_two_threads():
+    """In its own process: with two threads torch's batched LU is wrong or hangs from 150 rows."""
+    subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=60)
 
 
 @KINDS
