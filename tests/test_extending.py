@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -297,17 +298,18 @@ def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path, monkeypatch):
+def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path):
     environment = {**running.ENV, "PYTHONPATH": f"{ROOT}:{page}"}
-    monkeypatch.setattr(running, "ENV", environment)
     overrides = (
         f"model.mixer={PLACE}",
         "checkpoint.every=2",
         "optim.schedule=constant",
         "data.val_tokens=32",
     )
-    running.run(tmp_path / "runs", *overrides, "train.steps=4")
-    records, _ = running.run(tmp_path / "runs", *overrides, "train.steps=6", "resume=auto")
+    for extra in (["train.steps=4"], ["train.steps=6", "resume=auto"]):
+        train = running.command(tmp_path / "runs", *overrides, *extra)
+        subprocess.run(train, env=environment, check=True, timeout=300)
+    records = running.losses(tmp_path / "runs/tiny")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):

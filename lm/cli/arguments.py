@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from lm.common.errors import FAILED, exit_status, sentence
+from lm.common.errors import FAILED, Stopped, exit_status, sentence
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
@@ -160,7 +160,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(e, "said_by_main", False):
             time.sleep(SAID_S)  # a launcher kills all ranks, rank 0 too, when the first has ended
         else:
-            print(f"error: {printable(text)}", file=sys.stderr)
+            label = "" if isinstance(e, Stopped) else "error: "
+            print(f"{label}{printable(text)}", file=sys.stderr)
         _drop_output()
         return exit_status(e)
 

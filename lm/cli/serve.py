@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Whole, add_trust
-from lm.common.errors import UserError, require
+from lm.common.errors import BAD_CONFIG, UserError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,6 +19,8 @@ PACKAGES = ("fastapi", "uvicorn", "openai")  # without them `transformers serve`
 class ServeError(UserError, RuntimeError):
     """An export that cannot be served; the message gives the reason."""
 
+    exit_status = BAD_CONFIG
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of the command line. Nothing heavy is imported."""
@@ -27,8 +29,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="serve an exported directory to OpenAI clients (/v1/completions)",
         description="Load an export and answer /v1/completions, whole or streamed, until Ctrl-C:"
         " `transformers serve`, which does not find the model classes of a checkpoint by itself."
-        " It needs pip install 'transformers[serving]'. A client names the model as CKPT is named"
-        " here (docs/serving.md).",
+        " It needs the extra `serve` (docs/serving.md). A client names the model as CKPT is named"
+        " here.",
     )
     c.add_argument("checkpoint", metavar="CKPT")
     c.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
@@ -94,7 +96,8 @@ def _check_export(checkpoint: str) -> None:
         cure = f"make one with `fprnn export RUN {checkpoint}`"
         if (folder / "config.yaml").is_file():
             cure = f"it is a run: `fprnn export {folder} {folder / 'hf'}`, then serve that"
-        raise ServeError(f"no export at {checkpoint}: {cure}")
+        problem = " is no export" if folder.exists() else ": no such folder"
+        raise ServeError(f"{checkpoint}{problem}; {cure}")
     if "@" in checkpoint:
         raise ServeError(
             f"{checkpoint} has an @ in its path, after which `transformers serve` expects a"

@@ -117,7 +117,7 @@ def load_tree(path: str | Path) -> dict:
     if not path.is_file():
         shipped = find_shipped(str(path))
         hint = f"; the one that comes with fprnn is {shipped}" if shipped.is_file() else ""
-        raise ConfigError(f"no config file at {path}{hint}")
+        raise ConfigError(f"{path}: no such file; give a YAML file{hint}")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from lm.common.errors import UserError
+from lm.common.errors import BAD_CONFIG, UserError
 
 RUN_FILE = "config.yaml"  # every run directory has it
 MODEL_FILE = "config.json"  # every export, and every folder that `save_pretrained` writes, has it
@@ -19,7 +19,9 @@ HUB_TIMEOUT_S = 1.5  # to connect to the hub, and again for its answer
 
 
 class PlaceError(UserError, RuntimeError):
-    """A path where a run, a model or a file was expected, and is not; the message says which."""
+    """A path does not lead to the run, model or file that a command needs; the message names it."""
+
+    exit_status = BAD_CONFIG
 
 
 def check_run(path: Path | str) -> None:
@@ -29,6 +31,8 @@ def check_run(path: Path | str) -> None:
         PlaceError: There is no such folder, or no run in it.
     """
     folder = Path(path)
+    if not folder.exists():
+        raise PlaceError(f"{path}: no such folder; give a run directory{_near(folder)}")
     if not (folder / RUN_FILE).is_file():
         raise PlaceError(f"{path} holds no run (it has no {RUN_FILE}){_hint(folder)}")
 
@@ -52,6 +56,8 @@ def check_runs_to_watch(path: Path | str, follow: bool) -> None:
         return
     else:
         hint = "give a run directory or a sweep's YAML, or --follow to wait for the run"
+        if not folder.exists():
+            raise PlaceError(f"{path}: no such folder; {hint}{_near(folder)}")
     raise PlaceError(f"{path} is no run directory, it has no {RUN_FILE}: {hint}{_near(folder)}")
 
 

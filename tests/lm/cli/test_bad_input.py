@@ -426,7 +426,10 @@ def test_no_place_holds_a_nul(capsys, key):
 
 
 def test_control_characters_of_an_argument_are_written_out(capsys):
-    assert refused(capsys, "sweep", "\x1b[31m.yaml") == r"no config file at \x1b[31m.yaml"
+    assert (
+        refused(capsys, "sweep", "\x1b[31m.yaml")
+        == r"\x1b[31m.yaml: no such file; give a YAML file"
+    )
 
 
 # Options.

@@ -127,7 +127,7 @@ def test_other_mistakes_are_one_line_too(tmp_path, capsys, text, overrides, word
 
 def test_a_missing_config_is_one_line(tmp_path):
     message = refused(lm("train", "--config", "nope.yaml", "--dry-run", cwd=tmp_path))
-    assert message == "no config file at nope.yaml"
+    assert message == "nope.yaml: no such file; give a YAML file"
     assert refused(lm("sweep", "nope.yaml", cwd=tmp_path)) == message
 
 
@@ -220,9 +220,9 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
     "args, message",
     [
         (["export", "there", "out"], "there holds no run (it has no config.yaml)"),
-        (["export", "missing", "out"], "missing holds no run (it has no config.yaml)"),
+        (["export", "missing", "out"], "missing: no such folder; give a run directory"),
         (["report", "there"], "there holds no run (it has no config.yaml)"),
-        (["report", "missing"], "missing holds no run (it has no config.yaml)"),
+        (["report", "missing"], "missing: no such folder; give a run directory"),
         (
             ["generate", "there", "--prompt", "a"],
             "there holds neither a run (config.yaml) nor an export (config.json)",
@@ -237,7 +237,7 @@ def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, ar
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("not a run")
-    assert main(args) == 1
+    assert main(args) == BAD_CONFIG
     assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "out").exists()
 

@@ -29,7 +29,7 @@ def installed(monkeypatch):
 
 def test_a_place_that_is_no_export_is_refused_by_name(tmp_path, capsys):
     said = refused(capsys, "serve", tmp_path / "nope")
-    assert said == f"no export at {tmp_path / 'nope'}: make one with `fprnn export RUN " + (
+    assert said == f"{tmp_path / 'nope'}: no such folder; make one with `fprnn export RUN " + (
         f"{tmp_path / 'nope'}`"
     )
     (tmp_path / "config.yaml").touch()

@@ -290,7 +290,7 @@ def test_an_override_below_a_value_is_refused(tmp_path):
 def test_a_link_in_a_circle_is_no_file(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(ConfigError, match="no config file at"):
+    with pytest.raises(ConfigError, match="no such file"):
         config.load(tmp_path / "a")
 
 
@@ -311,7 +311,7 @@ def test_a_bad_file_is_refused(tmp_path, text, words):
 
 
 def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config file at .*nope\.yaml"):
+    with pytest.raises(ConfigError, match=r"nope\.yaml: no such file"):
         config.load(tmp_path / "nope.yaml")
     (tmp_path / "c.yaml").write_bytes(b"name: \xff")
     with pytest.raises(ConfigError, match="not UTF-8"):

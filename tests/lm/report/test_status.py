@@ -10,7 +10,7 @@ import pytest
 
 from lm.cli.main import main
 from lm.common.console import say
-from lm.common.errors import FAILED
+from lm.common.errors import BAD_CONFIG
 from lm.report import status
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir
@@ -234,15 +234,15 @@ def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
 
 @pytest.mark.parametrize("option", [[], ["--json"], ["--follow"]])
 def test_a_key_without_a_sweep_is_refused(capsys, option):
-    assert main(["status", "seed=1", *option]) == FAILED
+    assert main(["status", "seed=1", *option]) == BAD_CONFIG
     assert "`seed=1` sets a key of a sweep, and no sweep is named" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys, monkeypatch):
     path = tmp_path / "of/late"
-    assert main(["status", str(path)]) == FAILED
+    assert main(["status", str(path)]) == BAD_CONFIG
     said = capsys.readouterr().err
-    assert "has no config.yaml" in said and "--follow" in said
+    assert "no such folder" in said and "--follow" in said
 
     def sleep(_):
         FakeRun(path).put("result.json", RESULT)
@@ -251,7 +251,7 @@ def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys,
     assert main(["status", str(path), "--follow"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "missing" in lines[0] and "done" in lines[1]
-    assert main(["status", str(tmp_path / "of"), "--follow"]) == FAILED
+    assert main(["status", str(tmp_path / "of"), "--follow"]) == BAD_CONFIG
     assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
 
 
