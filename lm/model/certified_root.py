@@ -31,7 +31,9 @@ class ScalarEquation(NamedTuple):
         return self.gamma0 + s * (2 * self.gamma1 + self.gamma2 * s)
 
     def phi(self, s: torch.Tensor) -> torch.Tensor:
-        return (self.alpha + self.beta * s) / self.square(s).clamp_min(self.floor).sqrt() + self.delta
+        return (self.alpha + self.beta * s) / self.square(s).clamp_min(
+            self.floor
+        ).sqrt() + self.delta
 
     def slope_signs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """n₀ and n₁."""
@@ -41,7 +43,9 @@ class ScalarEquation(NamedTuple):
     def mirror(self, side: torch.Tensor) -> "ScalarEquation":
         """The equation of side · s. side: 1 or −1."""
         alpha, beta, delta, gamma0, gamma1, gamma2, floor = self
-        return ScalarEquation(side * alpha, beta, side * delta, gamma0, side * gamma1, gamma2, floor)
+        return ScalarEquation(
+            side * alpha, beta, side * delta, gamma0, side * gamma1, gamma2, floor
+        )
 
 
 @torch.no_grad()
@@ -63,7 +67,7 @@ def find_certified_roots(coefficients: "Coefficients") -> tuple[torch.Tensor, to
     zero = torch.zeros_like(e.alpha)
     at_zero, _, size = _evaluate(e, zero)
     # 1. Zero itself, where it is a root to rounding.
-    is_proven = at_zero.abs() <= ROUNDING * eps * size
+    is_proven = torch.isfinite(at_zero) & (at_zero.abs() <= ROUNDING * eps * size)
     roots = zero
     # 2. Newton from zero; then from where φ is largest on the root's side, or from its limit.
     side = torch.where(at_zero < 0, -1.0, 1.0)

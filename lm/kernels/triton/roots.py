@@ -288,6 +288,7 @@ def _find_directly(equation, live, eps):
         halved = residual <= before / 2.0
         no_better = (halved == 0) & (residual <= eps * scale * SOLVED)
         at_rounding = residual <= eps * scale * ROUNDING
+        at_rounding = at_rounding & (residual < float("inf"))
         zero = going & at_rounding & (s == 0.0) & (second == 0)
         ended = going & sound & (at_rounding | no_better) & (zero == 0)
         ahead = s + psi / rest
