@@ -1,9 +1,9 @@
-"""Evaluations of φ that one reflection's root takes: damped Picard alone, and Newton with its proof.
+"""Evaluations of φ for one reflection's root: damped Picard alone, and Newton with its proof.
 
 python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
 
-The equations: random ones, those of an untrained layer of the 160M model (d_inner 1,536), and those of
-the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean over tokens.
+The equations: random ones, those of an untrained layer of the 160M model (d_inner 1,536), and
+those of the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean over tokens.
 """
 
 import argparse

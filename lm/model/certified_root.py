@@ -62,7 +62,8 @@ def find_certified_roots(coefficients: "Coefficients") -> tuple[torch.Tensor, to
     from .cell import ROUNDING
 
     dtype = coefficients.alpha.dtype
-    e = ScalarEquation(*(t.double().flatten() for t in coefficients[:-1]), coefficients.floor)
+    fields = [t.double().flatten() for t in coefficients[:-1]]  # type: ignore[union-attr]
+    e = ScalarEquation(*fields, coefficients.floor)  # type: ignore[call-arg]
     eps = torch.finfo(dtype).eps
     zero = torch.zeros_like(e.alpha)
     at_zero, _, size = _evaluate(e, zero)

@@ -531,7 +531,8 @@ MUTATIONS = [
     ),
     Mutation(
         "certified root: other roots on the way are not looked for",
-        CERTIFIED, "is_lowest = falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)", "is_lowest = phi_0 < torch.inf",
+        CERTIFIED, "is_lowest = falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)",
+        "is_lowest = phi_0 < torch.inf",
         (f"{TESTS}test_certified_root.py::test_a_root_behind_two_others_is_not_proven",),
     ),
     Mutation(
