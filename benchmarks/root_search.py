@@ -3,7 +3,8 @@
 python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
 
 The equations: random ones, those of an untrained layer of the 160M model (d_inner 1,536), and
-those of the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean over tokens.
+those of the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean
+over tokens.
 """
 
 import argparse

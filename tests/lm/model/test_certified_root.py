@@ -55,6 +55,10 @@ def test_of_three_roots_only_the_first_on_the_way_is_proven():
     low, middle, high = roots_by_bisection(scalar(**equation)).tolist()
     assert is_proven(high, **equation)
     assert not is_proven(low, **equation) and not is_proven(middle, **equation)
+    # No root lies between zero and the unstable one here; Picard goes to the other side.
+    equation = dict(alpha=0.0, beta=3.0, delta=1e-3)
+    middle = roots_by_bisection(scalar(**equation))[1].item()
+    assert middle < 0 and not is_proven(middle, **equation)
 
 
 def test_a_root_behind_two_others_is_not_proven():
