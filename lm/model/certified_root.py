@@ -7,12 +7,16 @@ has the proof. All is computed in fp64: near a fold a rounding decides which roo
 Shape suffix: n tokens; every tensor is (n,).
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .cell import Coefficients
+MAX_DIRECT_STEPS = 12  # of Newton from each of two starts
+ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
+SOLVED = 256  # and at which a search that gets no further has found a solution
+# A token passes at most so many times the norm of the cotangent of s back to what it is made of:
+# where two solutions meet (φ′ = 1), the true gradient is infinite.
+MOST_GAIN = 20.0
 
 
 class ScalarEquation(NamedTuple):
@@ -49,20 +53,18 @@ class ScalarEquation(NamedTuple):
 
 
 @torch.no_grad()
-def find_certified_roots(coefficients: "Coefficients") -> tuple[torch.Tensor, torch.Tensor]:
+def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Find roots by Newton, from zero and from beyond all roots.
 
     Args:
-        coefficients: Of n tokens with r = 1.
+        coefficients: The `cell.Coefficients` of n tokens with r = 1.
 
     Returns:
         The roots (n,1) in the dtype of the coefficients, and whether (n,) each is proven to be the
         one that damped Picard from zero comes to. The other roots are zero.
     """
-    from .cell import ROUNDING
-
     dtype = coefficients.alpha.dtype
-    fields = [t.double().flatten() for t in coefficients[:-1]]  # type: ignore[union-attr]
+    fields = [t.double().flatten() for t in coefficients[:-1]]
     e = ScalarEquation(*fields, coefficients.floor)  # type: ignore[call-arg]
     eps = torch.finfo(dtype).eps
     zero = torch.zeros_like(e.alpha)
@@ -99,8 +101,6 @@ def _evaluate(e, s):
 
 def _newton(e, s, is_searched, eps):
     """Newton from s → where it came to, and whether that is a root."""
-    from .cell import MAX_DIRECT_STEPS, MOST_GAIN, ROUNDING, SOLVED
-
     going, is_root = is_searched, torch.zeros_like(is_searched)
     before = torch.full_like(s, torch.inf)
     for _ in range(MAX_DIRECT_STEPS):
