@@ -20,21 +20,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
+from .certified_root import MOST_GAIN, ROUNDING, SOLVED, find_certified_roots
 from .scan import faster
 from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
 
 # The search for s, by the paper's damping.
 MOST_PICARD, MOST_NEWTON = 300, 10
 LEAST_INVERSE, BISECTIONS = 1e-18, 60  # of the norm, where Picard has found nothing
-ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
-SOLVED = 256  # and at which a search that gets no further has found a solution
 # Newton is tried where Picard's residual shrinks by this or better, and what is left of the way is
 # at most so much of the terms' size: nearer than another solution could be.
 SLOWEST, NEAR = 0.99, 0.05
-
-# A token passes at most so many times the norm of the cotangent of s back to what it is made of:
-# where two solutions meet (φ′ = 1), the true gradient is infinite.
-MOST_GAIN = 20.0
 
 
 class Norm(NamedTuple):
@@ -277,6 +273,18 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _find_root_plain(coefficients):
     """`find_root` in plain PyTorch, for all tokens at once."""
+    if coefficients.alpha.shape[1] != 1:
+        return _find_root_by_picard(coefficients)
+    roots, is_proven = find_certified_roots(coefficients)
+    outcome = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
+    rest = (~is_proven).nonzero().squeeze(1)
+    if len(rest):
+        roots[rest], outcome[rest] = _find_root_by_picard(coefficients.take(rest))
+    return roots, outcome
+
+
+def _find_root_by_picard(coefficients):
+    """`find_root` by damped Picard from zero, and by bisection where that does not converge."""
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
     outcome = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from tests.mutations import Mutation
 from tests.mutations.of_model import ORACLE
 
 CELL = "lm/model/cell.py"
+CERTIFIED = "lm/model/certified_root.py"
 MIXERS = "lm/model/mixers.py"
 BLOCKS = "lm/model/blocks.py"
 BLOCK = "lm/model/fixed_point.py"
@@ -197,7 +198,7 @@ MUTATIONS = [
     Mutation(
         "token: the search starts elsewhere",
         CELL, "    s = torch.zeros_like(alpha)\n", "    s = torch.full_like(alpha, -0.5)\n",
-        of_cell("of_three_roots_the_sign_of_the_start_decides"),
+        ROOT,
     ),
     Mutation(
         "token: bisection goes the other way",
@@ -522,5 +523,26 @@ MUTATIONS = [
         "noise: the adversary's vector as long as κ, whatever d is",
         STATE_NOISE, "self.size * math.sqrt(noise.shape[-1]) *", "self.size *",
         AGAINST,
+    ),
+    Mutation(
+        "certified root: a root on the other side of zero is accepted",
+        CERTIFIED, "(phi_0 > 0) & stays", "stays",
+        (f"{TESTS}test_certified_root.py::test_of_three_roots_only_the_first_on_the_way_is_proven",),
+    ),
+    Mutation(
+        "certified root: other roots on the way are not looked for",
+        CERTIFIED, "is_lowest = falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)",
+        "is_lowest = phi_0 < torch.inf",
+        (f"{TESTS}test_certified_root.py::test_a_root_behind_two_others_is_not_proven",),
+    ),
+    Mutation(
+        "certified root: steps may lead below zero",
+        CERTIFIED, " & (e.phi(most) >= 0)", "",
+        (f"{TESTS}test_certified_root.py::test_a_fall_below_zero_is_not_proven",),
+    ),
+    Mutation(
+        "certified root: the floor of the square is not seen",
+        CERTIFIED, "is_smooth = least >= e.floor", "is_smooth = least > 0",
+        (f"{TESTS}test_certified_root.py::test_where_the_square_is_floored_nothing_is_proven",),
     ),
 ]  # fmt: skip

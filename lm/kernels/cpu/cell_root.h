@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -22,6 +23,7 @@ constexpr int MOST = 8;  // reflections; as in cpu_cell.py
 constexpr int MOST_PICARD = 300, MOST_NEWTON = 10, BISECTIONS = 60, PATIENCE = 15;
 constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0.05;
 constexpr double ROUNDING = 8, SOLVED = 256, LEAST_INVERSE = 1e-18, MOST_GAIN = 20;
+constexpr int MAX_DIRECT_STEPS = 12;
 
 enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, LIMITED = 4 };
 
@@ -33,6 +35,7 @@ struct Equation {
     double gamma0, gamma1[MOST], gamma2[MOST][MOST];
     double floor;     // of what is under the root
     double rounding;  // of the kernel's type
+    mutable int32_t evaluations = 0;  // of φ, for benchmarks/root_search.py
 };
 
 // φ and what Newton needs of it at one s.
@@ -44,6 +47,7 @@ struct Point {
 
 template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &at) {
     const int r = rank_of<R>(r_);
+    ++e.evaluations;
     double under = e.gamma0;
     for (int i = 0; i < r; ++i) {
         double slant = e.gamma1[i];
@@ -240,8 +244,97 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
     return !(squares <= MOST_GAIN * MOST_GAIN);
 }
 
-// The root into s, and FAILED where none was found: s is then the best that was met.
-template <int R> inline uint8_t solve(const Equation &e, int64_t r_, double *s) {
+// One reflection: Newton's root, and a proof that damped Picard from zero would have come to it.
+// docs/fixed-point.md ("The root without the walk") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
+// with D = γ0 + 2 γ1 s + γ2 s².
+
+// Whether c0 + c1 x + c2 x² + c3 x³ has no zero in [0, 1]. Tests the signs of its Bernstein coefficients.
+inline bool has_no_zero(double c0, double c1, double c2, double c3) {
+    const double b0 = 3 * c0, b1 = b0 + c1, b2 = b1 + c1 + c2, b3 = c0 + c1 + c2 + c3;
+    return (b0 > 0 && b1 > 0 && b2 > 0 && b3 > 0) || (b0 < 0 && b1 < 0 && b2 < 0 && b3 < 0);
+}
+
+// Whether damped Picard from zero comes to `root`, a root of ψ, with any step sizes in (0, 1].
+inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
+    // Mirrored, so that the root is positive.
+    const double side = root < 0 ? -1 : 1, r = side * root;
+    const double alpha = side * e.alpha[0], beta = e.beta[0][0], delta = side * e.delta[0];
+    const double gamma0 = e.gamma0, gamma1 = side * e.gamma1[0], gamma2 = e.gamma2[0][0];
+    const double n0 = beta * gamma0 - alpha * gamma1, n1 = beta * gamma1 - alpha * gamma2;
+    const auto square = [&](double s) { return gamma0 + s * (gamma1 + gamma1 + gamma2 * s); };
+    const auto phi = [&](double s) {
+        ++e.evaluations;
+        return (alpha + beta * s) / std::sqrt(square(s)) + delta;
+    };
+    const double phi_0 = side * phi_of_0;
+    if (!(phi_0 > 0)) return false;
+    // 1. The largest value of φ on [0, root]: no step leads beyond it.
+    const bool rises = n0 >= 0 && n0 + n1 * r >= 0;
+    double most = r;
+    if (!rises) most = n0 > 0 ? phi(-n0 / n1) : phi_0;
+    // 2. Beyond the root φ falls, and not below zero: no step leads below zero.
+    if (!rises && !(n0 + n1 * most <= 0 && r <= most && phi(most) >= 0)) return false;
+    // 3. D stays above its floor on [0, most].
+    const double vertex = -gamma1 / gamma2;
+    double least = std::min(gamma0, square(most));
+    if (vertex > 0 && vertex < most) least = gamma0 + gamma1 * vertex;
+    if (!(least >= e.floor)) return false;
+    // 4. There is no other root below. Where φ falls there is none. Otherwise φ is at least φ(0)
+    // below the root, so that another one would lie in [φ(0), root]. It would be a root of the quartic
+    // (s − δ)² D − (α + β s)² where s − δ and α + β s have one sign: where they have not, nothing
+    // needs to be shown. With s = root + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
+    if ((!rises && n0 <= 0) || phi_0 >= r) return true;
+    const double zero = -alpha / beta, left = r - delta, top = alpha + beta * r;
+    const bool cut_at_delta = delta > phi_0 && delta < r, cut_at_zero = zero > phi_0 && zero < r;
+    const double low = cut_at_delta == cut_at_zero ? phi_0 : cut_at_delta ? delta : zero;
+    const double w = low - r;
+    const double slant = gamma1 + gamma2 * r, at_root = square(r);
+    const double q0 = 2 * (left * (left * slant + at_root) - top * beta);
+    const double q1 = left * (left * gamma2 + 2 * (slant + slant)) + at_root - beta * beta;
+    const double q2 = 2 * (left * gamma2 + slant), q3 = gamma2;
+    return has_no_zero(q0, q1 * w, q2 * w * w, q3 * w * w * w);
+}
+
+// Newton from a point; whether it came to a root.
+inline bool newton_from(const Equation &e, Point at, double &root) {
+    double before = std::numeric_limits<double>::infinity();
+    for (int tried = 0; tried < MAX_DIRECT_STEPS; ++tried) {
+        double rest[1][MOST];
+        rest_of<1>(e, 1, at, rest);
+        if (!(rest[0][0] > 0 && at.residual <= std::numeric_limits<double>::max())) return false;
+        const double next = at.s[0] + at.psi[0] / rest[0][0];
+        const bool halved = at.residual <= before / 2;
+        if (at_rounding(e, at, ROUNDING) || (!halved && at_rounding(e, at, SOLVED))) {
+            root = rest[0][0] * MOST_GAIN >= 1 ? next : at.s[0];
+            return true;
+        }
+        before = at.residual;
+        at.s[0] = next;
+        evaluate<1>(e, 1, at);
+    }
+    return false;
+}
+
+// The root by Newton, from zero and from beyond all roots; whether it is proven to be Picard's.
+inline bool find_directly(const Equation &e, double &root) {
+    Point at;
+    at.s[0] = root = 0;
+    evaluate<1>(e, 1, at);
+    if (at_rounding(e, at, ROUNDING)) return true;
+    const double psi_0 = at.psi[0], side = psi_0 < 0 ? -1 : 1;
+    if (newton_from(e, at, root) && is_picards_root(e, psi_0, root)) return true;
+    // No root lies beyond the largest value of φ on that side, nor beyond its limit.
+    const double alpha = e.alpha[0], beta = e.beta[0][0], gamma1 = e.gamma1[0];
+    const double n0 = beta * e.gamma0 - alpha * gamma1, n1 = beta * gamma1 - alpha * e.gamma2[0][0];
+    const double turn = -n0 / n1, limit = e.delta[0] + side * beta / std::sqrt(e.gamma2[0][0]);
+    const bool turns = n0 > 0 && turn * side > 0 && !(turn * side >= std::abs(limit));
+    at.s[0] = turns ? turn : limit;
+    evaluate<1>(e, 1, at);
+    return newton_from(e, at, root) && is_picards_root(e, psi_0, root);
+}
+
+// The root by Picard, into s, and FAILED where none was found: s is then the best that was met.
+template <int R> inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
     double step = STEPSIZE, before = std::numeric_limits<double>::infinity();
     int waited = 0;
@@ -277,6 +370,13 @@ template <int R> inline uint8_t solve(const Equation &e, int64_t r_, double *s) 
     Point found = best;
     if (last_resort<R>(e, r, found)) return take(found), BISECTED;
     return take(best), FAILED;
+}
+
+// The root that Picard runs into, into s, and its outcome; see `solve_by_picard`.
+template <int R> inline uint8_t solve(const Equation &e, int64_t r, double *s) {
+    if constexpr (R == 1)
+        if (find_directly(e, s[0])) return 0;
+    return solve_by_picard<R>(e, r, s);
 }
 
 // Without a norm φ is linear: s = (I − Β)⁻¹ α.

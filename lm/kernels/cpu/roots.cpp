@@ -5,12 +5,13 @@
 
 // Packed field by field in cpu_roots.py; all arrays are contiguous.
 struct Roots {
-    int64_t tokens, rank, threads;
+    int64_t tokens, rank, threads, by_picard;
     double floor;
     const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
     void *s;                               // (n,r)
     uint8_t *outcome;                      // (n)
+    int32_t *evaluations;                  // (n) of φ, or null
 };
 
 namespace {
@@ -43,8 +44,10 @@ template <class T, int R> void search(const Roots &p) {
     for (int64_t token = 0; token < p.tokens; ++token) {
         const Equation e = equation_of<T>(p, token);
         Point at;
-        const uint8_t outcome = solve<R>(e, p.rank, at.s);
+        const uint8_t outcome =
+            p.by_picard ? solve_by_picard<R>(e, p.rank, at.s) : solve<R>(e, p.rank, at.s);
         p.outcome[token] = outcome;
+        if (p.evaluations) p.evaluations[token] = e.evaluations;
         bool lost = false;  // the equation is of NaN or infinity: so is the answer
         if (outcome == FAILED) {
             evaluate<R>(e, p.rank, at);

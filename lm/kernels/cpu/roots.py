@@ -6,7 +6,7 @@ Shape suffixes: n tokens, r rank.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from lm.kernels.cpu.build import DTYPES, address, check, functions
 MOST_RANK = 8  # as in cell_root.h
 FAILED, BISECTED = 1, 2  # as in lm/model/solver.py
 SCALE_BEYOND_PICARD = 30.0  # of an equation that the self-check has solved as well
-_pack = struct.Struct("3qd8q").pack  # `struct Roots` of roots.cpp
+_pack = struct.Struct("4qd9q").pack  # `struct Roots` of roots.cpp
 
 
 class Roots(NamedTuple):
@@ -82,6 +82,26 @@ def find_roots(
     Raises:
         TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank.
     """
+    return _search((alpha, beta, delta, gamma0, gamma1, gamma2), floor, False, None)
+
+
+def count_evaluations(equations: Sequence[Tensor], floor: float, by_picard: bool) -> tuple:
+    """Find the roots as `find_roots` does and count how often φ is evaluated for each token.
+
+    Args:
+        equations: The six tensors of `find_roots`.
+        floor: As in `find_roots`.
+        by_picard: Search as ranks above one do, without Newton's certified root.
+
+    Returns:
+        The Roots, and the evaluations of every token, shape (n,) int32.
+    """
+    evaluations = torch.empty(len(equations[0]), dtype=torch.int32)
+    return _search(equations, floor, by_picard, evaluations), evaluations
+
+
+def _search(equations, floor, by_picard, evaluations):
+    alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
     if r > MOST_RANK:
         raise Unsupported(f"mixers of rank {r}: the CPU kernel solves up to {MOST_RANK}")
@@ -96,6 +116,7 @@ def find_roots(
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     found = Roots(torch.empty_like(given[0]), torch.empty(n, dtype=torch.uint8))
-    addresses = [address(t) for t in (*given, *found)]
-    functions()["roots"][alpha.dtype](_pack(n, r, torch.get_num_threads(), floor, *addresses))
+    addresses = [address(t) for t in (*given, *found, evaluations)]
+    sizes = n, r, torch.get_num_threads(), by_picard
+    functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))
     return found

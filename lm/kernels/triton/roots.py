@@ -22,6 +22,7 @@ from lm.kernels.triton.build import check, launch
 # The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
 # Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
 MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
+MAX_DIRECT_STEPS, MOST_GAIN = tl.constexpr(12), tl.constexpr(20.0)
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
 SLOWEST, NEAR, LEAST_INVERSE = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
 ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
@@ -192,6 +193,131 @@ def _last_resort(equation, eps, MOST_TRIES: tl.constexpr, MOST: tl.constexpr, R:
 
 
 @triton.jit
+def _square(s, equation):
+    """D(s) of one reflection. equation: seven tensors (T,)."""
+    return equation[3] + s * (equation[4] + equation[4] + equation[5] * s)
+
+
+@triton.jit
+def _has_no_zero(c0, c1, c2, c3):
+    """Whether the Bernstein coefficients of a cubic on [0, 1] have one sign."""
+    b1 = c0 * 3.0 + c1
+    b2 = b1 + c1 + c2
+    b3 = c0 + c1 + c2 + c3
+    positive = (c0 > 0.0) & (b1 > 0.0) & (b2 > 0.0) & (b3 > 0.0)
+    return positive | ((c0 < 0.0) & (b1 < 0.0) & (b2 < 0.0) & (b3 < 0.0))
+
+
+@triton.jit
+def _is_picards_root(equation, phi_0, root):
+    """Whether damped Picard from zero comes to a root (T,): lm/model/certified_root.py, step for
+    step."""
+    side = tl.where(root < 0.0, -1.0, 1.0)
+    alpha = equation[0] * side
+    beta = equation[1]
+    delta = equation[2] * side
+    gamma0 = equation[3]
+    gamma1 = equation[4] * side
+    gamma2 = equation[5]
+    mirrored = (alpha, beta, delta, gamma0, gamma1, gamma2)
+    r = root * side
+    phi_0 = phi_0 * side
+    n0 = beta * gamma0 - alpha * gamma1
+    n1 = beta * gamma1 - alpha * gamma2
+    # 1. The largest value of φ on [0, root].
+    rises = (n0 >= 0.0) & (n0 + n1 * r >= 0.0)
+    falls = (rises == 0) & (n0 <= 0.0)
+    most = tl.where(rises, r, phi_0)
+    stays = rises
+    if _any(rises == 0):
+        turn = -n0 / n1
+        at_turn = (alpha + beta * turn) / tl.sqrt(_square(turn, mirrored)) + delta
+        most = tl.where(rises | falls, most, at_turn)
+        # 2. Beyond the root φ falls, and not below zero.
+        lowest = (alpha + beta * most) / tl.sqrt(_square(most, mirrored)) + delta
+        stays = rises | ((n0 + n1 * most <= 0.0) & (r <= most) & (lowest >= 0.0))
+    # 3. D stays above its floor on [0, most].
+    vertex = -gamma1 / gamma2
+    at_most = _square(most, mirrored)
+    least = tl.where(at_most < gamma0, at_most, gamma0)
+    least = tl.where((vertex > 0.0) & (vertex < most), gamma0 + gamma1 * vertex, least)
+    # 4. There is no other root below.
+    zero = -alpha / beta
+    left = r - delta
+    cut_at_delta = (delta > phi_0) & (delta < r)
+    cut_at_zero = (zero > phi_0) & (zero < r)
+    cut = tl.where(cut_at_delta, delta, zero)
+    w = tl.where(cut_at_delta == cut_at_zero, phi_0, cut) - r
+    slant = gamma1 + gamma2 * r
+    at_root = _square(r, mirrored)
+    q0 = (left * (left * slant + at_root) - (alpha + beta * r) * beta) * 2.0
+    q1 = left * (left * gamma2 + slant * 4.0) + at_root - beta * beta
+    q2 = (left * gamma2 + slant) * 2.0
+    is_lowest = _has_no_zero(q0, q1 * w, q2 * w * w, gamma2 * w * w * w)
+    is_lowest = is_lowest | falls | (phi_0 >= r)
+    return (phi_0 > 0.0) & stays & (least >= equation[6]) & is_lowest
+
+
+@triton.jit
+def _find_directly(equation, live, eps):
+    """The roots by Newton (T,), and whether each is proven to be Picard's. equation: seven tensors
+    (T,). One loop serves both starts: a token that Newton from zero has not solved begins again
+    where φ is largest, or at its limit."""
+    alpha, beta, delta, gamma0, gamma1, gamma2, floor = equation
+    root = tl.zeros_like(gamma0)
+    s = root
+    proven = live & (root > 0.0)  # none yet
+    going = live
+    before = root + float("inf")
+    phi_0 = alpha / tl.sqrt(tl.where(gamma0 < floor, floor, gamma0)) + delta
+    steps = (root * 0.0).to(tl.int32)  # from the present start
+    second = root > 0.0
+    while _any(going):
+        # 1. φ at s.
+        slant = gamma1 + gamma2 * s
+        under = gamma0 + s * (gamma1 + slant)
+        inverse = 1.0 / tl.sqrt(tl.where(under < floor, floor, under))
+        moved = beta * s
+        numerator = alpha + moved
+        psi = numerator * inverse + delta - s
+        rest = 1.0 - (beta * inverse - numerator * slant * (inverse * inverse * inverse))
+        scale = (tl.abs(alpha) + tl.abs(moved)) * inverse + tl.abs(delta) + tl.abs(s)
+        residual = tl.abs(psi)
+        # 2. Whether Newton is there.
+        sound = (rest > 0.0) & (residual < float("inf"))
+        halved = residual <= before / 2.0
+        no_better = (halved == 0) & (residual <= eps * scale * SOLVED)
+        at_rounding = residual <= eps * scale * ROUNDING
+        at_rounding = at_rounding & (residual < float("inf"))
+        zero = going & at_rounding & (s == 0.0) & (second == 0)
+        ended = going & sound & (at_rounding | no_better) & (zero == 0)
+        ahead = s + psi / rest
+        there = tl.where(rest * MOST_GAIN >= 1.0, ahead, s)
+        root = tl.where(ended, there, root)
+        proven = proven | zero
+        if _any(ended):
+            proven = proven | (ended & _is_picards_root(equation, phi_0, root))
+        # 3. On; or from the second start.
+        going = going & (proven == 0)
+        stuck = going & (ended | (sound == 0) | (steps == MAX_DIRECT_STEPS - 1))
+        again = stuck & (second == 0)
+        going = going & ((stuck & second) == 0)
+        before = tl.where(again, float("inf"), residual)
+        s = ahead
+        if _any(again):
+            n0 = beta * gamma0 - alpha * gamma1
+            n1 = beta * gamma1 - alpha * gamma2
+            side = tl.where(phi_0 < 0.0, -1.0, 1.0)
+            limit = delta + beta * side / tl.sqrt(gamma2)
+            turn = -n0 / n1
+            turns = (n0 > 0.0) & (turn * side > 0.0) & ((turn * side >= tl.abs(limit)) == 0)
+            s = tl.where(again, tl.where(turns, turn, limit), s)
+            second = second | again
+        steps = tl.where(again, 0, steps + 1)
+    return tl.where(proven, root, 0.0), proven
+
+
+@triton.jit
 def search(
     equation,
     live,
@@ -204,7 +330,8 @@ def search(
     """The root that damped Picard from zero runs into, (T,R) in fp64; whether (T,) it was found,
     and whether it was by bisection. live: (T,) which tokens there are. eps: (T,) of what the
     coefficients were computed in."""
-    # 1. Damped Picard from zero; Newton goes the rest of a way that is short.
+    # 1. Of one reflection Newton, where it is proven that Picard would have come to the same root.
+    # The others: damped Picard from zero; Newton goes the rest of a way that is short.
     s = tl.zeros_like(equation[0])
     root = s
     best_s = s
@@ -217,6 +344,19 @@ def search(
     solved = live & (none > 0)
     bisected = solved
     lost = solved
+    if R == 1:
+        ones = (
+            tl.sum(equation[0], 1),
+            tl.sum(tl.sum(equation[1], 2), 1),
+            tl.sum(equation[2], 1),
+            equation[3],
+            tl.sum(equation[4], 1),
+            tl.sum(tl.sum(equation[5], 2), 1),
+            equation[6],
+        )
+        direct, solved = _find_directly(ones, live, eps)
+        root = direct[:, None]
+        active = live & (solved == 0)
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)

@@ -260,7 +260,7 @@ def test_what_picard_does_not_find_bisection_does(r, scale, monkeypatch):
     s, solved = cell._last_resort(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
     monkeypatch.setattr(cell, "MOST_PICARD", 0)
-    found, outcome = cell._find_root_plain(coefficients)
+    found, outcome = cell._find_root_by_picard(coefficients)
     assert (outcome == BISECTED).all() and torch.equal(found, s)
 
 

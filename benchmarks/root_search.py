@@ -1,0 +1,125 @@
+"""Evaluations of φ for one reflection's root: damped Picard alone, and Newton with its proof.
+
+python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
+
+The equations: random ones, those of an untrained layer of the 160M model (d_inner 1,536), and
+those of the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean
+over tokens.
+"""
+
+import argparse
+import os
+
+import torch
+from torch import Tensor
+
+FLOOR = 1e-5
+GROUPS = (16, 64, 128)
+
+
+def random_equations(n: int, seed: int) -> list[Tensor]:
+    """Draw equations whose terms span six decades, with all kinds of angles between c and m.
+
+    Returns:
+        The six tensors of `lm.kernels.cpu.roots.find_roots`, r = 1, fp32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand(n, generator=generator, dtype=torch.float64)
+
+    def decades(low, high):
+        return 10 ** uniform(low, high)
+
+    def share():
+        return torch.where(uniform(0, 1) < 0.3, decades(-4, 0), uniform(0, 1))
+
+    c, m, w = decades(-3, 3), decades(-3, 3), decades(-1, 2)
+    angles = torch.stack([uniform(-1, 1), 1 - decades(-8, 0), decades(-8, 0) - 1, 0 * c])
+    angle = angles.gather(0, uniform(0, 4).long().unsqueeze(0))[0]
+    alpha = w * c * share() * uniform(-1, 1).sign()
+    beta = w * m * share() * uniform(-1, 2).sign()
+    delta = torch.where(uniform(0, 1) < 0.4, 0.0, uniform(-1, 1) * decades(-3, 1))
+    numbers = alpha, beta, delta, c.square() + FLOOR, angle * c * m, m.square()
+    shapes = (n, 1), (n, 1, 1), (n, 1), (n,), (n, 1), (n, 1, 1)
+    return [t.float().view(shape) for t, shape in zip(numbers, shapes)]
+
+
+def model_equations(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
+    """Record the equations that a model's forward pass solves, all of r = 1.
+
+    Returns:
+        As `random_equations`; n = calls · sequences, the sequences of one call side by side.
+    """
+    from lm.model import cell
+
+    calls, search = [], cell.find_root
+
+    def record(coefficients):
+        calls.append([t.float() for t in coefficients[:-1]])
+        return search(coefficients)
+
+    cell.find_root = record
+    try:
+        with torch.no_grad():
+            model(input_ids=ids)
+    finally:
+        cell.find_root = search
+    return [torch.cat(parts) for parts in zip(*calls)]
+
+
+def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
+    """Print a row for each search, and how many roots differ."""
+    from lm.kernels.cpu.roots import count_evaluations
+
+    roots = []
+    for label, by_picard in (("picard", True), ("newton", False)):
+        found, counts = count_evaluations(equations, FLOOR, by_picard)
+        roots.append(found)
+        row = f"{name:12} {label} mean {counts.double().mean():6.2f}"
+        for size in GROUPS if sequences else ():
+            groups = counts.view(-1, sequences).split(size, 1)
+            slowest = torch.stack([group.amax(1).double().mean() for group in groups]).mean()
+            row += f"  slowest of {size} {slowest:6.1f}"
+        print(f"{row}  bisected {(found.outcome == 2).double().mean():.4%}")
+    old, new = roots
+    alpha, beta, delta, gamma0, gamma1, gamma2 = (t.flatten().double() for t in equations)
+    s = old.s.flatten().double()
+    square = gamma0 + s * (2 * gamma1 + gamma2 * s)
+    size = (alpha.abs() + (beta * s).abs()) / square.clamp_min(FLOOR).sqrt() + delta.abs() + s.abs()
+    off = (old.s - new.s).flatten().double().abs()
+    converged = (old.outcome == 0) & (off > 1e-3 * size)
+    bisected = (old.outcome == 2) & (off > 1e-3 * size)
+    print(f"{name:12} roots that differ: {converged.sum()} of those Picard had found,"
+          f" {bisected.sum()} of those bisection had found")  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--fuzz", type=int, default=1_000_000)
+    p.add_argument("--run", nargs="*", default=[])
+    p.add_argument("--sequences", type=int, default=128)
+    p.add_argument("--length", type=int, default=64)
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    os.environ["FPRNN_KERNELS"] = "plain"  # whose search is recorded
+    from lm.model.configuration_fprnn import FPRNNConfig
+    from lm.model.modeling_fprnn import FPRNNForCausalLM
+    from synthetic.build import load_run
+    from synthetic.evaluate import as_tensors
+
+    report("random", random_equations(args.fuzz, 0), None)
+    torch.manual_seed(0)
+    config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=1000, d_state=16)
+    model = FPRNNForCausalLM(config).eval()
+    ids = torch.randint(0, 1000, (args.sequences, 36))
+    report("untrained", model_equations(model, ids), args.sequences)
+    for run in args.run:
+        _, task, model, _ = load_run(run)
+        size = (args.length, args.length)
+        ids, *_ = as_tensors(task.batch(0, "test", args.length, args.sequences, size), "cpu")
+        report(run.rstrip("/").rsplit("/", 1)[-1], model_equations(model, ids), args.sequences)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Newton's root of a token's equation with one reflection, and the proof that it is Picard's.
+
+With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and
+φ′ = (n₀ + n₁s) / D^(3/2): φ turns at most once. docs/fixed-point.md ("The root without the walk")
+has the proof. All is computed in fp64: near a fold a rounding decides which root is taken.
+
+Shape suffix: n tokens; every tensor is (n,).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+MAX_DIRECT_STEPS = 12  # of Newton from each of two starts
+ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
+SOLVED = 256  # and at which a search that gets no further has found a solution
+# A token passes at most so many times the norm of the cotangent of s back to what it is made of:
+# where two solutions meet (φ′ = 1), the true gradient is infinite.
+MOST_GAIN = 20.0
+
+
+class ScalarEquation(NamedTuple):
+    """φ of n tokens with one reflection."""
+
+    alpha: torch.Tensor
+    beta: torch.Tensor
+    delta: torch.Tensor
+    gamma0: torch.Tensor
+    gamma1: torch.Tensor
+    gamma2: torch.Tensor
+    floor: float  # of the square under the root
+
+    def square(self, s: torch.Tensor) -> torch.Tensor:
+        """D(s)."""
+        return self.gamma0 + s * (2 * self.gamma1 + self.gamma2 * s)
+
+    def phi(self, s: torch.Tensor) -> torch.Tensor:
+        return (self.alpha + self.beta * s) / self.square(s).clamp_min(
+            self.floor
+        ).sqrt() + self.delta
+
+    def slope_signs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """n₀ and n₁."""
+        n0 = self.beta * self.gamma0 - self.alpha * self.gamma1
+        return n0, self.beta * self.gamma1 - self.alpha * self.gamma2
+
+    def mirror(self, side: torch.Tensor) -> "ScalarEquation":
+        """The equation of side · s. side: 1 or −1."""
+        alpha, beta, delta, gamma0, gamma1, gamma2, floor = self
+        return ScalarEquation(
+            side * alpha, beta, side * delta, gamma0, side * gamma1, gamma2, floor
+        )
+
+
+@torch.no_grad()
+def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find roots by Newton, from zero and from beyond all roots.
+
+    Args:
+        coefficients: The `cell.Coefficients` of n tokens with r = 1.
+
+    Returns:
+        The roots (n,1) in the dtype of the coefficients, and whether (n,) each is proven to be the
+        one that damped Picard from zero comes to. The other roots are zero.
+    """
+    dtype = coefficients.alpha.dtype
+    fields = [t.double().flatten() for t in coefficients[:-1]]
+    e = ScalarEquation(*fields, coefficients.floor)  # type: ignore[call-arg]
+    eps = torch.finfo(dtype).eps
+    zero = torch.zeros_like(e.alpha)
+    at_zero, _, size = _evaluate(e, zero)
+    # 1. Zero itself, where it is a root to rounding.
+    is_proven = torch.isfinite(at_zero) & (at_zero.abs() <= ROUNDING * eps * size)
+    roots = zero
+    # 2. Newton from zero; then from where φ is largest on the root's side, or from its limit.
+    side = torch.where(at_zero < 0, -1.0, 1.0)
+    n0, n1 = e.slope_signs()
+    turn, limit = -n0 / n1, e.delta + side * e.beta / e.gamma2.sqrt()
+    turns = (n0 > 0) & (turn * side > 0) & ~(turn * side >= limit.abs())
+    for start in (zero, torch.where(turns, turn, limit)):
+        left = ~is_proven
+        if not left.any():
+            break
+        found, is_root = _newton(e, start, left, eps)
+        is_new = left & is_root & is_picards_root(e, at_zero, found)
+        roots = torch.where(is_new, found, roots)
+        is_proven = is_proven | is_new
+    return roots.to(dtype).unsqueeze(1), is_proven
+
+
+def _evaluate(e, s):
+    """Return ψ = φ(s) − s, 1 − φ′, and what rounding is measured against."""
+    slant = e.gamma1 + e.gamma2 * s
+    inverse = (e.gamma0 + s * (e.gamma1 + slant)).clamp_min(e.floor).rsqrt()
+    moved = e.beta * s
+    top = e.alpha + moved
+    psi = top * inverse + e.delta - s
+    rest = 1 - (e.beta * inverse - top * slant * inverse**3)
+    return psi, rest, (e.alpha.abs() + moved.abs()) * inverse + e.delta.abs() + s.abs()
+
+
+def _newton(e, s, is_searched, eps):
+    """Newton from s → where it came to, and whether that is a root."""
+    going, is_root = is_searched, torch.zeros_like(is_searched)
+    before = torch.full_like(s, torch.inf)
+    for _ in range(MAX_DIRECT_STEPS):
+        psi, rest, size = _evaluate(e, s)
+        residual = psi.abs()
+        going = going & (rest > 0) & (residual < torch.inf)
+        is_halved = residual <= before / 2
+        no_better = ~is_halved & (residual <= SOLVED * eps * size)
+        ends = going & ((residual <= ROUNDING * eps * size) | no_better)
+        is_root = is_root | ends
+        # Where φ′ is near 1, a step from a root's neighbourhood may lead away from it.
+        moves = going & (~ends | (rest * MOST_GAIN >= 1))
+        s = torch.where(moves, s + psi / rest, s)
+        going = going & ~ends
+        if not going.any():
+            break
+        before = residual
+    return s, is_root
+
+
+def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return whether damped Picard from zero comes to a root with any step sizes in (0, 1].
+
+    Args:
+        e: The equations.
+        phi_0: φ(0).
+        root: A root of φ(s) − s.
+    """
+    side = torch.where(root < 0, -1.0, 1.0)
+    e, r, phi_0 = e.mirror(side), side * root, side * phi_0
+    n0, n1 = e.slope_signs()
+    # 1. The largest value of φ on [0, root]: no step leads beyond it.
+    rises = (n0 >= 0) & (n0 + n1 * r >= 0)
+    falls = ~rises & (n0 <= 0)
+    most = torch.where(rises, r, torch.where(falls, phi_0, e.phi(-n0 / n1)))
+    # 2. Beyond the root φ falls, and not below zero: no step leads below zero.
+    stays = rises | ((n0 + n1 * most <= 0) & (r <= most) & (e.phi(most) >= 0))
+    # 3. D stays above its floor on [0, most].
+    vertex = -e.gamma1 / e.gamma2
+    least = torch.minimum(e.gamma0, e.square(most))
+    at_vertex = e.gamma0 + e.gamma1 * vertex
+    least = torch.where((vertex > 0) & (vertex < most), at_vertex, least)
+    is_smooth = least >= e.floor
+    # 4. There is no other root below.
+    is_lowest = falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)
+    return (phi_0 > 0) & stays & is_smooth & is_lowest
+
+
+def _is_lowest(e, phi_0, r):
+    """Return whether the quartic (s − δ)² D − (α + β s)² has no other root of φ in [φ(0), r].
+
+    A root of φ has s − δ and α + β s of one sign: where they have not, nothing needs to be shown.
+    With s = r + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
+    """
+    zero, left, top = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
+    cut_at_delta = (e.delta > phi_0) & (e.delta < r)
+    cut_at_zero = (zero > phi_0) & (zero < r)
+    cut = torch.where(cut_at_delta, e.delta, zero)
+    w = torch.where(cut_at_delta == cut_at_zero, phi_0, cut) - r
+    slant, at_root = e.gamma1 + e.gamma2 * r, e.square(r)
+    q0 = 2 * (left * (left * slant + at_root) - top * e.beta)
+    q1 = left * (left * e.gamma2 + 4 * slant) + at_root - e.beta.square()
+    q2 = 2 * (left * e.gamma2 + slant)
+    return has_no_zero(q0, q1 * w, q2 * w * w, e.gamma2 * w * w * w)
+
+
+def has_no_zero(
+    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
+) -> torch.Tensor:
+    """Return whether the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1], three times
+    each but the last, have one sign: then the cubic has no zero there."""
+    b1 = 3 * c0 + c1
+    bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
+    return (bernstein > 0).all(0) | (bernstein < 0).all(0)

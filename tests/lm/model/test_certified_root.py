@@ -1,0 +1,120 @@
+"""Newton's certified root: the one that Picard finds, and every condition of the proof."""
+
+import pytest
+import torch
+
+from benchmarks.root_search import FLOOR, random_equations
+from lm.kernels.cpu import roots as cpu_roots
+from lm.model import certified_root
+from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
+from lm.model.solver import BISECTED, FAILED
+from tests.kernels import skip_where_missing
+from tests.lm.model.test_cell import roots_by_bisection, scalar
+from tests.marks import slow
+
+
+@pytest.mark.parametrize("n", [20_000, slow(1_000_000)])
+def test_random_equations_have_the_root_that_picard_finds(n):
+    """Compared where Picard converges, in units of the equation's terms: near zero its root is
+    rounding."""
+    skip_where_missing(cpu_roots)
+    equations = random_equations(n, 1)
+    old, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
+    new, _ = cpu_roots.count_evaluations(equations, FLOOR, False)
+    coefficients = Coefficients(*equations, FLOOR)
+    size = coefficients.size(old.s, coefficients.phi(old.s)[1])
+    off = (old.s - new.s).abs()[:, 0] / size
+    assert (off[old.outcome == 0] < 1e-3).all() and not (new.outcome & FAILED).any()
+    proven = certified_root.find_certified_roots(coefficients)[1]
+    assert proven.double().mean() > 0.7
+    assert not new.outcome[proven].any()
+
+
+def test_plain_pytorch_and_the_cpu_prove_the_same_roots():
+    skip_where_missing(cpu_roots)
+    equations = random_equations(3000, 2)
+    s, outcome = _find_root_plain(Coefficients(*equations, FLOOR))
+    compiled = cpu_roots.find_roots(*equations, FLOOR)
+    proven = certified_root.find_certified_roots(Coefficients(*equations, FLOOR))[1]
+    torch.testing.assert_close(s[proven], compiled.s[proven], rtol=1e-6, atol=1e-9)
+    assert not (outcome | compiled.outcome)[proven].any()
+
+
+def is_proven(root, floor=1e-5, **numbers):
+    """What the proof says of a root of the equation with these numbers."""
+    equation = scalar(**numbers)
+    flat = (t.flatten() for t in equation[:-1])
+    e = certified_root.ScalarEquation(*flat, floor)
+    zero = torch.zeros(1, dtype=torch.float64)
+    root = torch.tensor([root], dtype=torch.float64)
+    return certified_root.is_picards_root(e, e.phi(zero), root).item()
+
+
+def test_of_three_roots_only_the_first_on_the_way_is_proven():
+    equation = dict(alpha=1e-3, beta=3.0)
+    low, middle, high = roots_by_bisection(scalar(**equation)).tolist()
+    assert is_proven(high, **equation)
+    assert not is_proven(low, **equation) and not is_proven(middle, **equation)
+    # No root lies between zero and the unstable one here; Picard goes to the other side.
+    equation = dict(alpha=0.0, beta=3.0, delta=1e-3)
+    middle = roots_by_bisection(scalar(**equation))[1].item()
+    assert middle < 0 and not is_proven(middle, **equation)
+
+
+def test_a_root_behind_two_others_is_not_proven():
+    """φ = (1e-3 + 3 s) / √(1 + s²) moved by 4: three positive roots, and φ rises all the way."""
+    equation = dict(alpha=1e-3 - 12.0, beta=3.0, delta=4.0, gamma0=17.0, gamma1=-4.0)
+    first, middle, last = (4 + roots_by_bisection(scalar(1e-3, 3.0))).tolist()
+    assert is_proven(first, **equation)
+    assert not is_proven(middle, **equation) and not is_proven(last, **equation)
+
+
+def test_a_fall_below_zero_is_not_proven():
+    """φ falls so steeply that Picard leaves to the other side of zero."""
+    steep, flat = dict(alpha=1.0, beta=-50.0), dict(alpha=1.0, beta=-0.5)
+    (root,) = roots_by_bisection(scalar(**steep)).tolist()
+    assert not is_proven(root, **steep)
+    (root,) = roots_by_bisection(scalar(**flat)).tolist()
+    assert is_proven(root, **flat)
+
+
+def test_where_the_square_is_floored_nothing_is_proven():
+    equation = dict(alpha=0.5, beta=0.2)
+    (root,) = roots_by_bisection(scalar(**equation)).tolist()
+    assert is_proven(root, **equation) and not is_proven(root, floor=1.01, **equation)
+
+
+@pytest.mark.parametrize(
+    "cubic, has_none",
+    [
+        ((1.0, 1.0, 1.0, 1.0), True),
+        ((1.0, -2.0, 0.0, 0.0), False),  # 1/2
+        ((-1.0, 0.0, 0.0, 0.5), True),  # beyond 1
+        ((0.2, -1.0, 1.0, 0.0), False),  # two inside
+        ((float("nan"), 1.0, 1.0, 1.0), False),
+    ],
+)
+def test_which_cubics_have_no_zero(cubic, has_none):
+    assert certified_root.has_no_zero(*torch.tensor(cubic)).item() is has_none
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(alpha=0.0, beta=0.0, gamma2=0.0),
+        dict(alpha=0.0, beta=2.0),  # zero is a root
+        dict(alpha=1.0, beta=2.0, gamma0=1.0, gamma1=0.5, gamma2=0.25),  # n1 = 0
+        dict(alpha=1e-6, beta=1e-6, gamma0=1e-5, gamma2=1e-8),
+        dict(alpha=1e6, beta=1e6, gamma0=1e8, gamma2=1e6),
+        dict(alpha=1e-8, beta=1.0),  # nearly a triple root
+        dict(alpha=torch.nan, beta=1.0),
+        dict(alpha=torch.inf, beta=1.0),
+    ],
+    ids=str,
+)
+def test_special_equations_have_picards_outcome(case):
+    s, outcome = _find_root_plain(scalar(**case))
+    expected, before = _find_root_by_picard(scalar(**case))
+    assert (outcome == before) | (before == BISECTED)
+    if before == 0:
+        torch.testing.assert_close(s, expected, rtol=1e-6, atol=1e-9)
