@@ -308,7 +308,7 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path):
     )
     for extra in (["train.steps=4"], ["train.steps=6", "resume=auto"]):
         train = running.command(tmp_path / "runs", *overrides, *extra)
-        subprocess.run(train, env=environment, check=True, timeout=300)
+        subprocess.run(train, env=environment, cwd=ROOT, check=True, timeout=300)
     records = running.losses(tmp_path / "runs/tiny")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
