@@ -90,8 +90,10 @@ def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
     off = (old.s - new.s).flatten().double().abs()
     converged = (old.outcome == 0) & (off > 1e-3 * size)
     bisected = (old.outcome == 2) & (off > 1e-3 * size)
-    print(f"{name:12} roots that differ: {converged.sum()} of those Picard had found,"
-          f" {bisected.sum()} of those bisection had found")  # fmt: skip
+    print(
+        f"{name:12} roots that differ: {converged.sum()} that Picard had found,"
+        f" {bisected.sum()} that bisection had found"
+    )
 
 
 def main() -> None:

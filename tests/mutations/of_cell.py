@@ -545,4 +545,29 @@ MUTATIONS = [
         CERTIFIED, "is_smooth = least >= e.floor", "is_smooth = least > 0",
         (f"{TESTS}test_certified_root.py::test_where_the_square_is_floored_nothing_is_proven",),
     ),
+    Mutation(
+        "certified root: φ may rise again beyond the root",
+        CERTIFIED, "(n0 + n1 * most <= 0) & ", "",
+        (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[range]",),
+    ),
+    Mutation(
+        "certified root: no step needs to reach the root",
+        CERTIFIED, " & (r <= most)", "",
+        (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[reach]",),
+    ),
+    Mutation(
+        "certified root: the largest value of φ is always φ(0)",
+        CERTIFIED, "torch.where(falls, phi_0, e.phi(-n0 / n1))", "phi_0",
+        (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[turn]",),
+    ),
+    Mutation(
+        "certified root: φ that rises at zero counts as rising",
+        CERTIFIED, "rises = (n0 >= 0) & (n0 + n1 * r >= 0)", "rises = n0 >= 0",
+        (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[rises]",),
+    ),
+    Mutation(
+        "certified root: roots between φ(0) and the root are not looked for",
+        CERTIFIED, "falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)", "falls | (phi_0 < r)",
+        (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[between]",),
+    ),
 ]  # fmt: skip

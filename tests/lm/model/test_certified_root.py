@@ -78,6 +78,33 @@ def test_a_fall_below_zero_is_not_proven():
     assert is_proven(root, **flat)
 
 
+@pytest.mark.parametrize(
+    "numbers, root, picards",
+    [
+        # φ falls on [r, Φ] no more: it rises again before Φ, and Picard ends beyond r.
+        ((-8.974, 1.455, 4.946, 10.667, -5.611, 4.118), 0.981, 4.616),
+        # φ falls from φ(0) < r, and rises again to r: a root lies below.
+        ((5.386, 4.308, -5.825, 0.859, 0.859, 5.811), -7.336, -0.007),
+        # φ turns on [0, r], so that φ(0) is not its largest value.
+        ((9.465, 3.356, -9.689, 0.388, -0.285, 0.25), 4.594, -14.725),
+        # φ rises at zero and falls at r.
+        ((-4.21, 5.757, 2.665, 2.084, 4.135, 8.883), -1.489, 4.088),
+        # φ(0) < r: a root lies between them.
+        ((3.732, 0.41, -1.125, 9.434, -3.481, 1.398), 1.052, 0.248),
+    ],
+    ids=["range", "reach", "turn", "rises", "between"],
+)
+def test_roots_that_one_condition_alone_refuses(numbers, root, picards):
+    names = ("alpha", "beta", "delta", "gamma0", "gamma1", "gamma2")
+    equation = dict(zip(names, numbers))
+    found, outcome = _find_root_by_picard(scalar(**equation))
+    assert outcome == 0 and abs(found.item() - picards) < 0.05
+    (candidate,) = [
+        s for s in roots_by_bisection(scalar(**equation)).tolist() if abs(s - root) < 0.05
+    ]
+    assert not is_proven(candidate, **equation)
+
+
 def test_where_the_square_is_floored_nothing_is_proven():
     equation = dict(alpha=0.5, beta=0.2)
     (root,) = roots_by_bisection(scalar(**equation)).tolist()
