@@ -154,10 +154,15 @@ def _try_kernels() -> dict:
 
 
 def ranks(timeout: float) -> Finding:
-    """Whether processes of this machine can sum a tensor: by NCCL where two GPUs are, else gloo."""
+    """Check that processes of this machine can sum a tensor, by every backend that training uses.
+
+    Args:
+        timeout: Seconds for the trial.
+    """
     facts, why = tried("ranks", timeout)
     if not why:
-        return Finding("ranks", "ok", f"two processes reach each other by {facts['backend']}")
+        text = f"processes reach each other by {' and '.join(facts['backends'])}"
+        return Finding("ranks", "ok", text)
     cure = (
         "GLOO_SOCKET_IFNAME=lo (on one machine; else its network, see `ip link`); of NCCL"
         " NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME or NCCL_P2P_DISABLE=1 may help"
@@ -166,24 +171,33 @@ def ranks(timeout: float) -> Finding:
 
 
 def _try_ranks() -> dict:
+    """Sum a tensor by gloo, which every training of several processes uses, and by NCCL on GPUs.
+
+    One GPU has an NCCL process of its own, because DeepSpeed starts NCCL there as well.
+    """
     import torch
 
-    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(_sum_of_ones, (backend, store), nprocs=2)
-    return {"backend": backend}
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes = {"gloo": 2, **({"nccl": min(2, gpus)} if gpus else {})}
+    for backend, count in processes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            torch.multiprocessing.spawn(_sum_of_ones, (backend, store, count), nprocs=count)
+    names = [f"{backend} ({count})" for backend, count in processes.items()]
+    return {"backends": names}
 
 
-def _sum_of_ones(rank: int, backend: str, store: str) -> None:
+def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
     ones = torch.ones(4, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
     dist.all_reduce(ones)
-    if ones.tolist() != [2.0] * 4:
-        raise RuntimeError(f"the sum of two ones was {ones.tolist()}")
+    if ones.tolist() != [float(count)] * 4:
+        raise RuntimeError(f"by {backend} the sum of {count} ones was {ones.tolist()}")
     dist.destroy_process_group()
 
 

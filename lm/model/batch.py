@@ -327,7 +327,8 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
 class FPRNNOutput(ModelOutput):
     """last_hidden_state (b,l,d_model); hidden_states, one per layer and the last; fixed_point, what
     the solver reports; state, and the cache (an FPRNNCache; its name is CACHE), if they were asked
-    for; attentions, always None, which `generate` reads where output_attentions is asked for."""
+    for; attentions, always None, which `generate` reads where output_attentions is asked for;
+    is_finite (n_layer + 2,) bool, the flags that the caller reads under `defer_check`."""
 
     last_hidden_state: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
@@ -335,6 +336,7 @@ class FPRNNOutput(ModelOutput):
     state: FPRNNState | None = None
     cache: FPRNNCache | None = None
     attentions: None = None
+    is_finite: torch.BoolTensor | None = None
 
 
 @_output

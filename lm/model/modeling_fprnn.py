@@ -38,6 +38,7 @@ from .batch import (
 from .blocks import FPRNN
 from .carried import kernels as carried_kernels
 from .cell import find_root
+from .certified_root import find_certified_roots
 from .channel_delta import KDA
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
@@ -57,7 +58,7 @@ from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
 from .scan import selective_scan
 from .slstm import SLSTM
-from .solver import NonFiniteError, all_finite, asserted, explained
+from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
     FPRNNCache,
@@ -80,6 +81,7 @@ _TRAVELS = (
     Mixer,
     build_mixer,
     carried_kernels,
+    find_certified_roots,
     find_root,
     nrm,
     selective_scan,
@@ -122,6 +124,7 @@ class Passed(NamedTuple):
     states: list  # (b,l,d_model): where asked for, what each layer read; last what the norm gave
     stats: list  # FixedPointStats of each fixed-point layer
     ends: list  # where asked for, the state that each layer ended in
+    is_finite: list  # (,) bool each, on the device: embeddings, each layer's output, final norm
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -264,6 +267,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         seq_idx: torch.Tensor | None = None,
         count_iterations: bool = False,
         cache: FPRNNCache | None = None,
+        defer_check: bool = False,
         **kwargs: Any,
     ) -> FPRNNOutput | tuple[Any, ...]:
         """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
@@ -282,6 +286,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 start of a row where the first is 0; with a cache the first token goes on.
             seq_idx: (b,l) or (1,l), the number of each token's document: the same said otherwise.
             count_iterations: measure ℓ*, what the paper's procedure would need, as well.
+            defer_check: Do not wait for the device to check that the pass is finite. The caller
+                reads FPRNNOutput.is_finite instead and gives it to `refuse_nonfinite`. A pass that
+                updates a cache or is compiled is checked all the same, and has no is_finite.
             kwargs: see inputs.refuse_unknown.
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
@@ -320,6 +327,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         passed = self._through_layers(
             tokens.hidden, seqs, state, cache, output_hidden_states, count_iterations
         )
+        is_checked = not defer_check or cache is not None or compiling()
+        if is_checked:
+            self._check_finite(passed.is_finite)
 
         # 4. What is returned, padding back in its place.
         states = [tokens.put_back(hidden) for hidden in passed.states]
@@ -333,6 +343,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             fixed_point=self._report(passed.stats, tokens.back, states[-1].device),
             state=end if return_state else None,
             **{CACHE: cache},
+            is_finite=None if is_checked else stack_flags(passed.is_finite),
         )
         return output if _as_dict(return_dict, cfg) else output.to_tuple()
 
@@ -370,7 +381,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """The embedded tokens (b,l,d_model) through the layers and the final norm → Passed."""
         residual = None
         states, stats, ends = [], [], []
-        finite = [all_finite(hidden)]  # read once, at the end: each reading waits for the device
+        is_finite = [all_finite(hidden)]  # not read here: each reading waits for the device
         for index, layer in enumerate(self.layers):
             if output_hidden_states:  # the layer reads the very tensor, so that it gets a gradient
                 hidden = hidden if residual is None else residual + hidden
@@ -385,14 +396,14 @@ class FPRNNModel(FPRNNPreTrainedModel):
                     hidden, residual, seqs, count_iterations
                 )
             except NonFiniteError as e:
-                self._check_finite([*finite, torch.tensor(False)], str(e))
-            finite.append(all_finite(hidden))
+                self._check_finite([*is_finite, torch.tensor(False)], str(e))
+            is_finite.append(all_finite(hidden))
             if layer_stats is not None:
                 stats.append(layer_stats)
             ends += end
         hidden = self.norm_f(residual + hidden)
-        self._check_finite([*finite, all_finite(hidden)], "its output is NaN or infinite")
-        return Passed([*states, hidden], stats, ends)
+        is_finite.append(all_finite(hidden))
+        return Passed([*states, hidden], stats, ends, is_finite)
 
     def _report(self, stats, back, device):
         """The FixedPointReport of the layers' stats, padding back in its place; None without a
@@ -410,25 +421,43 @@ class FPRNNModel(FPRNNPreTrainedModel):
             report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
         return report
 
-    def _check_finite(self, finite, what):
-        """finite: (,) bool each, of the embeddings, the layers' outputs, and the final norm's.
+    def _check_finite(self, is_finite, symptom="its output is NaN or infinite"):
+        """Read the flags of a pass at once; refuse the pass if one is False.
+
+        Args:
+            is_finite: (,) bool each: of the embeddings, of the layers' outputs, of the final norm.
+            symptom: What was seen at the first place that is not finite.
 
         Raises:
-            NonFiniteError: one is False; names the first.
+            NonFiniteError: A flag is False; the error names the first such place.
         """
-        places = [("the embedded input", self.embeddings)]
-        places += [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
-        places += [("the final norm", self.norm_f)]
         if compiling():
-            for flag, (where, _) in zip(finite, places):
-                asserted(flag, where)
-            return
-        finite = torch.stack([flag.cpu() for flag in finite]).tolist()
-        if all(finite):
-            return
-        first = finite.index(False)
-        where, module = places[first]
-        raise explained(where, module, self.config, what) from None
+            for flag, (place, _) in zip(is_finite, self._places()):
+                asserted(flag, place)
+        else:
+            self.refuse_nonfinite(read_flags(is_finite), symptom)
+
+    def _places(self):
+        """Return the places in which a pass may stop being finite: (name, module) each."""
+        layers = [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
+        embedded = ("the embedded input", self.embeddings)
+        return [embedded, *layers, ("the final norm", self.norm_f)]
+
+    def refuse_nonfinite(
+        self, is_finite: list[bool], symptom: str = "its output is NaN or infinite"
+    ) -> None:
+        """Raise an error that names the first place that is not finite, if there is one.
+
+        Args:
+            is_finite: FPRNNOutput.is_finite, read.
+            symptom: What was seen there.
+
+        Raises:
+            NonFiniteError: A flag is False.
+        """
+        if not all(is_finite):
+            place, module = self._places()[is_finite.index(False)]
+            raise explained(place, module, self.config, symptom) from None
 
     def _end(self, input_ids, seqs, state, ends):
         """The FPRNNState after the last token, from those of the layers."""
@@ -530,6 +559,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             position_ids=position_ids,
             seq_idx=seq_idx,
             count_iterations=count_iterations,
+            defer_check=True,
             **kwargs,
         )
 
@@ -540,7 +570,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         else:
             scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
         logits, loss, mean_log_z = scored
-        self._check_head(logits, loss)
+        self._check_finite(outputs.is_finite, logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -573,15 +603,27 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         mean_log_z = log_z_sum(logits, those) / count if log_z else None
         return logits, loss, mean_log_z
 
-    def _check_head(self, logits, loss):
-        """Raise a NonFiniteError unless all that there is of the two is finite."""
-        finite = [all_finite(t) for t in (logits, loss) if t is not None]
+    def _check_finite(self, of_backbone, logits, loss):
+        """Read the flags of the whole pass at once; refuse the pass if one is False.
+
+        Args:
+            of_backbone: FPRNNOutput.is_finite; None if the backbone has read its own.
+            logits, loss: What the head computed; None: not computed.
+
+        Raises:
+            NonFiniteError: A flag is False; the error names the first such place.
+        """
+        of_head = [all_finite(t) for t in (logits, loss) if t is not None]
         if compiling():
-            for flag in finite:
+            for flag in of_head:
                 asserted(flag, "the head")
-        elif not all(finite):
-            what = "finite hidden states gave a logit or a loss that is NaN or infinite"
-            raise explained("the head", self.lm_head, self.config, what)
+            return
+        of_backbone = [] if of_backbone is None else list(of_backbone)
+        flags = read_flags([*of_backbone, *of_head])
+        self.backbone.refuse_nonfinite(flags[: len(of_backbone)])
+        if not all(flags):
+            symptom = "finite hidden states gave a logit or a loss that is NaN or infinite"
+            raise explained("the head", self.lm_head, self.config, symptom)
 
     def _check_targets(self, targets, loss_only, logits_to_keep, log_z):
         """Raise a ValueError where a loss, or a part of it, would be missing without a word."""

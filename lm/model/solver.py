@@ -30,6 +30,16 @@ def all_finite(x: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(x.detach()).all()
 
 
+def stack_flags(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Stack flags, (,) bool each, on the device of the last one, without waiting for a device."""
+    return torch.stack([flag.to(flags[-1].device) for flag in flags])
+
+
+def read_flags(flags: list[torch.Tensor]) -> list[bool]:
+    """Read flags, (,) bool each, waiting for the device once."""
+    return stack_flags(flags).tolist()
+
+
 def asserted(finite: torch.Tensor, where: str) -> None:
     """What a compiled model says instead, a RuntimeError: its graph cannot look for the cause. On a
     GPU nothing is said, where an assertion that fails would end the process' use of the GPU.

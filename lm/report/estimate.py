@@ -167,7 +167,7 @@ def memory(
     Args:
         of: the model's sizes. stage: of ZeRO; None: as configured.
     """
-    zero = deepspeed_config(cfg, world_size)["zero_optimization"]
+    zero = deepspeed_config(cfg, world_size, card.on_gpu)["zero_optimization"]
     stage = zero["stage"] if stage is None else stage
     whole = 4.0 * of.parameters
     share, moments = whole / world_size, 2 * whole - 4.0 * of.by_muon
@@ -178,7 +178,7 @@ def memory(
         "gradients": share if stage >= 2 else whole,
         "optimizer": moments / world_size if stage else moments,
         "average": 0.0 if cfg.train.ema is None else whole,
-        "buffers": _buffers(cfg, zero, stage, world_size, of, card.on_gpu),
+        "buffers": _buffers(zero, stage, world_size, of),
         "runtime": RUNTIME if card.on_gpu else 0.0,
     }
     # 2. What a micro-batch holds.
@@ -203,16 +203,17 @@ def memory(
     )
 
 
-def _buffers(cfg: Config, zero: dict, stage: int, ranks: int, of: Sizes, on_gpu: bool) -> float:
-    """Bytes of DeepSpeed's communication buffers: one for each dtype that is sent, under ZeRO-1 and
-    2 a second one of each that is filled meanwhile (overlap_comm)."""
+def _buffers(zero: dict, stage: int, ranks: int, of: Sizes) -> float:
+    """Return the bytes of DeepSpeed's communication buffers on a rank.
+
+    There is one buffer for each dtype that is sent. Under ZeRO-1 and 2 with `overlap_comm`,
+    DeepSpeed fills a second one of each dtype while it sends the first.
+    """
     if stage == 0:
         return 0.0
     size = zero.get("reduce_bucket_size", bucket_size(of.parameters, of.largest))
-    own = cfg.engine.deepspeed if isinstance(cfg.engine.deepspeed, dict) else {}
-    overlaps = own.get("zero_optimization", {}).get("overlap_comm", on_gpu and ranks > 1)
     if stage < 3:
-        return size * 4.0 * (2 if of.sent_low else 1) * (2 if overlaps else 1)
+        return size * 4.0 * (2 if of.sent_low else 1) * (2 if zero["overlap_comm"] else 1)
     gathered = zero.get("stage3_max_live_parameters", MOST_GATHERED)
     whole = 4.0 * min(of.parameters, gathered) if ranks > 1 else 0.0
     return size * (6.0 if of.sent_low else 4.0) + whole

@@ -45,14 +45,20 @@ def _own(cfg: Config) -> dict:
     return found
 
 
-def deepspeed_config(cfg: Config, world_size: int) -> dict:
-    """The DeepSpeed JSON that our YAML means, with `engine.deepspeed` merged over it.
+def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -> dict:
+    """Return DeepSpeed's JSON for a config, with `engine.deepspeed` merged over it.
+
+    Args:
+        cfg: The config of a run.
+        world_size: Number of ranks.
+        on_gpu: True if the ranks compute on GPUs; None: as on this machine.
 
     Raises:
-        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or holds
-            what the config decides otherwise or DeepSpeed cannot take.
+        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or sets a
+            key that the config decides, or a value that DeepSpeed cannot take.
     """
     t = cfg.train
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     config = {
         "train_micro_batch_size_per_gpu": t.micro_batch_size,
         "gradient_accumulation_steps": t.accumulation(world_size),
@@ -61,7 +67,7 @@ def deepspeed_config(cfg: Config, world_size: int) -> dict:
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
             # One rank has nothing to send, and a second buffer for gradients to pay for.
-            "overlap_comm": torch.cuda.is_available() and world_size > 1,
+            "overlap_comm": on_gpu and world_size > 1,
             "contiguous_gradients": True,
         },
         "zero_allow_untested_optimizer": True,

@@ -185,4 +185,21 @@ MUTATIONS = [
         INITIAL, "n.log().expand(cfg.d_inner, -1)", "(0 * n).expand(cfg.d_inner, -1)",
         (f"{TESTS}test_modeling.py::test_initialisation_is_mambas",),
     ),
+    # The flags of a pass.
+    Mutation(
+        "the head does not read the backbone's flags",
+        MODEL, "self.backbone.refuse_nonfinite(flags[: len(of_backbone)])", "pass",
+        (f"{TESTS}test_non_finite.py::test_a_damaged_parameter_is_named",),
+    ),
+    Mutation(
+        "a refused pass has changed the cache",
+        MODEL, "not defer_check or cache is not None or compiling()",
+        "not defer_check or compiling()",
+        (f"{TESTS}test_non_finite.py::test_a_refused_pass_leaves_the_cache_as_it_was",),
+    ),
+    Mutation(
+        "the backbone waits for the device as well as the head",
+        MODEL, "            defer_check=True,\n", "",
+        (f"{TESTS}test_non_finite.py::test_forward_and_backward_wait_for_the_device_once",),
+    ),
 ]  # fmt: skip

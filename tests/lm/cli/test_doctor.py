@@ -10,6 +10,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lm.cli import doctor
 from lm.common.errors import install_command
@@ -154,6 +156,46 @@ def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
     finding = doctor.ranks(60)
     assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.cure
+
+
+@pytest.mark.parametrize(
+    "gpus, trials", [(0, [("gloo", 2)]), (1, [("gloo", 2), ("nccl", 1)]),
+                     (8, [("gloo", 2), ("nccl", 2)])]
+)  # fmt: skip
+def test_nccl_is_tried_on_one_gpu_too(monkeypatch, gpus, trials):
+    spawned = []
+
+    def spawn(function, args, nprocs):
+        assert function is doctor._sum_of_ones and args[2] == nprocs
+        spawned.append((args[0], nprocs))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    assert doctor._try_ranks() == {"backends": [f"{name} ({count})" for name, count in trials]}
+    assert spawned == trials
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_sum_by_nccl_is_computed_on_the_gpu(monkeypatch, is_right):
+    devices, started, ones = [], [], torch.ones
+
+    def on_device(size, device):
+        devices.append(device)
+        return ones(size)
+
+    monkeypatch.setattr(torch, "ones", on_device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: started.append((name, how)))
+    monkeypatch.setattr(dist, "all_reduce", lambda t: t if is_right else t.zero_())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    if is_right:
+        doctor._sum_of_ones(0, "nccl", "store", 1)
+    else:
+        with pytest.raises(RuntimeError, match="by nccl the sum of 1 ones was"):
+            doctor._sum_of_ones(0, "nccl", "store", 1)
+    assert devices == ["cuda:0"]
+    assert started == [("nccl", {"init_method": "file://store", "rank": 0, "world_size": 1})]
 
 
 class NotFound(http.server.BaseHTTPRequestHandler):

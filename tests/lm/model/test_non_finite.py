@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lm import kernels
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError
@@ -160,3 +162,65 @@ def test_the_steps_after_the_solve_still_shape_the_gradient():
     # More steps are nearer to the true gradient.
     error = {name: (grad - found["implicit"]).norm() for name, grad in found.items()}
     assert error["three_steps"] < error["one_step"]
+
+
+class HostReads(TorchDispatchMode):
+    """Count the places at which the host waits for numbers of a tensor.
+
+    On a CPU `cpu` and `tolist` dispatch nothing, so both are patched.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count = 0
+        for name in ("cpu", "tolist"):
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, method):
+        def counted(*args, **kwargs):
+            self.count += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+KERNEL = pytest.mark.skipif(
+    kernels.find("cell", torch.empty(1)) is None, reason="no compiler: the plain solve reads flags"
+)
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+@pytest.mark.parametrize("layer", ["mamba", pytest.param("fp_mamba1", marks=KERNEL)])
+@pytest.mark.parametrize("n_layer", [1, 5])
+def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, layer, loss_only):
+    model = model_of(n_layer=n_layer, layers=" ".join([layer] * n_layer))
+    ids = tokens(8)
+    model(ids, labels=ids, loss_only=loss_only).loss.backward()  # a kernel checks itself first
+    with HostReads(monkeypatch) as reads:
+        model(ids, labels=ids, loss_only=loss_only).loss.backward()
+    assert reads.count == 1
+
+
+def test_a_backbone_that_defers_its_check_returns_the_flags():
+    model = model_of(n_layer=2)
+    with torch.no_grad():
+        model.backbone.layers[1].block.out_proj.weight.fill_(torch.inf)
+    output = model.backbone(tokens(), defer_check=True)
+    assert output.is_finite.tolist() == [True, True, False, False]
+    with pytest.raises(NonFiniteError, match=r"^layer 1: .*out_proj"):
+        model.backbone.refuse_nonfinite(output.is_finite.tolist())
+
+
+def test_a_refused_pass_leaves_the_cache_as_it_was():
+    model = model_of(n_layer=2).eval()
+    cache = model(tokens(), use_cache=True).past_key_values
+    state, length = cache.state, cache.length
+    with torch.no_grad():
+        model.backbone.norm_f.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=r"^the final norm: "):
+        model(tokens(1), past_key_values=cache)
+    assert cache.state is state and cache.length == length

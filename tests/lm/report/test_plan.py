@@ -1,6 +1,7 @@
 """The cost of a run before it starts, against real models and a count of their products."""
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -166,6 +167,23 @@ def test_deepspeeds_buffers_are_those_of_its_json():
     assert needed(cfg, 4).buffers == 4 * 4 * 1000
     cfg.engine.deepspeed["zero_optimization"]["overlap_comm"] = False
     assert needed(cfg, 4).buffers == 2 * 4 * 1000
+
+
+def test_buffers_follow_a_json_file_too(tmp_path):
+    cfg = tiny()
+    raw = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}}
+    (tmp_path / "deepspeed.json").write_text(json.dumps(raw))
+    cfg.engine.deepspeed = str(tmp_path / "deepspeed.json")
+    assert needed(cfg, 4).buffers == 4 * 1000
+
+
+@pytest.mark.parametrize("gpus, gib", [(1, 0.19), (4, 0.37)])
+def test_buffers_of_the_160m_model_are_smaller_than_its_gradients(gpus, gib):
+    """DeepSpeed's default of 5e8 numbers with overlap_comm takes 3.7 GiB and more."""
+    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
+    memory = needed(cfg, gpus)
+    assert memory.buffers / 2**30 == pytest.approx(gib, abs=0.01)
+    assert memory.buffers < memory.gradients
 
 
 def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
