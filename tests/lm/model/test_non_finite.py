@@ -113,12 +113,13 @@ def test_what_is_returned_is_finite_or_refused(mixer, solver):
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_damaged_parameter_is_named(broken, where, value):
+@pytest.mark.parametrize("use_cache", [True, False])  # False: the head reads all flags
+def test_a_damaged_parameter_is_named(broken, where, value, use_cache):
     model = model_of(n_layer=2, tie_embeddings=False).eval()
     with torch.no_grad():
         model.get_parameter(broken).view(-1)[: 16 * 40 // 2] = value
     with pytest.raises(NonFiniteError, match=rf"^{where}: .*parameter .*NaN or infinite"):
-        model(tokens())
+        model(tokens(), use_cache=use_cache)
 
 
 def test_a_row_that_does_not_use_the_damaged_embedding_is_not_refused():
