@@ -234,7 +234,7 @@ def test_every_number_has_a_range_that_its_help_states():
         (["eval", "run", "--lengths", ""], "argument --lengths: `` must be a length"),
         (["report", "nope"], "no report `nope`: there are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
-        (["eval", "run", "nope"], "run holds no run"),
+        (["eval", "run", "nope"], "run: no such folder"),
         (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
     ],
 )

@@ -408,8 +408,8 @@ def test_the_command_line(cfg, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["eval", str(c.run_dir), "--seeds", "-1"])
     assert "argument --seeds: '-1' is no whole number from 0" in capsys.readouterr().err
-    assert main(["eval", str(tmp_path / "nothing")]) == 1
-    assert "holds no run" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nothing")]) == BAD_CONFIG
+    assert "no such folder" in capsys.readouterr().err
     checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):

@@ -14,7 +14,7 @@ import torch
 
 import fprnn
 from lm.cli.main import main
-from lm.common.errors import UserError
+from lm.common.errors import BAD_CONFIG, FAILED, UserError
 from lm.evaluation.inspection import measure, terminal
 from lm.evaluation.inspection.page import MADE_BY, Inspection, page
 from lm.evaluation.inspection.tokens import tokens_of, visible
@@ -361,20 +361,22 @@ def test_the_command_takes_a_file_or_standard_input(small_export, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, words, status",
     [
-        (["nowhere", "a"], "nowhere: no such folder"),
-        (["EXPORT"], "no text is given"),
-        (["EXPORT", "a", "--file", "b"], "not both"),
-        (["EXPORT", "--file", "b"], "b cannot be read"),
-        (["EXPORT/config.json", "a"], "is a file"),
-        (["EXPORT", "a", "--out", "."], "is a folder"),
+        (["nowhere", "a"], "nowhere: no such folder", BAD_CONFIG),
+        (["EXPORT"], "no text is given", FAILED),
+        (["EXPORT", "a", "--file", "b"], "not both", FAILED),
+        (["EXPORT", "--file", "b"], "b cannot be read", FAILED),
+        (["EXPORT/config.json", "a"], "is a file", BAD_CONFIG),
+        (["EXPORT", "a", "--out", "."], "is a folder", FAILED),
     ],
 )
-def test_mistakes_are_one_line(small_export, tmp_path, monkeypatch, capsys, arguments, words):
+def test_mistakes_are_one_line(
+    small_export, tmp_path, monkeypatch, capsys, arguments, words, status
+):
     monkeypatch.chdir(tmp_path)
     filled = [text.replace("EXPORT", str(small_export)) for text in arguments]
-    assert main(["inspect", *filled]) == 1
+    assert main(["inspect", *filled]) == status
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
     assert list(tmp_path.iterdir()) == []

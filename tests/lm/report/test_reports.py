@@ -13,6 +13,7 @@ import pytest
 
 from lm.cli.main import main
 from lm.common import page as shell
+from lm.common.errors import BAD_CONFIG
 from lm.common.files import OutputError
 from lm.report.report import report
 from lm.report.sections.blocks import in_bytes, with_error
@@ -623,11 +624,11 @@ def test_what_is_refused(tmp_path, solved, capsys):
     for args, words in (
         ([solved, solved], "say where to write it with --out"),
         ([solved, solved, "--out", page], "is given twice"),
-        ([solved, folder, "--out", page], "holds no run"),
+        ([solved, folder, "--out", page], "no such folder"),
         ([suite, "--out", page], "fprnn synthetic report"),
         ([solved, "--out", tmp_path / "page.pdf"], "name a folder, or a file ending .html"),
     ):
-        assert main(["report", *map(str, args)]) == 1
+        assert main(["report", *map(str, args)]) == (BAD_CONFIG if words == "no such folder" else 1)
         assert words in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"suite"}
 
