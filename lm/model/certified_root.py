@@ -1,7 +1,7 @@
 """Newton's root of a token's equation with one reflection, and the proof that it is Picard's.
 
 With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and
-φ′ = (n₀ + n₁s) / D^(3/2): φ turns at most once. docs/fixed-point.md ("The root without the walk")
+φ′ = (n₀ + n₁s) / D^(3/2): φ turns at most once. docs/fixed-point.md ("Newton's root and its proof")
 has the proof. All is computed in fp64: near a fold a rounding decides which root is taken.
 
 Shape suffix: n tokens; every tensor is (n,).

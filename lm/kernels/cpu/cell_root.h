@@ -245,7 +245,7 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
 }
 
 // One reflection: Newton's root, and a proof that damped Picard from zero would have come to it.
-// docs/fixed-point.md ("The root without the walk") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
+// docs/fixed-point.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
 // with D = γ0 + 2 γ1 s + γ2 s².
 
 // Whether c0 + c1 x + c2 x² + c3 x³ has no zero in [0, 1]. Tests the signs of its Bernstein coefficients.
