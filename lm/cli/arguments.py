@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from lm.common.errors import FAILED, Stopped, exit_status, sentence
+from lm.common.errors import FAILED, ConfigError, Stopped, exit_status, sentence
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
@@ -144,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        _check_current_folder()
         status = args.run_command(args)
         if sys.stdout is not None:  # closed
             sys.stdout.flush()
@@ -164,6 +165,18 @@ def run(args: argparse.Namespace) -> int:
             print(f"{label}{printable(text)}", file=sys.stderr)
         _drop_output()
         return exit_status(e)
+
+
+def _check_current_folder() -> None:
+    """Refuse to run in a folder that was removed: libraries fail there with obscure messages.
+
+    Raises:
+        ConfigError: The current folder no longer exists.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed: start from another folder") from None
 
 
 def _drop_output() -> bool:
