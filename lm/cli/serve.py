@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Whole, add_trust
-from lm.common.errors import BAD_CONFIG, UserError, require
+from lm.common.errors import UserError, require
+from lm.runs.places import PlaceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,8 +19,6 @@ PACKAGES = ("fastapi", "uvicorn", "openai")  # without them `transformers serve`
 
 class ServeError(UserError, RuntimeError):
     """An export that cannot be served; the message gives the reason."""
-
-    exit_status = BAD_CONFIG
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -89,7 +88,8 @@ def _check_export(checkpoint: str) -> None:
     """Refuse, before anything heavy is imported, a path that is no export.
 
     Raises:
-        ServeError: The path holds no export, or has a character that the server does not take.
+        PlaceError: The path holds no export.
+        ServeError: The path has a character that the server does not take.
     """
     folder = Path(checkpoint)
     if not (folder / "config.json").is_file():
@@ -97,7 +97,7 @@ def _check_export(checkpoint: str) -> None:
         if (folder / "config.yaml").is_file():
             cure = f"it is a run: `fprnn export {folder} {folder / 'hf'}`, then serve that"
         problem = " is no export" if folder.exists() else ": no such folder"
-        raise ServeError(f"{checkpoint}{problem}; {cure}")
+        raise PlaceError(f"{checkpoint}{problem}; {cure}")
     if "@" in checkpoint:
         raise ServeError(
             f"{checkpoint} has an @ in its path, after which `transformers serve` expects a"

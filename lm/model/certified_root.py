@@ -54,7 +54,7 @@ class ScalarEquation(NamedTuple):
 
 @torch.no_grad()
 def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find roots by Newton, from zero and from beyond all roots.
+    """Find roots by Newton, from zero and then from a second start further out.
 
     Args:
         coefficients: The `cell.Coefficients` of n tokens with r = 1.
@@ -170,8 +170,10 @@ def _is_lowest(e, phi_0, r):
 def has_no_zero(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1], three times
-    each but the last, have one sign: then the cubic has no zero there."""
+    """Return whether the Bernstein coefficients of a cubic on [0, 1] have one sign.
+
+    If they have, c0 + c1 x + c2 x² + c3 x³ has no zero there. The two middle ones are scaled by 3.
+    """
     b1 = 3 * c0 + c1
     bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
     return (bernstein > 0).all(0) | (bernstein < 0).all(0)

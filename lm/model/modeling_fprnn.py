@@ -444,18 +444,22 @@ class FPRNNModel(FPRNNPreTrainedModel):
         return [embedded, *layers, ("the final norm", self.norm_f)]
 
     def refuse_nonfinite(
-        self, is_finite: list[bool], symptom: str = "its output is NaN or infinite"
+        self,
+        is_finite: torch.Tensor | list[bool] | None,
+        symptom: str = "its output is NaN or infinite",
     ) -> None:
         """Raise an error that names the first place that is not finite, if there is one.
 
         Args:
-            is_finite: FPRNNOutput.is_finite, read.
-            symptom: What was seen there.
+            is_finite: FPRNNOutput.is_finite, or its values; None: the pass was checked before.
+            symptom: Description of the failure there.
 
         Raises:
             NonFiniteError: A flag is False.
         """
-        if not all(is_finite):
+        if isinstance(is_finite, torch.Tensor):
+            is_finite = is_finite.tolist()
+        if is_finite is not None and not all(is_finite):
             place, module = self._places()[is_finite.index(False)]
             raise explained(place, module, self.config, symptom) from None
 

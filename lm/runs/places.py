@@ -57,7 +57,7 @@ def check_runs_to_watch(path: Path | str, follow: bool) -> None:
     else:
         hint = "give a run directory or a sweep's YAML, or --follow to wait for the run"
         if not folder.exists():
-            raise PlaceError(f"{path}: no such folder; {hint}{_near(folder)}")
+            raise PlaceError(f"{path}: no such file or folder; {hint}{_near(folder)}")
     raise PlaceError(f"{path} is no run directory, it has no {RUN_FILE}: {hint}{_near(folder)}")
 
 

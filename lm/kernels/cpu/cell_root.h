@@ -2,9 +2,10 @@
 //
 //   φ(s) = (α + Β s) / √(γ0 + 2 γ1·s + sᵀ Γ2 s) + δ
 //
-// Where it has several roots, the one that damped Picard from zero runs into is wanted. Newton's
-// steps only shorten that way: they are taken where Picard already contracts and may not lead
-// further than it could still go. In double whatever the kernel's type is: these are a few numbers
+// Where it has several roots, the search returns the one to which damped Picard from zero converges.
+// For one reflection it runs Newton first, and proves that the root is Picard's (`find_directly`).
+// Otherwise it runs Picard (`solve_by_picard`), which Newton shortens: Newton's steps are taken where
+// Picard already contracts, and may not lead further than Picard could. In double whatever the kernel's type is: these are a few numbers
 // a token, and near a fold a rounding decides which root is taken.
 
 #pragma once
@@ -315,7 +316,8 @@ inline bool newton_from(const Equation &e, Point at, double &root) {
     return false;
 }
 
-// The root by Newton, from zero and from beyond all roots; whether it is proven to be Picard's.
+// Find the root by Newton, from zero and then from further out; return whether it is proven to be
+// Picard's.
 inline bool find_directly(const Equation &e, double &root) {
     Point at;
     at.s[0] = root = 0;

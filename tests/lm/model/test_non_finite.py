@@ -213,7 +213,7 @@ def test_a_backbone_that_defers_its_check_returns_the_flags():
     output = model.backbone(tokens(), defer_check=True)
     assert output.is_finite.tolist() == [True, True, False, False]
     with pytest.raises(NonFiniteError, match=r"^layer 1: .*out_proj"):
-        model.backbone.refuse_nonfinite(output.is_finite.tolist())
+        model.backbone.refuse_nonfinite(output.is_finite)
 
 
 def test_a_refused_pass_leaves_the_cache_as_it_was():

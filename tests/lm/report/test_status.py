@@ -242,7 +242,7 @@ def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys,
     path = tmp_path / "of/late"
     assert main(["status", str(path)]) == BAD_CONFIG
     said = capsys.readouterr().err
-    assert "no such folder" in said and "--follow" in said
+    assert "no such file or folder" in said and "--follow" in said
 
     def sleep(_):
         FakeRun(path).put("result.json", RESULT)

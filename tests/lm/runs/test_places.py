@@ -24,7 +24,7 @@ MISTYPED = [
     ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
     ("agree runs/nope", "runs/nope: no such folder"),
     ("report runs/nope", "runs/nope: no such folder"),
-    ("status runs/nope", "runs/nope: no such folder"),
+    ("status runs/nope", "runs/nope: no such file or folder"),
     ("status nope.yaml", "nope.yaml: no such file"),
     ("export runs/nope out", "runs/nope: no such folder"),
     ("export runs/nope --push a/b", "RUN runs/nope: no such folder"),
