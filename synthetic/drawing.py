@@ -28,7 +28,7 @@ class ReportError(UserError, RuntimeError):
     """A report that cannot be made; the message says what is missing."""
 
 
-BESIDE = 2.4  # inches of the legend, which stands beside the panels
+BESIDE = 2.4  # inches of the legend next to the panels
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Drawing:
         self.figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="x-small")
 
     def fit_to_phone(self) -> None:
-        """Put the legend above the panels: beside them a narrow screen would hide it."""
+        """Put the legend above the panels: next to them a narrow screen would hide it."""
         (legend,) = self.figure.legends
         labels = [text.get_text() for text in legend.get_texts()]
         handles = [handle for handle in legend.legend_handles if handle is not None]

@@ -34,8 +34,8 @@ INNER_TOL = {torch.float32: ROOT_TOL, torch.float64: 1e-12}  # relative residual
 # Bisection factorises a matrix (d,d) of every token left some 40 times.
 MOST_DENSE, BISECTIONS, MOST_NEWTON = 256, 30, 10
 ELEMENTS_AT_ONCE = 1 << 22  # of these matrices
-# Batches of larger matrices are solved one by one on a CPU: torch 2.11 to 2.13 with several threads
-# returns wrong solutions, raises, or hangs from 150 rows on (pytorch issue 142815).
+# Larger matrices are solved one by one on a CPU: with several threads torch 2.13 solves batches of
+# 150 rows and more wrongly, raises, or hangs (pytorch issue 142815).
 MAX_BATCHED_ROWS = 128
 MEMORY, TURN, MOST_ACCELERATED = 8, 20, 120  # Anderson's; iterations between two changes; in all
 MOST_LEAP = 1e6  # of its next iterate, in lengths of the last value: it does not follow to infinity

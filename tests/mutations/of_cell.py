@@ -537,22 +537,22 @@ MUTATIONS = [
     ),
     Mutation(
         "certified root: steps may lead below zero",
-        CERTIFIED, " & (e.phi(most) >= 0)", "",
+        CERTIFIED, " & (e.phi(max_phi) >= 0)", "",
         (f"{TESTS}test_certified_root.py::test_a_fall_below_zero_is_not_proven",),
     ),
     Mutation(
         "certified root: the floor of the square is not seen",
-        CERTIFIED, "is_smooth = least >= e.floor", "is_smooth = least > 0",
+        CERTIFIED, "is_smooth = min_square >= e.floor", "is_smooth = min_square > 0",
         (f"{TESTS}test_certified_root.py::test_where_the_square_is_floored_nothing_is_proven",),
     ),
     Mutation(
         "certified root: φ may rise again beyond the root",
-        CERTIFIED, "(n0 + n1 * most <= 0) & ", "",
+        CERTIFIED, "(n0 + n1 * max_phi <= 0) & ", "",
         (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[range]",),
     ),
     Mutation(
         "certified root: no step needs to reach the root",
-        CERTIFIED, " & (r <= most)", "",
+        CERTIFIED, " & (r <= max_phi)", "",
         (f"{TESTS}test_certified_root.py::test_roots_that_one_condition_alone_refuses[reach]",),
     ),
     Mutation(

@@ -50,7 +50,7 @@ def source_files(data: Data) -> list[Path]:
 
 
 def list_files(data: Data) -> Listing:
-    """List the files behind `data.path`, and count those that a folder holds beside them.
+    """List the files behind `data.path`, and count the other files of its folders.
 
     Links to folders are followed. Each folder is read once, whatever links lead to it.
 

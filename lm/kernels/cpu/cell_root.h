@@ -249,13 +249,15 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
 // docs/fixed-point.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
 // with D = γ0 + 2 γ1 s + γ2 s².
 
-// Whether c0 + c1 x + c2 x² + c3 x³ has no zero in [0, 1]. Tests the signs of its Bernstein coefficients.
+// Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have one sign:
+// then it has no zero there.
 inline bool has_no_zero(double c0, double c1, double c2, double c3) {
     const double b0 = 3 * c0, b1 = b0 + c1, b2 = b1 + c1 + c2, b3 = c0 + c1 + c2 + c3;
     return (b0 > 0 && b1 > 0 && b2 > 0 && b3 > 0) || (b0 < 0 && b1 < 0 && b2 < 0 && b3 < 0);
 }
 
-// Whether damped Picard from zero comes to `root`, a root of ψ, with any step sizes in (0, 1].
+// Return true if damped Picard from zero converges to `root`, a root of ψ, with any step sizes in
+// (0, 1].
 inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
     // Mirrored, so that the root is positive.
     const double side = root < 0 ? -1 : 1, r = side * root;
@@ -296,7 +298,7 @@ inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
     return has_no_zero(q0, q1 * w, q2 * w * w, q3 * w * w * w);
 }
 
-// Newton from a point; whether it came to a root.
+// Run Newton from a point; return true if it converged to a root.
 inline bool newton_from(const Equation &e, Point at, double &root) {
     double before = std::numeric_limits<double>::infinity();
     for (int tried = 0; tried < MAX_DIRECT_STEPS; ++tried) {
@@ -325,7 +327,7 @@ inline bool find_directly(const Equation &e, double &root) {
     if (at_rounding(e, at, ROUNDING)) return true;
     const double psi_0 = at.psi[0], side = psi_0 < 0 ? -1 : 1;
     if (newton_from(e, at, root) && is_picards_root(e, psi_0, root)) return true;
-    // No root lies beyond the largest value of φ on that side, nor beyond its limit.
+    // The second start: the point of the largest φ on that side, or its limit if that is nearer.
     const double alpha = e.alpha[0], beta = e.beta[0][0], gamma1 = e.gamma1[0];
     const double n0 = beta * e.gamma0 - alpha * gamma1, n1 = beta * gamma1 - alpha * e.gamma2[0][0];
     const double turn = -n0 / n1, limit = e.delta[0] + side * beta / std::sqrt(e.gamma2[0][0]);
