@@ -244,6 +244,7 @@ def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     kernels of a token, and each layer's milliseconds next to those predicted of an A100."""
     record = json.loads(path.read_text(encoding="utf-8"))
     figures = {**record["rates"], "graphs": record["graphs"]}
+    figures |= {f"evaluations, {name}": count for name, count in record["evaluations"].items()}
     for batch, kernels in record["kernels"].items():
         for name, seconds in kernels.items():
             figures[f"{batch} × {name}"] = f"{seconds * 1e6:.1f} µs"
