@@ -9,10 +9,10 @@ with its own time limit. A part that fails or hangs does not stop the next one. 
 written after every part, so an interrupted check keeps its results. DIR/check.log has all output.
 The exit status is 1 when a part failed and 2 when there is no GPU.
 
-The machine needs torch, triton, transformers, pytest and what `fprnn train` imports. A folder
-.card/whl with wheels is installed for the check alone (`python -m benchmarks.card_wheels` fills
-it); .card/fineweb with parquet files of FineWeb is the training text, otherwise the text that every
-Python installation carries.
+The machine needs torch, triton, transformers, pytest and what `fprnn train` imports. --card DIR
+names a folder with what it lacks: the wheels in DIR/whl are installed for this check only
+(`python -m benchmarks.card_wheels` makes them), and the parquet files of FineWeb in DIR/fineweb are
+the training text. Without them the training text is what every Python installation carries.
 """
 
 import argparse
@@ -41,7 +41,6 @@ from typing import Any, NamedTuple, TextIO
 from lm.common.cards import usable_cores
 
 ROOT = Path(__file__).parents[1]
-CARD = ROOT / ".card"
 # Seconds of each part, 570 in all. A part may also use what the parts before it left.
 LIMITS = {
     "plan": 15,
@@ -261,12 +260,12 @@ def python(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
-def overrides(quick: bool, runs: Path) -> list[str]:
+def overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
     """Return the `key=value` words that every training of the check has."""
-    texts = sorted((CARD / "fineweb").glob("*.parquet")) if find_spec("pyarrow") else []
-    source = {"data.source": "parquet", "data.path": CARD / "fineweb"}
+    text = card / "fineweb" if card and (card / "fineweb").is_dir() else None
+    source = {"data.source": "parquet", "data.path": text} if text else {"data.source": "builtin"}
     values = {
-        **(source if texts else {"data.source": "builtin"}),
+        **source,
         "tokenizer.name": "bpe",
         **SIZES,
         **(QUICK_SIZES if quick else {}),
@@ -277,9 +276,9 @@ def overrides(quick: bool, runs: Path) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def training_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
+def training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
     """Return the parts that train: the plans, the run, its second half, its Mamba twins."""
-    words = overrides(quick, runs)
+    words = overrides(quick, runs, card)
 
     def train(config: str, name: str, updates: int, checkpoint_every: int) -> list[str]:
         options = [f"name={name}", f"train.steps={updates}", f"checkpoint.every={checkpoint_every}"]
@@ -292,15 +291,16 @@ def training_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
         return Part(name, command, judge, {"FPRNN_KERNELS": kernels} if kernels else {})
 
     def plan(name: str, config: str) -> Part:
-        card = ["--gpu", "cpu"] if quick else []
-        command = python("-m", "lm", "plan", config, "--gpus", 1, *card, *words)
+        kind = ["--gpu", "cpu"] if quick else []
+        command = python("-m", "lm", "plan", config, "--gpus", 1, *kind, *words)
         return Part(name, command, functools.partial(judge_figures, plan_figures))
 
     resumed = train(FPRNN, "fp", RESUMED_UPDATES, UPDATES // 2)
     absent = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
     twin = part("mamba_ssm", MAMBA, "mamba_ssm", "mamba_ssm")
-    if absent:
-        twin = twin._replace(reason=f"{' and '.join(absent)}: not installed")
+    if absent or quick:
+        reason = f"{' and '.join(absent)}: not installed" if absent else "it needs a GPU"
+        twin = twin._replace(reason=reason)
     return [
         plan("plan", FPRNN),
         plan("plan_mamba", MAMBA),
@@ -371,12 +371,14 @@ def timing_part(out: Path, device: str, quick: bool) -> Part:
     return Part("timings", python(*command), judge)
 
 
-def all_parts(out: Path, runs: Path, device: str, quick: bool) -> list[Part]:
+def all_parts(
+    out: Path, runs: Path, device: str, quick: bool, card: Path | None = None
+) -> list[Part]:
     """Return the parts in the order in which they run."""
     interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
     of_kernels = [pytest_part(out, quick), timing_part(out, device, quick)]
     return [
-        *training_parts(out, runs, quick),
+        *training_parts(runs, quick, card),
         *model_parts(out, runs, quick),
         *(part._replace(env=part.env | interpreted) for part in of_kernels),
     ]
@@ -498,14 +500,18 @@ def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, An
     return 0 if summary["ok"] else 1
 
 
-def install_wheels(site: Path) -> None:
-    """Install .card/whl into a folder for this check; later processes find it on PYTHONPATH."""
-    wheels = sorted((CARD / "whl").glob("*.whl"))
-    if wheels:
-        print(f"installing {len(wheels)} wheels of .card/whl for this check", flush=True)
-        options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
-        subprocess.run(python("-m", "pip", "install", *options, "--target", site, *wheels))
-        sys.path.insert(0, str(site))
+def install_wheels(wheels: list[Path], site: Path) -> None:
+    """Install wheels into a folder for this check; its processes find it on PYTHONPATH.
+
+    Raises:
+        SystemExit: If pip cannot install them here.
+    """
+    print(f"installing {len(wheels)} wheels for this check", flush=True)
+    options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
+    command = python("-m", "pip", "install", *options, "--target", site, *wheels)
+    if subprocess.run(command).returncode:
+        sys.exit(f"gpu-check: pip cannot install the wheels of {wheels[0].parent}")
+    sys.path.insert(0, str(site))
 
 
 def main() -> int:
@@ -514,7 +520,10 @@ def main() -> int:
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     p.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
     p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}, and what they need")
+    p.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
     a = p.parse_args()
+    if a.card and not a.card.is_dir():
+        p.error(f"--card {a.card}: no such folder")
     if a.device == "cpu" and not a.quick:
         p.error("on a CPU the kernels are interpreted: give --quick as well")
     chosen = a.parts.split(",") if a.parts else list(LIMITS)
@@ -523,7 +532,8 @@ def main() -> int:
     chosen += [need for name in chosen for need in NEEDS.get(name, ())]
     with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
         runs, site = Path(scratch, "runs"), Path(scratch, "site")
-        install_wheels(site)
+        if wheels := sorted((a.card / "whl").glob("*.whl")) if a.card else []:
+            install_wheels(wheels, site)
         about, why = environment(a.device)
         if about is None:
             print(f"gpu-check needs a CUDA device, and torch finds none ({why}).")
@@ -544,7 +554,8 @@ def main() -> int:
         }
         if a.device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        parts = all_parts(out, runs, a.device, a.quick)
+        card = a.card.resolve() if a.card else None
+        parts = all_parts(out, runs, a.device, a.quick, card)
         status = check([part for part in parts if part.name in chosen], out, env, about)
         for log in runs.glob("*/metrics.jsonl"):
             (out / f"{log.parent.name}.jsonl").write_bytes(log.read_bytes())

@@ -62,6 +62,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "gpu-check needs a CUDA device" in done.stdout.splitlines()[-1]
     assert "--quick" in make(tmp_path, "--device", "cpu").stderr
     assert "no part nothing" in make(tmp_path, "--parts", "nothing").stderr
+    assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
 def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
@@ -192,7 +193,11 @@ def test_the_overrides_make_a_valid_configuration(name, tmp_path, module):
     from lm.config import load
 
     g = module("gpu_check")
-    cfg = load.load(ROOT / getattr(g, name), g.overrides(False, tmp_path))
+    (tmp_path / "fineweb").mkdir()
+    words = g.overrides(False, tmp_path, tmp_path)
+    assert f"data.path={tmp_path / 'fineweb'}" in words
+    assert "data.source=builtin" in g.overrides(False, tmp_path, None)
+    cfg = load.load(ROOT / getattr(g, name), words)
     assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
     assert cfg.model.d_model == 768 and cfg.model.n_layer == 12
 
