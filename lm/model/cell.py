@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .certified_pair import find_certified_pairs
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
 from .certified_root import MOST_GAIN, ROUNDING, SOLVED, find_certified_roots
 from .scan import faster
@@ -273,10 +274,15 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _find_root_plain(coefficients):
     """`find_root` in plain PyTorch, for all tokens at once."""
-    if coefficients.alpha.shape[1] != 1:
+    r = coefficients.alpha.shape[1]
+    if r > 2:
         return _find_root_by_picard(coefficients)
-    roots, is_proven = find_certified_roots(coefficients)
-    outcome = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
+    if r == 1:
+        roots, is_proven = find_certified_roots(coefficients)
+        outcome = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
+    else:
+        roots, attracts, is_proven = find_certified_pairs(coefficients)
+        outcome = torch.where(attracts, 0, BISECTED).to(torch.uint8)
     rest = (~is_proven).nonzero().squeeze(1)
     if len(rest):
         roots[rest], outcome[rest] = _find_root_by_picard(coefficients.take(rest))

@@ -38,6 +38,7 @@ from .batch import (
 from .blocks import FPRNN
 from .carried import kernels as carried_kernels
 from .cell import find_root
+from .certified_pair import find_certified_pairs
 from .certified_root import find_certified_roots
 from .channel_delta import KDA
 from .checksums import refuse_changed
@@ -81,6 +82,7 @@ _TRAVELS = (
     Mixer,
     build_mixer,
     carried_kernels,
+    find_certified_pairs,
     find_certified_roots,
     find_root,
     nrm,

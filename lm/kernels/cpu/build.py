@@ -26,7 +26,9 @@ SOURCES = ("scan.cpp", "step.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
 HEADERS = (
     "vector.h",
     "cell.h",
+    "cell_equation.h",
     "cell_gradient.h",
+    "cell_pair.h",
     "cell_product.h",
     "cell_root.h",
 )

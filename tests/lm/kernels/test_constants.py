@@ -8,7 +8,7 @@ from lm.kernels import cell as kernels_cell
 from lm.kernels.cpu import build, roots
 from lm.kernels.cpu import cell as cpu_cell
 from lm.kernels.cpu import step as cpu_step
-from lm.model import cell, solver
+from lm.model import cell, certified_pair, solver
 
 RULE = solver.Rule()
 # Name → value in lm/model, of the search for a root.
@@ -32,6 +32,11 @@ SEARCH |= {
     "STEPSIZE_DECAY": RULE.stepsize_decay,
     "PATIENCE": RULE.patience,
 }
+PAIR = {
+    name: getattr(certified_pair, name)
+    for name in ("MAX_PAIR_STEPS", "MAX_POLISH_STEPS", "MIN_SIDE", "CERTAIN", "STILL", "DEGREE")
+}
+PAIR |= {"PIECE_COUNT": len(certified_pair.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
 
 
@@ -57,7 +62,8 @@ def order(names):
 @pytest.mark.parametrize(
     "file, expected",
     [
-        ("cell_root.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_pair.h", PAIR),
         (
             "cell.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
@@ -66,20 +72,29 @@ def order(names):
         ),
         ("step.cpp", {"RESIDUAL_FLOOR": solver.RESIDUAL_FLOOR} | order(cpu_step._ACTS)),
     ],
-    ids=["cell_root.h", "cell.h", "step.cpp"],
+    ids=["cell_equation.h", "cell_pair.h", "cell.h", "step.cpp"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """In both directions: a constant that is new in C++ wants a place here."""
     found = constants(file)
     assert {name: found.get(name) for name in expected} == expected
-    if file == "cell_root.h":
+    if file == "cell_equation.h":
         assert found.keys() == expected.keys()
 
 
-def test_the_search_in_cpp_has_no_number_without_a_name():
+def test_the_pieces_of_the_interval_are_those_of_python():
+    source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
+    for name in ("PIECES", "WIDE_PIECES"):
+        (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
+        assert tuple(map(float, values.split(","))) == getattr(certified_pair, name)
+
+
+@pytest.mark.parametrize("file", ["cell_equation.h", "cell_root.h"])
+def test_the_search_in_cpp_has_no_number_without_a_name(file):
     """Past the definitions, in the search itself: only 0 to 3 stand as digits."""
-    source = re.sub(r"//.*", "", (build.HERE / "cell_root.h").read_text(encoding="utf-8"))
-    search = source[source.index("struct Equation") :]
+    source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
+    search = source[source.index("struct Equation") if "struct Equation" in source else 0 :]
+    search = search[search.index("namespace {") if "namespace {" in search else 0 :]
     assert set(re.findall(r"(?<![\w.])\d[\d.e-]*", search)) <= {"0", "1", "2", "3"}
 
 

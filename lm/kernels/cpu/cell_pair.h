@@ -1,0 +1,186 @@
+// Two reflections: all roots on Picard's side, and the one that Picard converges to.
+//
+// lm/model/certified_pair.py is the same in plain PyTorch and defines F, P, N² and det;
+// docs/fixed-point.md ("Two reflections") has the proof.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cell_equation.h"
+
+namespace {
+
+constexpr int PIECE_COUNT = 8, DEGREE = 6, MAX_PAIR_STEPS = 20, MAX_POLISH_STEPS = 2;
+constexpr double PIECES[PIECE_COUNT] = {0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0};
+constexpr double WIDE_PIECES[PIECE_COUNT - 1] = {0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0};
+constexpr double MIN_SIDE = 1e-4, CERTAIN = 1e-13, STILL = 1e-12;
+
+// The ends of the pieces of the interval of g in which Picard's root lies; false if it is not known.
+inline bool find_bounds(const Equation &e, double *ends) {
+    const auto &b = e.beta;
+    const double half_trace = (b[0][0] + b[1][1]) / 2, det = b[0][0] * b[1][1] - b[0][1] * b[1][0];
+    const double square = half_trace * half_trace - det;
+    const double largest = half_trace + std::sqrt(square > 0 ? square : 0);
+    // A normal w with wᵀ B = largest · wᵀ, of the two rows the longer.
+    const double first[2] = {b[1][0], largest - b[0][0]}, second[2] = {largest - b[1][1], b[0][1]};
+    const auto dot = [](const double *x, const double *y) { return x[0] * y[0] + x[1] * y[1]; };
+    const double *w = dot(second, second) > dot(first, first) ? second : first;
+    const double length = std::sqrt(dot(w, w));
+    const double of_alpha = length * std::sqrt(dot(e.alpha, e.alpha)), side_alpha = dot(w, e.alpha);
+    const double of_delta = length * std::sqrt(dot(e.delta, e.delta)), side_delta = dot(w, e.delta);
+    const bool clear_alpha = std::abs(side_alpha) > MIN_SIDE * of_alpha;
+    const bool clear_delta = std::abs(side_delta) > MIN_SIDE * of_delta;
+    const bool agree = (side_alpha * side_delta > 0 && clear_alpha && clear_delta) ||
+                       (of_alpha == 0 && clear_delta) || (of_delta == 0 && clear_alpha);
+    const double most = 1 / std::sqrt(e.floor);
+    ends[0] = 0;
+    if (square > 0 && largest * most > 1 && agree) {
+        for (int p = 0; p < PIECE_COUNT; ++p) ends[p + 1] = PIECES[p] / largest;
+        return true;
+    }
+    if (!(square < 0 || largest <= 0)) return false;
+    const double unit = std::min(1 / std::sqrt(std::abs(det)), most / 8);
+    for (int p = 0; p < PIECE_COUNT - 1; ++p) ends[p + 1] = unit * WIDE_PIECES[p];
+    ends[PIECE_COUNT] = most;
+    return true;
+}
+
+// Det, the numerators and N² in powers of g.
+struct Polynomials {
+    double det[3], numerator[3][2], square[5], p[DEGREE + 1];
+
+    explicit Polynomials(const Equation &e) {
+        const auto &b = e.beta;
+        det[0] = 1;
+        det[1] = -(b[0][0] + b[1][1]);
+        det[2] = b[0][0] * b[1][1] - b[0][1] * b[1][0];
+        const auto moved = [&](const double *x, double *to) {  // (B − tr B · I) x
+            to[0] = b[0][1] * x[1] - b[1][1] * x[0];
+            to[1] = b[1][0] * x[0] - b[0][0] * x[1];
+        };
+        double moved_alpha[2], moved_delta[2], along[3];
+        moved(e.alpha, moved_alpha);
+        moved(e.delta, moved_delta);
+        for (int i = 0; i < 2; ++i) {
+            numerator[0][i] = e.delta[i];
+            numerator[1][i] = e.alpha[i] + moved_delta[i];
+            numerator[2][i] = moved_alpha[i];
+        }
+        for (int k = 0; k < 3; ++k)
+            along[k] = 2 * (numerator[k][0] * e.gamma1[0] + numerator[k][1] * e.gamma1[1]);
+        for (double &x : square) x = 0;
+        for (double &x : p) x = 0;
+        for (int k = 0; k < 3; ++k)
+            for (int l = 0; l < 3; ++l) {
+                double pair = e.gamma0 * det[k] * det[l] + along[k] * det[l];
+                for (int i = 0; i < 2; ++i)
+                    for (int j = 0; j < 2; ++j)
+                        pair += numerator[k][i] * e.gamma2[i][j] * numerator[l][j];
+                square[k + l] += pair;
+                p[k + l] -= det[k] * det[l];
+            }
+        for (int k = 0; k < 5; ++k) p[k + 2] += square[k];
+    }
+};
+
+// The Bernstein coefficients on [low, high] of a polynomial given in powers, in place.
+inline void to_bernstein(double *c, double low, double high) {
+    constexpr double CHOICES[DEGREE + 1] = {1, 6, 15, 20, 15, 6, 1};
+    for (int j = 0; j < DEGREE; ++j)
+        for (int i = DEGREE - 1; i >= j; --i) c[i] += low * c[i + 1];
+    double power = 1;
+    for (int i = 0; i <= DEGREE; ++i) {
+        c[i] *= power / CHOICES[i];
+        power *= high - low;
+    }
+    for (int j = 0; j < DEGREE; ++j)
+        for (int i = DEGREE - 1; i >= j; --i) c[i + 1] += c[i];
+}
+
+// How many zeros P may have on [low, high], 9 if unknown; and P(high).
+inline int count_sign_changes(const double *p, double low, double high, double &at_end) {
+    double c[DEGREE + 1], sizes[DEGREE + 1];
+    for (int i = 0; i <= DEGREE; ++i) {
+        c[i] = p[i];
+        sizes[i] = std::abs(p[i]);
+    }
+    to_bernstein(c, low, high);
+    to_bernstein(sizes, low, high);
+    at_end = c[DEGREE];
+    int changes = 0;
+    for (int i = 0; i <= DEGREE; ++i) {
+        if (!(std::abs(c[i]) > CERTAIN * sizes[i])) return 9;
+        if (i) changes += (c[i] > 0) != (c[i - 1] > 0);
+    }
+    return changes;
+}
+
+// The zero of F between low and high, by Newton within bounds.
+inline double find_zero(const Equation &e, const Polynomials &in, double low, double high, bool rises) {
+    const auto middle = [&] { return low > 0 ? std::sqrt(low * high) : high / 2; };
+    double g = middle();
+    for (int step = 0; step < MAX_PAIR_STEPS; ++step) {
+        ++e.evaluations;
+        const double d = in.det[0] + g * (in.det[1] + g * in.det[2]);
+        const double d_slope = in.det[1] + 2 * g * in.det[2];
+        double n_square = 0, n_slope = 0;
+        for (int i = 4; i >= 0; --i) {
+            n_slope = n_slope * g + n_square;
+            n_square = n_square * g + in.square[i];
+        }
+        const double n = std::sqrt(n_square), value = d - g * n;
+        const double slope = d_slope - n - g * n_slope / (2 * n);
+        ((value > 0) == rises ? low : high) = g;
+        const double ahead = g - value / slope;
+        const double next = ahead > low && ahead < high ? ahead : middle();
+        if (std::abs(next - g) <= STILL * g) return next;
+        g = next;
+    }
+    return g;
+}
+
+// Find all roots on Picard's side. Return false if they are not proven to be all, or if several
+// attract; otherwise the root that attracts, or the first if none does.
+inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
+    double ends[PIECE_COUNT + 1];
+    is_attracting = false;
+    if (!find_bounds(e, ends)) return false;
+    const Polynomials in(e);
+    bool has_zero[PIECE_COUNT], rises[PIECE_COUNT];
+    for (int p = 0; p < PIECE_COUNT; ++p) {
+        double at_end;
+        const int changes = count_sign_changes(in.p, ends[p], ends[p + 1], at_end);
+        if (changes > 1) return false;
+        has_zero[p] = changes == 1;
+        rises[p] = at_end > 0;
+    }
+    if (!rises[PIECE_COUNT - 1]) return false;
+    bool has_root = false;
+    for (int p = 0; p < PIECE_COUNT; ++p) {
+        if (!has_zero[p]) continue;
+        const double g = find_zero(e, in, ends[p], ends[p + 1], rises[p]);
+        const double d = in.det[0] + g * (in.det[1] + g * in.det[2]);
+        Point at;
+        for (int i = 0; i < 2; ++i)
+            at.s[i] = (in.numerator[0][i] + g * (in.numerator[1][i] + g * in.numerator[2][i])) / d;
+        evaluate<2>(e, 2, at);
+        for (int step = 0; step < MAX_POLISH_STEPS && !at_rounding(e, at, ROUNDING); ++step) {
+            double moves[MOST];
+            newton_step<2>(e, 2, at, moves);
+            for (int i = 0; i < 2; ++i) at.s[i] += moves[i];
+            evaluate<2>(e, 2, at);
+        }
+        if (!at_rounding(e, at, SOLVED)) return false;
+        const bool attracting = attracts<2>(e, 2, at);
+        if (attracting && is_attracting) return false;
+        if (attracting || !has_root)
+            for (int i = 0; i < 2; ++i) root[i] = at.s[i];
+        has_root = true;
+        is_attracting = is_attracting || attracting;
+    }
+    return has_root;
+}
+
+}  // namespace
