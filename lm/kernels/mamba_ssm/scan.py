@@ -43,7 +43,7 @@ def _self_check(device) -> float:
 
 def _unfused(x, low_rank, weight, bias, A, B, C, D, z):
     # The same product as in `mamba_scan`: another one may be rounded otherwise in TF32.
-    dt = (weight @ low_rank.transpose(1, 2)).transpose(1, 2)
+    dt = _step_sizes(low_rank, weight).transpose(1, 2)
     y, h = selective_scan(x, F.softplus(dt + bias), A, B, C)
     return (y + D * x) * F.silu(z), h
 
@@ -118,12 +118,18 @@ def mamba_scan(
         Unsupported: If the dtypes differ or are fp64, there are no tokens, or n > 256.
     """
     _check(A, x, low_rank, B, C, z)
-    dt = weight.to(x.dtype) @ low_rank.transpose(1, 2)  # (b,d,l), the kernel's order
+    dt = _step_sizes(low_rank, weight)
     x, B, C, z = (t.transpose(1, 2) for t in (x, B, C, z))
     y, h = selective_scan_fn(
         x, dt, A, B, C, D=D, z=z, delta_bias=bias, delta_softplus=True, return_last_state=True
     )
     return y.transpose(1, 2), _NoGradient.apply(h.float())
+
+
+def _step_sizes(low_rank, weight):
+    """low_rank weightᵀ as (b,d,l), consecutive in l, which the kernel would otherwise copy."""
+    dt = weight.to(low_rank.dtype) @ low_rank.flatten(0, 1).t()  # (d,b·l)
+    return dt.unflatten(1, low_rank.shape[:2]).transpose(0, 1)
 
 
 def _check(A, x, *others):
