@@ -27,7 +27,7 @@ PURE = "deepspeed"
 # DeepSpeed's requirements, and einops for mamba-ssm. constraints.txt has their versions.
 WHEELS = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
-    "hjson", "msgpack", "einops", "py-cpuinfo",
+    "hjson", "msgpack", "einops", "psutil", "py-cpuinfo",
 )  # fmt: skip
 COMPILED = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
 MODULES = (
