@@ -27,7 +27,8 @@ docs: .venv/ready
 golden: .venv/ready
 	$(BIN)/python -m tests.golden $(or $(DIR),tests/golden)
 
-# On a machine with a GPU: $(PYTHON) as it is, no network, under 10 minutes, results in OUT.
+# On a machine with a GPU: $(PYTHON) as it is, no network, ten minutes, results in OUT. ARGS are
+# options of benchmarks.gpu_check, such as --card DIR.
 OUT ?= build/gpu-check
 gpu-check:
 	@$(PYTHON) -m benchmarks.gpu_check --out $(OUT) $(ARGS)

@@ -1,12 +1,18 @@
-"""Everything that a machine with one GPU should verify, in under 10 minutes and without a network:
-tests, kernels, training in bf16, benchmarks at the paper's 160M shape. `make gpu-check` runs it.
+"""Check a machine with one GPU in ten minutes, without a network. `make gpu-check` runs it.
 
-python -m benchmarks.gpu_check [--out DIR] [--parts tests,training] [--device cpu --quick]
+python -m benchmarks.gpu_check [--out DIR] [--parts train,tests] [--device cpu --quick]
 
-It needs torch, triton, transformers, numpy, pytest, rich, PyYAML and tokenizers. Every part is a
-process of its own with its own time; one that fails or hangs does not stop the next. At the end one
-table, and in DIR summary.json, the parts' own JSON and all they printed. Exits with 1 when a part
-failed and with 2 where there is no GPU.
+The parts run in the order of their importance: a real training run of the 160M configuration under
+DeepSpeed, the same run resumed, the Mamba baseline with our scan and with mamba-ssm, an export,
+generation, lm-eval, kernel tests at the width of that model, and timings. Every part is a process
+with its own time limit. A part that fails or hangs does not stop the next one. DIR/summary.json is
+written after every part, so an interrupted check keeps its results. DIR/check.log has all output.
+The exit status is 1 when a part failed and 2 when there is no GPU.
+
+The machine needs torch, triton, transformers, pytest and what `fprnn train` imports. --card DIR
+names a folder with what it lacks: the wheels in DIR/whl are installed for this check only
+(`python -m benchmarks.card_wheels` makes them), and the parquet files of FineWeb in DIR/fineweb are
+the training text. Without them the training text is what every Python installation carries.
 """
 
 import argparse
@@ -17,8 +23,10 @@ import os
 import platform
 import re
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -33,32 +41,53 @@ from typing import Any, NamedTuple, TextIO
 from lm.common.cards import usable_cores
 
 ROOT = Path(__file__).parents[1]
-# Seconds of each part, 565 in all. What one leaves over is for those after it.
+# Seconds of each part, 570 in all. A part may also use what the parts before it left.
 LIMITS = {
-    "tests": 110,
-    "training": 100,
-    "constants": 70,
-    "scan": 25,
-    "roots": 25,
-    "iteration": 25,
-    "solve": 45,
-    "training_step": 55,
-    "decode": 35,
-    "kernels": 75,
-}
-# Width and batch are the paper's; length and layers are cut where plain PyTorch goes token by
-# token: of a layer it takes an H100 7 ms for each, forward and backward.
-OPTIONS = {
-    "scan": ["--repeats", "5"],
-    "roots": ["--batch", "1", "--repeats", "2"],
-    "iteration": ["--repeats", "5"],
-    "solve": ["--layers", "1", "--length", "512", "--repeats", "2"],
-    "training_step": ["--layers", "2", "--length", "512", "--repeats", "2"],
-    "decode": ["--layers", "4", "--repeats", "1", "--prompt", "64", "--new", "16"],
+    "plan": 15,
+    "plan_mamba": 15,
+    "train": 175,
+    "resume": 50,
+    "mamba": 40,
+    "mamba_ssm": 35,
+    "export": 25,
+    "generate": 40,
+    "eval": 45,
+    "tests": 70,
+    "timings": 60,
 }
 MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
-SIZES = dict(layers=1, length=8, batch=2, vocab=64, repeats=1)
-TINY = ["--d-model=16", *(f"--{name}={value}" for name, value in SIZES.items())]
+FPRNN = "configs/lm/fpmamba_160m_fineweb2b.yaml"
+MAMBA = "configs/lm/mamba_160m_fineweb2b.yaml"
+UPDATES, RESUMED_UPDATES, QUESTIONS = 8, 10, 20
+NEEDS = {  # the parts that make the run or the export that a part reads
+    "resume": {"train"},
+    "export": {"train"},
+    "generate": {"train", "export"},
+    "eval": {"train", "export"},
+}
+STEADY = 4  # the last updates, by whose median throughput and MFU are judged
+SIZES = {  # the shipped configuration, in one micro-batch an update
+    "data.val_tokens": 65536,
+    "tokenizer.vocab_size": 8192,
+    "tokenizer.train_bytes": 3_000_000,
+    "train.global_batch_size": 32,
+    "train.micro_batch_size": 32,
+    "eval.micro_batch_size": 8,
+}
+QUICK_SIZES = {  # a model that a CPU trains in seconds
+    "data.val_tokens": 512,
+    "data.seq_len": 64,
+    "data.shuffle_buffer": 16,
+    "tokenizer.vocab_size": 512,
+    "tokenizer.train_bytes": 100_000,
+    "train.global_batch_size": 2,
+    "train.micro_batch_size": 2,
+    "train.device": "cpu",
+    "eval.micro_batch_size": 2,
+    "model.vocab_size": 512,
+    "model.d_model": 16,
+    "model.n_layer": 2,
+}
 
 
 class Outcome(NamedTuple):
@@ -74,25 +103,26 @@ class Part(NamedTuple):
 
     name: str
     command: list[str]
-    limit: float
-    judge: Callable  # (exit status, last line that it printed) → Outcome
+    judge: Callable[[int | None, list[str]], Outcome]  # (exit status, printed lines)
     env: dict = {}  # noqa: RUF012
     reason: str = ""
+    limit: float | None = None  # seconds; None: LIMITS[name]
 
 
-def judge_tests(xml: Path, rc: int | None, last: str) -> Outcome:
-    """By pytest's XML: failures by name; a file that lacks a package is skipped, not failed."""
+def judge_tests(xml: Path, rc: int | None, lines: list[str]) -> Outcome:
+    """Read pytest's XML: failures by name; a file that lacks a package is skipped, not failed."""
+    said = _last(lines)
     try:
         cases = list(ET.parse(xml).iter("testcase"))
         xml.unlink()
     except (OSError, ET.ParseError):
-        return Outcome("failed", {}, f"pytest wrote no results (exit status {rc}): {last}")
+        return Outcome("failed", {}, f"pytest wrote no results (exit status {rc}): {said}")
     counts, failures, missing = Counter(), [], Counter()
     for case in cases:
         name = f"{case.get('classname')}.{case.get('name')}".strip(".")
         wrong = [part for kind in ("failure", "error") for part in case.findall(kind)]
-        if wrong and (found := MISSING.search(wrong[0].text or "")):
-            missing[found[1]] += 1
+        if wrong and (match := MISSING.search(wrong[0].text or "")):
+            missing[match[1]] += 1
         elif wrong:
             counts["failed"] += 1
             failures.append(f"{name}: {(wrong[0].get('message') or '')[:200].splitlines()[:1]}")
@@ -107,135 +137,277 @@ def judge_tests(xml: Path, rc: int | None, last: str) -> Outcome:
     if failures:
         return Outcome("failed", figures, "; ".join(failures))
     if (rc and not missing) or not counts["passed"]:
-        return Outcome("failed", figures, f"no test passed, or exit status {rc}: {last}")
+        return Outcome("failed", figures, f"no test passed, or exit status {rc}: {said}")
     return Outcome("ok", figures)
 
 
-def judge_json(
-    path: Path, figures_of: Callable[[dict], dict], rc: int | None, last: str
+def judge_figures(
+    get_figures: Callable[[list[str]], dict], rc: int | None, lines: list[str]
 ) -> Outcome:
-    """By the exit status; the figures are from the JSON it wrote."""
+    """Judge by the exit status; a part whose figures cannot be read has failed as well."""
+    if rc:
+        return Outcome("failed", {}, f"exit status {rc}: {_last(lines)}")
     try:
-        figures = figures_of(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"its results cannot be read: {error!r}"
-        return Outcome("failed", {}, last if rc else why)
-    return Outcome("failed" if rc else "ok", figures, last if rc else "")
+        return Outcome("ok", get_figures(lines))
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        return Outcome("failed", {}, f"its results cannot be read: {error!r}")
 
 
-def timings(record: dict, most: int = 8) -> dict[str, Any]:
-    """The first rows of a benchmark, in milliseconds."""
-    found = {}
-    for row in record["rows"][:most]:
-        label = " ".join(str(row[key]) for key in ("batch", "part", "name") if row.get(key))
-        keys = [k for k in ("seconds", "seconds_per_token", "kernels", "plain") if k in row]
-        times = ["–" if row[k] is None else f"{row[k] * 1e3:,.2f} ms" for k in keys]
-        found[label] = " with kernels, plain ".join(times)
-    return {**found, "rows": len(record["rows"])}
+def _last(lines: list[str]) -> str:
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def measured(record: dict) -> dict[str, Any]:
-    """Of benchmarks.gpu_constants: what lm/common/cards.py assumes, the kernels of a token, and
-    each layer's milliseconds beside those predicted of an A100."""
+def plan_figures(lines: list[str]) -> dict[str, float]:
+    """Return the memory and the throughput that `fprnn plan` printed; a CPU has no throughput."""
+    rows: dict[str, str] = {}
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("│ \n").split("│")]
+        if len(cells) == 2:
+            rows.setdefault("memory" if "as configured" in cells[1] else cells[0], cells[1])
+
+    def number(pattern: str, row: str) -> float:
+        match = re.search(pattern, rows[row])
+        if match is None:
+            raise ValueError(f"`{row}` of the plan is {rows[row]!r}")
+        return float(match[1].replace(",", ""))
+
+    unit = 2**-10 if " MiB " in rows["memory"] else 1.0
+    figures = {"memory_gib": unit * number(r"([\d.]+) [MG]iB", "memory")}
+    if re.match(r"[\d.]+\b", rows["hours"]):
+        updates = number(r"in ([\d,]+) updates", "tokens trained on")
+        tokens = updates * number(r"([\d,]+)", "tokens per update")
+        figures["tokens_per_s"] = round(tokens / 3600 / number(r"([\d.]+)", "hours"))
+    return figures
+
+
+def training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any]:
+    """Return what the log of a run says of these updates.
+
+    Raises:
+        ValueError: If an update has no record, or a loss is not finite.
+    """
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    records = {record["step"]: record for record in log if "grad_norm" in record}
+    if absent := [step for step in steps if step not in records]:
+        raise ValueError(f"update {absent[0]} has no record")
+    updates = [records[step] for step in steps]
+    losses = [update["loss"] for update in updates]
+    if not all(abs(loss) < float("inf") for loss in losses):
+        raise ValueError(f"the losses are {losses}")
+    seconds = [update["spent"]["seconds"] for update in updates]
+
+    def steady(key: str) -> float | None:
+        values = [update[key] for update in updates[-STEADY:] if key in update]
+        return statistics.median(values) if values else None
+
+    checkpoints = [record["checkpoint"] for record in log if "checkpoint" in record]
+    validations = [record["validation"]["loss"] for record in log if "validation" in record]
+    return {
+        "first_update_s": seconds[0] if steps[0] == 1 else None,
+        "tokens_per_s": steady("tokens_per_s"),
+        "mfu": steady("mfu"),
+        "peak_memory_gib": round(updates[-1]["peak_memory_bytes"] / 2**30, 2),
+        "losses": [losses[0], losses[-1]],
+        "validation_loss": validations[-1] if validations else None,
+        "num_iters": next((r["probe"]["num_iters"]["mean"] for r in log if "probe" in r), None),
+        "checkpoint_s": checkpoints[-1]["seconds"] if checkpoints else None,
+        "kernels": next((x.partition("kernels: ")[2] for x in lines if "kernels: " in x), None),
+    }
+
+
+def resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
+    """Return the figures of a resumed run.
+
+    Raises:
+        ValueError: If the run started from its beginning.
+    """
+    resumed = [line.strip() for line in lines if line.startswith("resumed ")]
+    if not resumed:
+        raise ValueError("the run did not say that it resumed")
+    figures = training_figures(run, range(UPDATES + 1, RESUMED_UPDATES + 1), lines)
+    return {"update": resumed[0].rpartition(" at update ")[2], **figures}
+
+
+def eval_figures(path: Path, lines: list[str]) -> dict[str, Any]:
+    """Return the scores in the JSON file of `fprnn eval`."""
+    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    return {
+        f"{task} {name}": metric["value"]
+        for task, scores in tasks.items()
+        for name, metric in scores["metrics"].items()
+    }
+
+
+def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
+    """Return the figures of benchmarks.gpu_constants: the constants of lm/common/cards.py, the
+    kernels of a token, and each layer's milliseconds next to those predicted of an A100."""
+    record = json.loads(path.read_text(encoding="utf-8"))
     figures = {**record["rates"], "graphs": record["graphs"]}
-    for batch, of_kernels in record["kernels"].items():
-        for name, seconds in of_kernels.items():
+    figures |= {f"evaluations, {name}": count for name, count in record["evaluations"].items()}
+    for batch, kernels in record["kernels"].items():
+        for name, seconds in kernels.items():
             figures[f"{batch} × {name}"] = f"{seconds * 1e6:.1f} µs"
     for batch, layers in record["layers"].items():
         for name, seconds in layers.items():
-            of_card = record["assumed"][batch][name]
+            predicted = record["assumed"][batch][name]
             figures[f"{batch} × {name}"] = (
-                f"{seconds * 1e3:,.2f} ms (predicted {of_card * 1e3:,.2f})"
+                f"{seconds * 1e3:,.2f} ms (predicted {predicted * 1e3:,.2f})"
             )
     return figures
 
 
-def pytest_part(
-    name: str, out: Path, arguments: list[str], env: dict[str, str] | None = None
-) -> Part:
-    xml = out / f"{name}.xml"
+def python(*arguments: object) -> list[str]:
+    return [sys.executable, *map(str, arguments)]
+
+
+def overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
+    """Return the `key=value` words that every training of the check has."""
+    text = card / "fineweb" if card and (card / "fineweb").is_dir() else None
+    source = {"data.source": "parquet", "data.path": text} if text else {"data.source": "builtin"}
+    values = {
+        **source,
+        "tokenizer.name": "bpe",
+        **SIZES,
+        **(QUICK_SIZES if quick else {}),
+        "log.every": 1,
+        "log.probe_every": 0,
+        "out_dir": runs,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
+    """Return the parts that train: the plans, the run, its second half, its Mamba twins."""
+    words = overrides(quick, runs, card)
+
+    def train(config: str, name: str, updates: int, checkpoint_every: int) -> list[str]:
+        options = [f"name={name}", f"train.steps={updates}", f"checkpoint.every={checkpoint_every}"]
+        return python("-m", "lm", "train", "--config", config, *words, *options)
+
+    def part(name: str, config: str, run: str, kernels: str = "") -> Part:
+        figures = functools.partial(training_figures, runs / run, range(1, UPDATES + 1))
+        judge = functools.partial(judge_figures, figures)
+        command = train(config, run, UPDATES, UPDATES // 2 if run == "fp" else 10 * UPDATES)
+        return Part(name, command, judge, {"FPRNN_KERNELS": kernels} if kernels else {})
+
+    def plan(name: str, config: str) -> Part:
+        kind = ["--gpu", "cpu"] if quick else []
+        command = python("-m", "lm", "plan", config, "--gpus", 1, *kind, *words)
+        return Part(name, command, functools.partial(judge_figures, plan_figures))
+
+    resumed = train(FPRNN, "fp", RESUMED_UPDATES, UPDATES // 2)
+    absent = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
+    twin = part("mamba_ssm", MAMBA, "mamba_ssm", "mamba_ssm")
+    if absent or quick:
+        reason = f"{' and '.join(absent)}: not installed" if absent else "it needs a GPU"
+        twin = twin._replace(reason=reason)
+    return [
+        plan("plan", FPRNN),
+        plan("plan_mamba", MAMBA),
+        part("train", FPRNN, "fp"),
+        Part(
+            "resume",
+            resumed,
+            functools.partial(judge_figures, functools.partial(resume_figures, runs / "fp")),
+        ),
+        part("mamba", MAMBA, "mamba", "" if quick else "triton"),
+        twin,
+    ]
+
+
+def model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
+    """Return the parts that use the trained model: export, generation, questions of lm-eval."""
+    export = runs / "hf"
+
+    def sample(lines: list[str]) -> dict[str, Any]:
+        text = " ".join(line.strip() for line in lines)
+        return {"text": textwrap.shorten(text, 120) or "(nothing but spaces)"}
+
+    questions = python("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
+    questions += ["--limit", str(QUESTIONS), "--out", str(out / "eval.json")]
+    figures = functools.partial(eval_figures, out / "eval.json")
+    absent = "" if find_spec("lm_eval") else "lm_eval: not installed"
+    return [
+        Part(
+            "export",
+            python("-m", "lm", "export", runs / "fp", export),
+            functools.partial(judge_figures, lambda lines: {"printed": _last(lines)}),
+        ),
+        Part(
+            "generate",
+            python(
+                *("-m", "lm", "generate", export, "--prompt", "The court"),
+                *("--max-new-tokens", 4 if quick else 32),
+            ),
+            functools.partial(judge_figures, sample),
+        ),
+        Part("eval", questions, functools.partial(judge_figures, figures), reason=absent),
+    ]
+
+
+def pytest_part(out: Path, quick: bool) -> Part:
+    """Return the kernel tests: on a GPU those marked `gpu`, which have the width of the model."""
+    xml = out / "tests.xml"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "--durations=5"]
     command += ["-o", "timeout=100", "--continue-on-collection-errors", f"--junitxml={xml}"]
-    if find_spec("xdist"):  # most of the time goes into compiling, on one core a process
+    if find_spec("xdist"):  # compiling takes most of the time, on one core a process
         command += ["-n", str(min(8, max(1, usable_cores() // 2)))]
-    judge = functools.partial(judge_tests, xml)
-    return Part(name, [sys.executable, *command, *arguments], LIMITS[name], judge, env or {})
-
-
-def all_parts(out: Path, device: str, quick: bool) -> dict[str, Part]:
-    """{name: Part}, in the order in which they run."""
-    interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
-    files = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py"))
-    if device == "cpu":
-        chosen = ["tests/lm/model/test_gpu.py", "-k", "later and fp_mamba1"]
+    if quick:
+        command += ["tests/lm/model/test_gpu.py", "-k", "later and fp_mamba1"]
     else:
-        marked = [f for f in files if "mark.gpu" in (ROOT / f).read_text(encoding="utf-8")]
-        chosen = ["-m", "gpu", *marked]
-    # Kernels' outputs and gradients by name at real shapes are among the tests marked gpu. This
-    # is for the rest of theirs, odd sizes and options; that they compile needs no GPU.
-    of_kernels = [f for f in files if Path(f).name.startswith("test_triton")]
-    # Of the exact token a few: each set of options is some ten seconds of compiling.
-    of_cell = "chunks or recorded or bf16 or pieces"
-    which = f"not compile and (not test_triton_cell or {of_cell})"
-    which = "nothing_to_do or stride" if quick else which
-    of_kernels += ["-m", "not gpu and not slow", "-k", which]
+        files = sorted((ROOT / "tests/lm/kernels").glob("test_triton_*.py"))
+        marked = [f for f in files if "mark.gpu" in f.read_text(encoding="utf-8")]
+        command += ["-m", "gpu", *(str(f.relative_to(ROOT)) for f in marked)]
+    return Part("tests", python(*command), functools.partial(judge_tests, xml))
 
-    training = ["-m", "benchmarks.gpu_training", "--device", device]
-    training += ["--json", str(out / "training.json")]
-    if quick:
-        training += ["--quick", "--updates", "4", "--plain", "2", "--fall", "0", "--new", "2"]
-    judge = functools.partial(judge_json, out / "training.json", lambda record: record["figures"])
-    constants = ["-m", "benchmarks.gpu_constants", "--device", device]
-    constants += ["--json", str(out / "constants.json")]
-    if quick:
-        constants += ["--batches=1,2", "--length=8", "--d-model=16", "--repeats=1"]
-    judge_constants = functools.partial(judge_json, out / "constants.json", measured)
-    parts = [
-        pytest_part("tests", out, chosen, interpreted),
-        Part("training", [sys.executable, *training], LIMITS["training"], judge, interpreted),
-        Part(
-            "constants",
-            [sys.executable, *constants],
-            LIMITS["constants"],
-            judge_constants,
-            interpreted,
-        ),
+
+def timing_part(out: Path, device: str, quick: bool) -> Part:
+    """Return the timings of benchmarks.gpu_constants."""
+    path = out / "timings.json"
+    command = ["-m", "benchmarks.gpu_constants", "--device", device, "--json", path]
+    command += ["--batches", "1,2" if quick else "16,64", "--repeats", 1 if quick else 3]
+    command += ["--length", 8, "--d-model", 16] if quick else []
+    judge = functools.partial(judge_figures, functools.partial(timing_figures, path))
+    return Part("timings", python(*command), judge)
+
+
+def all_parts(
+    out: Path, runs: Path, device: str, quick: bool, card: Path | None = None
+) -> list[Part]:
+    """Return the parts in the order in which they run."""
+    interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
+    of_kernels = [pytest_part(out, quick), timing_part(out, device, quick)]
+    return [
+        *training_parts(runs, quick, card),
+        *model_parts(out, runs, quick),
+        *(part._replace(env=part.env | interpreted) for part in of_kernels),
     ]
-    for name, options in OPTIONS.items():
-        script, path = ROOT / f"benchmarks/{name}.py", out / f"{name}.json"
-        shape = ["--shape", "words", *TINY] if quick else ["--shape", "160m", *options]
-        shape += ["--new=4"] if quick and name == "decode" else []
-        command = ["-m", f"benchmarks.{name}", *shape, "--device", device, "--json", str(path)]
-        judge = functools.partial(judge_json, path, timings)
-        reason = "" if script.exists() else f"there is no {script.relative_to(ROOT)}"
-        parts.append(Part(name, [sys.executable, *command], LIMITS[name], judge, reason=reason))
-    parts.append(pytest_part("kernels", out, of_kernels, interpreted))
-    return {part.name: part for part in parts}
 
 
 def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome:
-    """Run a part, its lines to the terminal and the log; end all of it when its time is over."""
+    """Run a part, print and log its lines, and end all its processes when its time is over."""
     if part.reason:
         return Outcome("skipped", {}, part.reason)
     process = subprocess.Popen(
         part.command,
         cwd=ROOT,
         env={**env, **part.env},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         stderr=subprocess.STDOUT,
         errors="replace",
         start_new_session=True,
     )
-    last = [""]
+    lines: list[str] = []
 
     def forward():
         for line in process.stdout:
             log.write(f"[{part.name}] {line}")
             log.flush()
+            lines.append(line)
             if line.strip():
                 print(f"[{part.name}] {line.rstrip()}", flush=True)
-                last[0] = line.strip()
 
     reader = threading.Thread(target=forward, daemon=True)
     reader.start()
@@ -249,14 +421,19 @@ def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome
     process.wait()
     reader.join(5)
     if rc is None:
-        return Outcome("failed", {}, f"not done in {seconds:.0f} s; it last said: {last[0]}")
-    return part.judge(rc, last[0])
+        reason = f"not done in {seconds:.0f} s; its last line: {_last(lines)}"
+        return Outcome("failed", {}, reason)
+    return part.judge(rc, lines)
 
 
-def environment(device: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """Versions and the GPU, by a process that ends: a CUDA context would take memory."""
-    found = {"python": platform.python_version(), "cores": os.cpu_count()}
-    for package in ("torch", "triton", "transformers", "numpy"):
+def environment(device: str) -> tuple[dict[str, Any] | None, str]:
+    """Return versions and the GPU, by a process that ends: a CUDA context would take memory.
+
+    Returns:
+        The environment and "", or None and the reason when there is no GPU.
+    """
+    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    for package in ("torch", "triton", "transformers", "deepspeed", "mamba_ssm", "causal_conv1d"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     code = (
@@ -264,12 +441,12 @@ def environment(device: str) -> tuple[dict[str, Any] | None, list[str]]:
         " print(json.dumps([p.name, f'{p.major}.{p.minor}', p.total_memory]))"
     )
     if device == "cuda":
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run(python("-c", code), capture_output=True, text=True)
         if done.returncode:
-            return None, done.stderr.strip().splitlines()[-1:]
+            return None, _last(done.stderr.splitlines())
         lines = done.stdout.splitlines()
         found |= dict(zip(("gpu", "capability", "memory_bytes"), json.loads(lines[-1])))
-    return found, []
+    return found, ""
 
 
 def shown(value: object) -> str:
@@ -279,33 +456,34 @@ def shown(value: object) -> str:
 
 
 def table(records: list[dict]) -> str:
-    """The summary, a line a part."""
+    """Return the summary as text, one line a part."""
     lines = ["", f"{'part':<10} {'result':<8} {'seconds':>7}  key figures"]
-    for r in records:
-        said = [f"{k} {shown(v)}" for k, v in r["figures"].items() if v is not None]
-        said = textwrap.wrap("; ".join([*said, r["reason"]] if r["reason"] else said), 100)
-        lines.append(f"{r['part']:<10} {r['status']:<8} {r['seconds']:>7.1f}  ")
-        lines[-1] += ("\n" + " " * 29).join(said)
+    for record in records:
+        cells = [f"{key} {shown(v)}" for key, v in record["figures"].items() if v is not None]
+        cells += [record["reason"]] if record["reason"] else []
+        lines.append(f"{record['part']:<10} {record['status']:<8} {record['seconds']:>7.1f}  ")
+        lines[-1] += ("\n" + " " * 29).join(textwrap.wrap("; ".join(cells), 100))
     return "\n".join(lines)
 
 
 def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, Any]) -> int:
-    """Run the parts one after the other and write the summary.
+    """Run the parts one after the other and write the summary after each.
 
-    Returns: the exit status, 1 if any failed.
+    Returns:
+        The exit status, 1 if any part failed.
     """
     began, allowed, records = time.perf_counter(), 0.0, []
     with (out / "check.log").open("w", encoding="utf-8") as log:
         for part in parts:
             start = time.perf_counter()
-            allowed += part.limit
+            allowed += LIMITS[part.name] if part.limit is None else part.limit
             seconds = allowed - (start - began)
             if not part.reason:
                 print(f"== {part.name}, at most {seconds:.0f} s", flush=True)
             outcome = run(part, seconds, env, log)
-            taken = round(time.perf_counter() - start, 1)
-            records.append({"part": part.name, "seconds": taken, **outcome._asdict()})
-            print(f"== {part.name} {outcome.status} after {taken} s", flush=True)
+            took = round(time.perf_counter() - start, 1)
+            records.append({"part": part.name, "seconds": took, **outcome._asdict()})
+            print(f"== {part.name} {outcome.status} after {took} s", flush=True)
             summary = {
                 "ok": not any(r["status"] == "failed" for r in records),
                 "complete": len(records) == len(parts),
@@ -322,33 +500,66 @@ def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, An
     return 0 if summary["ok"] else 1
 
 
+def install_wheels(wheels: list[Path], site: Path) -> None:
+    """Install wheels into a folder for this check; its processes find it on PYTHONPATH.
+
+    Raises:
+        SystemExit: If pip cannot install them here.
+    """
+    print(f"installing {len(wheels)} wheels for this check", flush=True)
+    options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
+    command = python("-m", "pip", "install", *options, "--target", site, *wheels)
+    if subprocess.run(command).returncode:
+        sys.exit(f"gpu-check: pip cannot install the wheels of {wheels[0].parent}")
+    sys.path.insert(0, str(site))
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--quick", action="store_true", help="tiny sizes; what --device cpu needs")
-    p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}")
+    p.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
+    p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}, and what they need")
+    p.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
     a = p.parse_args()
+    if a.card and not a.card.is_dir():
+        p.error(f"--card {a.card}: no such folder")
     if a.device == "cpu" and not a.quick:
         p.error("on a CPU the kernels are interpreted: give --quick as well")
-    wanted = a.parts.split(",") if a.parts else list(LIMITS)
-    if unknown := set(wanted) - set(LIMITS):
+    chosen = a.parts.split(",") if a.parts else list(LIMITS)
+    if unknown := set(chosen) - set(LIMITS):
         p.error(f"there is no part {', '.join(sorted(unknown))}: they are {', '.join(LIMITS)}")
-    about, why = environment(a.device)
-    if about is None:
-        print(f"gpu-check needs a CUDA device, and torch finds none ({''.join(why)}).")
-        return 2
-    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    out = a.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    for old in [*out.glob("*.json"), *out.glob("*.xml")]:
-        old.unlink()
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    if a.device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    parts = all_parts(out, a.device, a.quick)
-    return check([parts[name] for name in LIMITS if name in wanted], out, env, about)
+    chosen += [need for name in chosen for need in NEEDS.get(name, ())]
+    with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
+        runs, site = Path(scratch, "runs"), Path(scratch, "site")
+        if wheels := sorted((a.card / "whl").glob("*.whl")) if a.card else []:
+            install_wheels(wheels, site)
+        about, why = environment(a.device)
+        if about is None:
+            print(f"gpu-check needs a CUDA device, and torch finds none ({why}).")
+            return 2
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+        out = a.out.resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        for old in [*out.glob("*.json"), *out.glob("*.xml")]:
+            old.unlink()
+        paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "120",
+            "HF_HUB_OFFLINE": "1",
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
+        }
+        if a.device == "cpu":
+            env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        card = a.card.resolve() if a.card else None
+        parts = all_parts(out, runs, a.device, a.quick, card)
+        status = check([part for part in parts if part.name in chosen], out, env, about)
+        for log in runs.glob("*/metrics.jsonl"):
+            (out / f"{log.parent.name}.jsonl").write_bytes(log.read_bytes())
+        return status
 
 
 if __name__ == "__main__":

@@ -25,13 +25,16 @@ import torch.nn.functional as F
 
 from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
 from benchmarks.harness import numbers, ratio, show
+from benchmarks.root_search import FLOOR, record_equations, slowest
 from lm.kernels import available
+from lm.kernels.cpu.roots import count_evaluations
 from lm.kernels.triton import launches, step
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 ROOT = Path(__file__).parents[1]
 EVALUATIONS = 10  # of the paper's procedure, as gpu_model has it
+COUNTED = 12  # tokens whose evaluations are counted
 NODES = (2, 512, 4096)  # of a CUDA graph
 LAYERS = {
     f"paper's, {EVALUATIONS} evaluations": {
@@ -126,6 +129,19 @@ def layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable
     return both
 
 
+def evaluations(a: argparse.Namespace) -> dict[str, float]:
+    """Count φ's evaluations of the exact layer: the mean of its tokens, and of the slowest sequence
+    of each batch, for which a launch waits. On the CPU, for a few tokens."""
+    options = dict(vocab_size=64, d_model=a.d_model, n_layer=1, **EXACT_FIELDS)
+    torch.manual_seed(0)
+    block = FPRNNForCausalLM(FPRNNConfig(**options)).eval().backbone.layers[0].block
+    batch = max(a.batches)
+    u = torch.randn(batch, min(a.length, COUNTED), a.d_model)
+    _, counts = count_evaluations(record_equations(lambda: block(u)), FLOOR, by_picard=False)
+    slowest_of = {f"slowest of {size}": slowest(counts, batch, size) for size in a.batches}
+    return {"mean": counts.double().mean().item(), **slowest_of}
+
+
 def of_kernels(run: Callable[[], None], device: str) -> dict[str, float]:
     """Mean seconds of a launch of each of our kernels within `run`, the most costly in all first;
     none without a GPU."""
@@ -191,6 +207,7 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
         "columns": widths(clock, tokens, d),
         "nodes": nodes(clock),
         "kernels": kernels,
+        "evaluations": evaluations(a),
         "graphs": f"{sum(graphs)} of {len(graphs)} recorded",
         "layers": took,
         "assumed": predictions(a, ASSUMED),
@@ -227,6 +244,8 @@ def main() -> None:
     for batch, of_batch in found["kernels"].items():
         times = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in of_batch.items())
         print(f"{batch} sequences, µs a launch: {times}")
+    counts = ", ".join(f"{name} {count:.1f}" for name, count in found["evaluations"].items())
+    print(f"evaluations of φ per token, untrained: {counts}")
     print(f"columns of a product, seconds: {found['columns']}")
     print(f"nodes of a graph, seconds: {found['nodes']}; graphs: {found['graphs']}")
     token_s, sequence_s = rates["token_s"], rates["sequence_s"]

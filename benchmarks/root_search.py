@@ -8,7 +8,9 @@ over tokens.
 """
 
 import argparse
+import functools
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,8 +47,11 @@ def random_equations(n: int, seed: int) -> list[Tensor]:
     return [t.float().view(shape) for t, shape in zip(numbers, shapes)]
 
 
-def model_equations(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
-    """Record the equations that a model's forward pass solves, all of r = 1.
+def record_equations(run: Callable[[], object]) -> list[Tensor]:
+    """Record the equations that a function solves in plain PyTorch, all of r = 1.
+
+    Args:
+        run: Calls a model or a layer.
 
     Returns:
         As `random_equations`; n = calls · sequences, the sequences of one call side by side.
@@ -59,13 +64,22 @@ def model_equations(model: torch.nn.Module, ids: Tensor) -> list[Tensor]:
         calls.append([t.float() for t in coefficients[:-1]])
         return search(coefficients)
 
+    kernels = os.environ.get("FPRNN_KERNELS")
+    os.environ["FPRNN_KERNELS"] = "plain"  # the other backends do not call `find_root`
     cell.find_root = record
     try:
         with torch.no_grad():
-            model(input_ids=ids)
+            run()
     finally:
         cell.find_root = search
+        os.environ["FPRNN_KERNELS"] = kernels or "auto"
     return [torch.cat(parts) for parts in zip(*calls)]
+
+
+def slowest(counts: Tensor, sequences: int, size: int) -> float:
+    """Return the evaluations of the slowest of `size` sequences, averaged over calls and groups."""
+    groups = counts.view(-1, sequences).split(size, 1)
+    return torch.stack([group.amax(1).double().mean() for group in groups]).mean().item()
 
 
 def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
@@ -78,9 +92,7 @@ def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
         roots.append(found)
         row = f"{name:12} {label} mean {counts.double().mean():6.2f}"
         for size in GROUPS if sequences else ():
-            groups = counts.view(-1, sequences).split(size, 1)
-            slowest = torch.stack([group.amax(1).double().mean() for group in groups]).mean()
-            row += f"  slowest of {size} {slowest:6.1f}"
+            row += f"  slowest of {size} {slowest(counts, sequences, size):6.1f}"
         print(f"{row}  bisected {(found.outcome == 2).double().mean():.4%}")
     old, new = roots
     alpha, beta, delta, gamma0, gamma1, gamma2 = (t.flatten().double() for t in equations)
@@ -104,7 +116,6 @@ def main() -> None:
     p.add_argument("--length", type=int, default=64)
     args = p.parse_args()
     torch.set_num_threads(1)
-    os.environ["FPRNN_KERNELS"] = "plain"  # whose search is recorded
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
     from synthetic.build import load_run
@@ -115,12 +126,16 @@ def main() -> None:
     config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=1000, d_state=16)
     model = FPRNNForCausalLM(config).eval()
     ids = torch.randint(0, 1000, (args.sequences, 36))
-    report("untrained", model_equations(model, ids), args.sequences)
+    report("untrained", record_equations(functools.partial(model, input_ids=ids)), args.sequences)
     for run in args.run:
         _, task, model, _ = load_run(run)
         size = (args.length, args.length)
         ids, *_ = as_tensors(task.batch(0, "test", args.length, args.sequences, size), "cpu")
-        report(run.rstrip("/").rsplit("/", 1)[-1], model_equations(model, ids), args.sequences)
+        report(
+            run.rstrip("/").rsplit("/", 1)[-1],
+            record_equations(functools.partial(model, input_ids=ids)),
+            args.sequences,
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`make gpu-check`: run on a CPU at tiny sizes, and what it makes of parts that fail."""
+"""`make gpu-check`: a dry run on a CPU, failing parts, and the figures it reads."""
 
+import functools
 import importlib
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ FAILED = '<testcase classname="a" name="three"><failure message="off by 1">…</
 BARE = """<testcase classname="" name="tests.b"><error message="collection failure">
 E   ModuleNotFoundError: No module named 'pydantic'
 </error></testcase>"""
-# Its child holds the pipe open and must go with it.
+# Its child holds the pipe open, and must end with it.
 HANGS = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
+UPDATE = {"grad_norm": 1.0, "tokens_per_s": 100.0, "mfu": 0.1, "peak_memory_bytes": 2**31}
 BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "SyntaxError")
 
 
@@ -35,57 +38,57 @@ def make(out, *args):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.slow  # half a minute, of what a GPU runs
+@pytest.mark.slow  # a minute: eight processes that import everything
 def test_a_quick_run_on_a_cpu(tmp_path):
-    pytest.importorskip("triton")
-    done = make(tmp_path, "--device", "cpu", "--quick", "--parts", "training,tests")
+    names = "plan,train,resume,mamba,export,generate,eval"
+    done = make(tmp_path, "--device", "cpu", "--quick", "--parts", names)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ok"] and summary["complete"] and summary["environment"]["torch"]
-    tests, training = summary["parts"]
-    assert tests["part"] == "tests" and tests["figures"]["passed"] > 0
-    figures = training["figures"]
-    assert training["status"] == "ok" and figures["apart_from_plain"] < 0.01
-    assert figures["tokens_per_s"] > 0 and len(figures["loss"]) == 2
-    runs = json.loads((tmp_path / "training.json").read_text())["runs"]
-    assert len(runs["triton"]["losses"]) == 4 and "step triton" in runs["triton"]["kernels"]
-    assert len(runs["plain"]["losses"]) == 2 and "plain" in runs["plain"]["kernels"]
-    assert "[training] update 4" in done.stdout and "training   ok" in done.stdout
+    figures = {part["part"]: part["figures"] for part in summary["parts"]}
+    assert list(figures) == names.split(",")
+    assert figures["plan"]["memory_gib"] > 0
+    for name in ("train", "mamba"):
+        assert figures[name]["tokens_per_s"] > 0 and figures[name]["first_update_s"] > 0
+    assert figures["resume"]["update"] == "8" and figures["generate"]["text"]
+    assert 0 <= figures["eval"]["catbabi_mini acc"] <= 1
+    steps = [json.loads(x)["step"] for x in (tmp_path / "fp.jsonl").read_text().splitlines()]
+    assert max(steps) == 10 and (tmp_path / "mamba.jsonl").exists()
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
     done = make(tmp_path / "out")
     assert done.returncode == 2 and not (tmp_path / "out").exists()
-    assert done.stdout.startswith("gpu-check needs a CUDA device") and done.stdout.count("\n") == 1
+    assert "gpu-check needs a CUDA device" in done.stdout.splitlines()[-1]
     assert "--quick" in make(tmp_path, "--device", "cpu").stderr
     assert "no part nothing" in make(tmp_path, "--parts", "nothing").stderr
+    assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
 def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
     g = module("gpu_check")
 
-    def part(name, code, limit=10.0, judge=None, **kwargs):
-        judge = judge or (lambda rc, last: g.Outcome("failed" if rc else "ok", {"said": last}))
-        return g.Part(name, [sys.executable, "-c", code], limit, judge, **kwargs)
+    def part(name, code, limit=10.0, **kwargs):
+        def judge(rc, lines):
+            return g.Outcome("failed" if rc else "ok", {"said": lines[-1].strip()})
+
+        return g.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 
     parts = [
         part("good", "print('fine')"),
         part("bad", "import sys; sys.exit('a reason')"),
         part("absent", "", reason="there is no such script"),
-        # Its child holds the pipe open and must go with it.
-        part(
-            "hangs", "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
-        ),
+        part("hangs", HANGS, limit=-25.0),  # uses what the others left
         part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
-    parts[3] = parts[3]._replace(limit=-25.0)  # of what the others leave over
     status = g.check(parts, tmp_path, dict(os.environ), {})
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 1 and not summary["ok"] and summary["complete"]
-    found = {p["part"]: p for p in summary["parts"]}
-    assert [p["status"] for p in found.values()] == ["ok", "failed", "skipped", "failed", "ok"]
-    assert found["good"]["figures"] == {"said": "fine"} and found["hangs"]["seconds"] < 60
-    assert "not done in" in found["hangs"]["reason"] and "so far" in found["hangs"]["reason"]
+    records = {p["part"]: p for p in summary["parts"]}
+    assert [p["status"] for p in records.values()] == ["ok", "failed", "skipped", "failed", "ok"]
+    assert records["good"]["figures"] == {"said": "fine"} and records["hangs"]["seconds"] < 60
+    reason = records["hangs"]["reason"]
+    assert "not done in" in reason and "so far" in reason
     printed = capsys.readouterr().out
     assert "[bad] a reason" in printed and printed.splitlines()[-1].startswith("FAILED in")
     assert "[last] fine again" in (tmp_path / "check.log").read_text()
@@ -107,55 +110,115 @@ def test_what_pytest_found(cases, rc, status, said, tmp_path, module):
     xml = tmp_path / "tests.xml"
     if cases:
         xml.write_text(XML.format("".join(cases)))
-    outcome = module("gpu_check").judge_tests(xml, rc, "")
+    outcome = module("gpu_check").judge_tests(xml, rc, [])
     assert outcome.status == status and said in str(outcome.figures) + outcome.reason
     assert outcome.figures.get("passed", 1) == int(PASSED in cases or not cases)
 
 
-def test_the_figures_of_a_benchmark(tmp_path, module):
-    g, path = module("gpu_check"), tmp_path / "x.json"
-    rows = [{"part": "forward", "name": "ours", "seconds": 0.5}, {"name": "big", "seconds": None}]
-    rows += [{"part": "mix", "plain": 0.2, "kernels": 0.1}]
-    path.write_text(json.dumps({"rows": rows}))
-    outcome = g.judge_json(path, g.timings, 0, "")
-    assert outcome.status == "ok" and outcome.figures == {
-        "forward ours": "500.00 ms",
-        "big": "–",
-        "mix": "100.00 ms with kernels, plain 200.00 ms",
-        "rows": 3,
-    }
-    assert g.judge_json(path, g.timings, 1, "why").reason == "why"
-    assert g.judge_json(tmp_path / "none.json", g.timings, 0, "").status == "failed"
+def test_the_figures_of_a_plan(module):
+    """Read from the real output: 2.517 B tokens, so an hour has 2.517e9 / hours tokens."""
+    g = module("gpu_check")
+    command = ["-m", "lm", "plan", g.FPRNN, "--gpus", "1", "--gpu", "h100-80g"]
+    done = subprocess.run(
+        [sys.executable, *command, "train.micro_batch_size=32"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+    )
+    figures = g.plan_figures(done.stdout.splitlines(keepends=True))
+    assert 40 < figures["memory_gib"] < 79
+    assert 20_000 < figures["tokens_per_s"] < 200_000
+    with pytest.raises(KeyError):
+        g.plan_figures(["error: no such file"])
+
+
+def test_the_figures_of_a_run(tmp_path, module):
+    g = module("gpu_check")
+
+    def write(steps, **changes):
+        records = [
+            UPDATE | {"step": step, "loss": 9.0 - step, "spent": {"seconds": 60.0 + step}} | changes
+            for step in steps
+        ]
+        records += [{"step": 4, "checkpoint": {"step": 4, "seconds": 2.0}}]
+        records += [{"step": 8, "validation": {"loss": 0.5}}]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / "metrics.jsonl").write_text(text)
+
+    write(range(1, 9))
+    lines = ["device   H100; kernels: cell triton\n"]
+    figures = g.training_figures(tmp_path, range(1, 9), lines)
+    assert figures["first_update_s"] == 61.0 and figures["tokens_per_s"] == 100.0
+    assert figures["losses"] == [8.0, 1.0] and figures["validation_loss"] == 0.5
+    assert figures["peak_memory_gib"] == 2.0 and figures["kernels"].strip() == "cell triton"
+
+    def outcome(rc=0):
+        judge = functools.partial(g.training_figures, tmp_path, range(1, 9))
+        return g.judge_figures(judge, rc, ["the last line\n", "\n"])
+
+    assert outcome().status == "ok"
+    assert outcome(2) == ("failed", {}, "exit status 2: the last line")
+    write(range(1, 8))
+    assert "update 8 has no record" in outcome().reason
+    write(range(1, 9), loss=float("nan"))
+    assert "nan" in outcome().reason
+    (tmp_path / "metrics.jsonl").unlink()
+    assert outcome().status == "failed"
+
+
+def test_a_run_that_did_not_resume_has_failed(tmp_path, module):
+    g = module("gpu_check")
+    with pytest.raises(ValueError, match="did not say that it resumed"):
+        g.resume_figures(tmp_path, ["training 10 updates\n"])
 
 
 def test_the_parts_fit_into_ten_minutes(tmp_path, module):
     g = module("gpu_check")
     assert sum(g.LIMITS.values()) <= 570
-    parts = g.all_parts(tmp_path, "cuda", False)
+    parts = {part.name: part for part in g.all_parts(tmp_path, tmp_path / "runs", "cuda", False)}
     assert list(parts) == list(g.LIMITS)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
-    assert {"tests/lm/model/test_gpu.py", "tests/lm/kernels/test_triton_scan.py"} <= set(files)
-    assert all("160m" in parts[name].command for name in g.OPTIONS)
+    assert {"tests/lm/kernels/test_triton_cell.py", "tests/lm/kernels/test_triton_scan.py"} <= set(
+        files
+    )
+    assert g.FPRNN in parts["train"].command and g.MAMBA in parts["mamba"].command
+    assert parts["mamba"].env == {"FPRNN_KERNELS": "triton"}
+    assert parts["mamba_ssm"].env == {"FPRNN_KERNELS": "mamba_ssm"}
+    assert parts["mamba_ssm"].reason or (find_spec("mamba_ssm") and find_spec("causal_conv1d"))
 
 
-def test_the_loop_trains_the_demo_as_lm_train_does(module):
-    """The same model, parameter groups and schedule, which it cannot import: they need pydantic."""
-    from lm.config import load as config
-    from lm.training import build, optim
+@pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
+def test_the_overrides_make_a_valid_configuration(name, tmp_path, module):
+    from lm.config import load
 
-    loop = module("gpu_training")
-    cfg, tree = config.load(ROOT / "configs/lm/demo.yaml"), loop.settings(quick=False)
-    bpe, _ = loop.tokens_of(["some text"], 300)
-    ours, theirs = loop.build(tree, bpe), build.build_model(cfg, 264, 0, 0)
-    assert ours.config.to_dict() == theirs.config.to_dict()
-    assert loop.accumulation(tree) == cfg.train.accumulation(1) == 2
-    adamw, schedule = loop.optimiser(tree, ours, 50)
-    expected = optim.parameter_groups(ours, cfg.optim)
-    for one, other in zip(adamw.param_groups, expected, strict=True):
-        assert one["weight_decay"] == other["weight_decay"]
-        assert [id(p) for p in one["params"]] == [id(p) for p in other["params"]]
-    for update in range(1, 51):
-        factor = optim.lr_factor(cfg.optim, 50, update)
-        assert adamw.param_groups[0]["lr"] == pytest.approx(cfg.optim.lr * factor)
-        adamw.step()
-        schedule.step()
+    g = module("gpu_check")
+    (tmp_path / "fineweb").mkdir()
+    words = g.overrides(False, tmp_path, tmp_path)
+    assert f"data.path={tmp_path / 'fineweb'}" in words
+    assert "data.source=builtin" in g.overrides(False, tmp_path, None)
+    cfg = load.load(ROOT / getattr(g, name), words)
+    assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
+    assert cfg.model.d_model == 768 and cfg.model.n_layer == 12
+
+
+def test_the_figures_of_the_timings(tmp_path, module):
+    path = tmp_path / "timings.json"
+    layers = {"16": {"exact": 0.04}}
+    record = {
+        "rates": {"token_s": 6e-5},
+        "graphs": "2 of 2 recorded",
+        "evaluations": {"mean": 5.2, "slowest of 16": 6.6},
+        "kernels": {"16": {"token_kernel": 2.35e-5}},
+        "layers": layers,
+        "assumed": {"16": {"exact": 0.05}},
+    }
+    path.write_text(json.dumps(record))
+    assert module("gpu_check").timing_figures(path, []) == {
+        "token_s": 6e-5,
+        "graphs": "2 of 2 recorded",
+        "evaluations, mean": 5.2,
+        "evaluations, slowest of 16": 6.6,
+        "16 × token_kernel": "23.5 µs",
+        "16 × exact": "40.00 ms (predicted 50.00)",
+    }

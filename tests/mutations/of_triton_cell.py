@@ -116,8 +116,16 @@ MUTATIONS = [
     ),
     Mutation(
         "loop in Triton: A's gradient without Δ",
-        KERNELS, "b * (n * d) + place, d_log * dt[None, :], some)",
-        "b * (n * d) + place, d_log, some)", CHUNKS,
+        KERNELS, "d_A += d_H * H * dt[None, :]", "d_A += d_H * H", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: A's gradient forgets the chunks after",
+        KERNELS, "    tl.store(d_state, mu, mask=some)\n", "", CHUNKS,
+    ),
+    Mutation(
+        "loop in Triton: A's gradient crosses a document's border",
+        KERNELS, "            mu = d_H * tl.exp(dt[None, :] * A) * _kept(table, at, KEEP)\n",
+        "            mu = d_H * tl.exp(dt[None, :] * A)\n", CHUNKS,
     ),
     Mutation(
         "loop in Triton: C's gradient without what B·C gives it",

@@ -187,6 +187,9 @@ def backward_launches(plan: Plan) -> list[Launch]:
         grid = _blocks(plan, plan.d)
         back = dict(step=step, **of_product)
         launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
+    if plan.kind != "rnn":
+        grid, _ = _channels(plan)
+        launches.append(Launch(cell_kernels.rates_back_kernel, grid, states))
     return launches
 
 
@@ -338,6 +341,7 @@ def _backward(plan, sizes, tensors, kept, grad_y, clip):
             H=empty(*steps, n * d), past=empty(*steps, d), inflows=empty(*steps, d),
             all_units=empty(*steps, units), sums=empty(b, units),
             dA=zeros(b, n * d if plan.kind == "mamba1" else d),
+            d_history=empty(*steps, d), d_state=zeros(b, n * d),
         )  # fmt: skip
     sums = dict(D="dD", norm_weight="d_weight", norm_bias="d_bias")
     for name, grad in sums.items():

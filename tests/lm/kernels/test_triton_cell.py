@@ -431,7 +431,7 @@ def test_a_token_is_two_launches_forwards_and_two_back():
     sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
     plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
-    assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
+    assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 3
     plan = triton_cell._plan(layout, options, "mamba1", sizes, named, False)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8
 
