@@ -132,17 +132,6 @@ def peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
                 Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
             )
         )
-    if present("fla"):
-        from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
-
-        config = GatedDeltaNetConfig(
-            hidden_size=shape.d_model,
-            num_hidden_layers=shape.layers,
-            vocab_size=shape.vocab,
-            num_heads=max(1, shape.d_model // 128),
-            head_dim=128,
-        )
-        found["flash-linear-attention's gated DeltaNet"] = GatedDeltaNetForCausalLM(config)
     return found
 
 

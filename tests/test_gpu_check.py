@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 XML = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 PASSED = '<testcase classname="a" name="one"/>'
-SKIPPED = '<testcase classname="a" name="two"><skipped message="no fla"/></testcase>'
+SKIPPED = '<testcase classname="a" name="two"><skipped message="no mamba_ssm"/></testcase>'
 FAILED = '<testcase classname="a" name="three"><failure message="off by 1">…</failure></testcase>'
 BARE = """<testcase classname="" name="tests.b"><error message="collection failure">
 E   ModuleNotFoundError: No module named 'pydantic'
@@ -97,7 +97,7 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
 @pytest.mark.parametrize(
     "cases, rc, status, said",
     [
-        ([PASSED, SKIPPED], 0, "ok", "no fla"),
+        ([PASSED, SKIPPED], 0, "ok", "no mamba_ssm"),
         ([PASSED, BARE], 1, "ok", "1 without pydantic"),
         ([PASSED, FAILED], 1, "failed", "a.three: ['off by 1']"),
         ([PASSED, BROKEN], 1, "failed", "tests.b: ['collection failure']"),

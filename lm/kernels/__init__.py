@@ -42,11 +42,17 @@ MODULES = {
     "mamba_ssm": {
         "selective_scan": "mamba_ssm.scan",
         "ssd_scan": "mamba_ssm.ssd",
+        "mamba_scan": "mamba_ssm.scan",
+        "mamba2_scan": "mamba_ssm.ssd",
         "short_conv": "mamba_ssm.conv",
     },
 }
 Result = TypeVar("Result")
-OPERATIONS = ("selective_scan", "ssd_scan", "step", "short_conv", "cell", "roots", "tokens")
+# The scan that a layer's whole recurrence (bias and softplus of Δ, scan, skip, gate) contains.
+FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
+OPERATIONS = (
+    "selective_scan", "ssd_scan", *FUSED, "step", "short_conv", "cell", "roots", "tokens",
+)  # fmt: skip
 NO_GRADIENT = {("cpu", "step")}
 NO_DOUBLE = ("triton", "mamba_ssm")
 
@@ -127,7 +133,13 @@ def _warn_of_the_missing(why):
 
 
 def _backends(operation, device_type, name):
-    """The backends that may compute an operation on such a device, the one asked for first."""
+    """List the backends that may compute an operation on such a device, the named one first.
+
+    A named backend that has a layer's scan computes it, without another backend's fused form.
+    """
+    named = MODULES.get(name, {})
+    if operation not in named and FUSED.get(operation) in named:
+        return []
     may = [
         backend
         for backend, modules in MODULES.items()

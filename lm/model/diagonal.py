@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import RMSNorm, ShortConv, StepSize, without_autocast
+from .layers import RMSNorm, ShortConv, StepSize, is_hooked, without_autocast
 from .plain import PlainLayer
-from .scan import selective_scan, ssd_scan
+from .scan import faster, selective_scan, ssd_scan
 from .state import Sequences, last
 
 
@@ -80,17 +80,36 @@ class Mamba(DiagonalLayer):
         # 1. Project, convolve. x, z: (b,l,d)
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x, tail = self._convolved(x, seqs)
-        # 2. What the recurrence reads: Δ (b,l,d), zero at padding, which leaves the state as it is;
-        #    B and C (b,l,n).
+        # 2. Low-rank Δ (b,l,r), B and C (b,l,n) of every token.
         delta, B, C = self.x_proj(x).split([cfg.dt_rank, cfg.d_state, cfg.d_state], dim=-1)
+        # 3. The recurrence, by one kernel if there is one for these sequences.
+        fused = self._fused(x, delta, B, C, z, seqs)
+        if fused is not None:
+            return self.out_proj(fused[0]), self._end(fused[1], tail)
+        # 4. Otherwise Δ (b,l,d), zero at padding, which leaves the state as it is; then the scan,
+        #    in fp32 or wider, the skip and the gate.
         dt = seqs.masked(F.softplus(self.dt_proj(delta)))
-        # 3. The recurrence, in fp32 or wider.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x):
             A, keep = self._rates(wide.dtype), keep_of(seqs, wide.dtype)
             o, h = selective_scan(wide, dt, A, B, C, seqs.before("h"), keep)
             o = o + self.D.to(wide.dtype) * wide
         return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
+
+    def _fused(self, x, delta, B, C, z, seqs):
+        """Gated output (b,l,d) and final state by a backend's `mamba_scan`, None without one.
+
+        It has no padding, documents or state before, and reads the parameters of dt_proj, which
+        must therefore act by these alone.
+        """
+        plain = seqs.mask is None and seqs.starts is None and seqs.state is None
+        if not plain or type(self.dt_proj) is not StepSize or is_hooked(self.dt_proj):
+            return None
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.dt_proj.weight, self.dt_proj.bias.to(wide)
+        with without_autocast(x):
+            A, D = self._rates(wide), self.D.to(wide)
+            return faster("mamba_scan", "mamba_scan", x, x, delta, weight, bias, A, B, C, D, z)
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
@@ -126,20 +145,31 @@ class Mamba2(DiagonalLayer):
         z, xbc, delta = self.in_proj(u).split([d, d + 2 * bc, self.heads], dim=-1)
         xbc, tail = self._convolved(xbc, seqs)
         x, B, C = xbc.split([d, bc, bc], dim=-1)
-        # 2. What the recurrence reads, in fp32 or wider: Δ (b,l,h), zero at padding;
-        #    B, C (b,l,g,n).
-        wide = torch.promote_types(x.dtype, torch.float32)
-        dt = seqs.masked(F.softplus(delta.to(wide) + self.dt_bias.to(wide)))
-        B, C = (t.to(wide).unflatten(-1, (cfg.ngroups, cfg.d_state)) for t in (B, C))
-        heads = x.to(wide).unflatten(-1, (self.heads, cfg.headdim))
-        # 3. The recurrence.
+        # 2. Heads x (b,l,h,p), groups B and C (b,l,g,n).
+        B, C = (t.unflatten(-1, (cfg.ngroups, cfg.d_state)) for t in (B, C))
+        x = x.unflatten(-1, (self.heads, cfg.headdim))
+        # 3. The gated recurrence, in fp32 or wider; then the norm.
         with without_autocast(x):
-            keep = keep_of(seqs, wide)
-            o, h = ssd_scan(heads, dt, self._rates(wide), B, C, seqs.before("h"), keep)
-            o = (o + self.D.to(wide).unsqueeze(-1) * heads).flatten(-2)
-            # 4. The gated norm.
-            o = self.norm(o * F.silu(z.to(wide)))
+            o, h = self._recurrence(x, delta, B, C, z.unflatten(-1, (self.heads, -1)), seqs)
+            o = self.norm(o.flatten(-2))
         return self.out_proj(o.to(z.dtype)), self._end(h, tail)
+
+    def _recurrence(self, x, delta, B, C, z, seqs):
+        """(S_t C_t + D x_t) ⊙ silu(z_t) (b,l,h,p) and the final state (b,h,p,n)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias, A, D = self.dt_bias.to(wide), self._rates(wide), self.D.to(wide)
+        before, keep = seqs.before("h"), keep_of(seqs, wide)
+        # 1. By one kernel if there is one; it knows no padding.
+        if seqs.mask is None:
+            args = x, delta, bias, A, B, C, D, z, before, keep
+            fused = faster("mamba2_scan", "mamba2_scan", x, *args)
+            if fused is not None:
+                return fused
+        # 2. Otherwise Δ (b,l,h), zero at padding, the scan, the skip and the gate.
+        dt = seqs.masked(F.softplus(delta.to(wide) + bias))
+        x, B, C = (t.to(wide) for t in (x, B, C))
+        o, h = ssd_scan(x, dt, A, B, C, before, keep)
+        return (o + D.unsqueeze(-1) * x) * F.silu(z.to(wide)), h
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner

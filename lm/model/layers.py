@@ -121,9 +121,10 @@ def linear_by_eights(
     return F.linear(x, padded, None if bias is None else F.pad(bias, (0, missing)))[..., :rows]
 
 
-def _hooked(layer):
-    """Whether something else runs when the layer is called."""
-    return "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+def is_hooked(layer: nn.Module) -> bool:
+    """Return whether a call of the layer runs something besides its own forward."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return "forward" in vars(layer) or bool(hooks)
 
 
 def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -136,7 +137,7 @@ def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         linear: nn.Linear, WNLinear, or what has taken its place. like: a tensor of the dtype and on
         the device to compute with.
     """
-    if type(linear) in (nn.Linear, WNLinear) and not _hooked(linear):
+    if type(linear) in (nn.Linear, WNLinear) and not is_hooked(linear):
         matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
         return matrix, linear.bias
     eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
@@ -168,7 +169,7 @@ def parameters_of(modules: list[nn.Module], known: tuple[type, ...]) -> list[tor
     """
     found = []
     for part in (part for module in modules for part in module.modules()):
-        plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not _hooked(part)
+        plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not is_hooked(part)
         if not plain and not isinstance(part, known):
             return None
         found += part._parameters.values()

@@ -188,6 +188,21 @@ MUTATIONS = [
         "lm/kernels/mamba_ssm/ssd.py", "(keep == 0).cumsum(1", "(keep.roll(1, 1) == 0).cumsum(1",
         (f"{TESTS}test_mamba_ssm.py::test_the_chunked_scan",),
     ),
+    Mutation(
+        "mamba-ssm: the bias of Δ has the other sign",
+        "lm/kernels/mamba_ssm/scan.py", "delta_bias=bias", "delta_bias=-bias",
+        (f"{TESTS}test_mamba_ssm.py::test_a_layer_through_it_is_the_plain_one",),
+    ),
+    Mutation(
+        "mamba-ssm: Mamba-2's skip has the other sign",
+        "lm/kernels/mamba_ssm/ssd.py", "D=D, z=z", "D=-D, z=z",
+        (f"{TESTS}test_mamba_ssm.py::test_a_layer_through_it_is_the_plain_one",),
+    ),
+    Mutation(
+        "Mamba: padding reaches the fused scan",
+        "lm/model/diagonal.py", "plain = seqs.mask is None and", "plain =",
+        (f"{TESTS}test_mamba_ssm.py::test_a_layer_through_it_is_the_plain_one",),
+    ),
     # The search for roots.
     Mutation(
         "compiled roots: Β is read transposed",

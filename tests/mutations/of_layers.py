@@ -103,8 +103,8 @@ MUTATIONS = [
     Mutation(
         "layers: Mamba-2's gate comes after its norm",
         DIAGONAL,
-        "o = self.norm(o * F.silu(z.to(wide)))",
-        "o = self.norm(o) * F.silu(z.to(wide))",
+        "o = self.norm(o.flatten(-2))",
+        "o = self.norm(o.flatten(-2) / F.silu(z)) * F.silu(z)",
         MAMBA,
     ),
     Mutation(

@@ -1,6 +1,7 @@
 """mamba-ssm's selective scan, compiled for CUDA, behind the signature of lm.model.scan's."""
 
 import torch
+import torch.nn.functional as F
 from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from torch import Tensor
 
@@ -18,7 +19,33 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check(device) -> float:
-    return triton_scan.self_check(selective_scan, with_state=False)
+    """Compare the scan with a loop, then `mamba_scan` with the scan inside PyTorch's operations.
+
+    Returns:
+        The `deviation`, gradients included.
+    """
+    error = triton_scan.self_check(selective_scan, with_state=False)
+    if not error < 1:
+        return error
+    x, z, low_rank = torch.sin(torch.arange(3 * 6 * 4.0)).reshape(3, 1, 6, 4)
+    weight, A = torch.cos(torch.arange(2 * 4 * 4.0)).reshape(2, 4, 4)
+    B, C = torch.cos(torch.arange(2 * 6 * 4.0)).reshape(2, 1, 6, 4)
+    D, bias = torch.linspace(0.5, -1, 8).reshape(2, 4)
+    tensors = (x, low_rank, weight, bias, -A.exp(), B, C, D, z)
+    results = []
+    for scan in (mamba_scan, _unfused):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        y, h = scan(*leaves)
+        results.append((y, h, *torch.autograd.grad(y.square().sum(), leaves)))
+    fused, unfused = results
+    return triton_build.deviation(fused, unfused, 1e-4)
+
+
+def _unfused(x, low_rank, weight, bias, A, B, C, D, z):
+    # The same product as in `mamba_scan`: another one may be rounded otherwise in TF32.
+    dt = _step_sizes(low_rank, weight).transpose(1, 2)
+    y, h = selective_scan(x, F.softplus(dt + bias), A, B, C)
+    return (y + D * x) * F.silu(z), h
 
 
 class _NoGradient(torch.autograd.Function):
@@ -52,13 +79,65 @@ def selective_scan(
     """
     if h0 is not None or keep is not None:
         raise Unsupported("mamba-ssm's selective scan has no state before it and no resets")
-    n, dtypes = A.shape[1], {t.dtype for t in (x, dt, B, C)}
+    _check(A, x, dt, B, C)
+    x, dt, B, C = (t.transpose(1, 2) for t in (x, dt, B, C))
+    y, h = selective_scan_fn(x, dt, A, B, C, return_last_state=True)
+    return y.transpose(1, 2).float(), _NoGradient.apply(h.float())
+
+
+def mamba_scan(
+    x: Tensor,
+    low_rank: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence of a Mamba layer in one kernel, as mamba-ssm's own layer does.
+
+    y = (scan(x, softplus(Δ), A, B, C) + D x) ⊙ silu(z), Δ = low_rank weightᵀ + bias.
+
+    Args:
+        x: Input after the convolution, (b,l,d).
+        low_rank: Low-rank Δ, (b,l,r).
+        weight: (d,r).
+        bias: (d,), fp32.
+        A: (d,n), negative, fp32.
+        B: (b,l,n).
+        C: (b,l,n).
+        D: (d,), fp32.
+        z: Gate, (b,l,d).
+
+    Returns:
+        y (b,l,d) in x's dtype, and the final state (b,d,n), which has no gradient.
+
+    Raises:
+        Unsupported: If the dtypes differ or are fp64, there are no tokens, or n > 256.
+    """
+    _check(A, x, low_rank, B, C, z)
+    dt = _step_sizes(low_rank, weight)
+    x, B, C, z = (t.transpose(1, 2) for t in (x, B, C, z))
+    y, h = selective_scan_fn(
+        x, dt, A, B, C, D=D, z=z, delta_bias=bias, delta_softplus=True, return_last_state=True
+    )
+    return y.transpose(1, 2), _NoGradient.apply(h.float())
+
+
+def _step_sizes(low_rank, weight):
+    """low_rank weightᵀ as (b,d,l), consecutive in l, which the kernel would otherwise copy."""
+    dt = weight.to(low_rank.dtype) @ low_rank.flatten(0, 1).t()  # (d,b·l)
+    return dt.unflatten(1, low_rank.shape[:2]).transpose(0, 1)
+
+
+def _check(A, x, *others):
+    """Raise Unsupported for what the kernel cannot read. others: tensors of x's dtype."""
+    n, dtypes = A.shape[1], {t.dtype for t in (x, *others)}
     fits = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
     if not fits or x.numel() == 0 or n > MAX_STATES:
         raise Unsupported(
             f"x is {tuple(x.shape)}, A {A.dtype} of n = {n}, the others {dtypes}: mamba-ssm's scan"
             f" takes an A in fp32, all else in one of its dtypes, and n up to {MAX_STATES}"
         )
-    x, dt, B, C = (t.transpose(1, 2) for t in (x, dt, B, C))
-    y, h = selective_scan_fn(x, dt, A, B, C, return_last_state=True)
-    return y.transpose(1, 2).float(), _NoGradient.apply(h.float())

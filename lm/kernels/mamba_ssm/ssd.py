@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
@@ -25,9 +26,36 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check(device) -> float:
-    """How far it is from a loop over time, gradients included, on a small problem of several
-    chunks: the `deviation`."""
+    """Compare the scan with a loop, then `mamba2_scan` with the scan inside PyTorch's operations.
+
+    Returns:
+        The `deviation` on small problems of several chunks, gradients included.
+    """
     exact = torch.get_float32_matmul_precision() == "highest"
+    allowed = 1e-4 if exact else TF32
+    error = _scan_deviation(allowed)
+    if not error < 1:
+        return error
+    x, z = torch.sin(torch.arange(2 * 66 * 2 * 3.0)).reshape(2, 1, 66, 2, 3)
+    B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
+    dt = torch.linspace(-2, 1, 66 * 2).reshape(1, 66, 2)
+    bias, A, D = torch.tensor([[0.5, -0.5], [-0.1, -1.0], [2.0, -1.0]])
+    results = []
+    for scan in (mamba2_scan, _unfused):
+        leaves = [t.clone().requires_grad_() for t in (x, dt, bias, A, B, C, D, z)]
+        y, S = scan(*leaves)
+        results.append((y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves)))
+    fused, unfused = results
+    return triton_build.deviation(fused, unfused, allowed)
+
+
+def _unfused(x, dt, bias, A, B, C, D, z):
+    y, S = ssd_scan(x, F.softplus(dt + bias), A, B, C)
+    return (y + D.unsqueeze(-1) * x) * F.silu(z), S
+
+
+def _scan_deviation(allowed):
+    """The `deviation` of `ssd_scan` from a loop over time."""
     x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
     B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
     dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
@@ -47,7 +75,7 @@ def _self_check(device) -> float:
         for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), again))
     ]
     ours, theirs = results
-    return triton_build.deviation(ours, theirs, 1e-4 if exact else TF32)
+    return triton_build.deviation(ours, theirs, allowed)
 
 
 def ssd_scan(
@@ -64,6 +92,49 @@ def ssd_scan(
     Raises:
         Unsupported: dtypes that differ or are fp64, no tokens, or more than fits the GPU.
     """
+    y, S = _chunk_scan(x, dt, A, B, C, h0, keep)
+    return y.float(), S
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    bias: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    h0: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence of a Mamba-2 layer up to its norm, as mamba-ssm's own layer does.
+
+    y = (scan(x, softplus(dt + bias), A, B, C, h0, keep) + D x) ⊙ silu(z)
+
+    Args:
+        x: Input after the convolution, (b,l,h,p).
+        dt: Step size before bias and softplus, (b,l,h).
+        bias: (h,), fp32.
+        A: (h,), negative, fp32.
+        B: (b,l,g,n).
+        C: (b,l,g,n).
+        D: (h,), fp32.
+        z: Gate, (b,l,h,p).
+        h0: State before, (b,h,p,n); zero if None.
+        keep: (b,l), 0 at tokens that start from an empty state, else 1.
+
+    Returns:
+        y (b,l,h,p) in x's dtype, and the final state (b,h,p,n) in fp32.
+
+    Raises:
+        Unsupported: If the dtypes differ or are fp64, there are no tokens, or the GPU is too small.
+    """
+    return _chunk_scan(x, dt, A, B, C, h0, keep, D=D, z=z, dt_bias=bias, dt_softplus=True)
+
+
+def _chunk_scan(x, dt, A, B, C, h0, keep, **fused):
+    """mamba-ssm's function, where it can compute this."""
     dtypes = {t.dtype for t in (x, B, C)}
     if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
         raise Unsupported(f"x is {tuple(x.shape)}, the dtypes {dtypes}: mamba-ssm's scan takes one")
@@ -72,7 +143,7 @@ def ssd_scan(
     chunk = min(CHUNK, max(16, triton.next_power_of_2(x.shape[1])))
     options = dict(initial_states=h0, seq_idx=index, return_final_states=True)
     try:
-        y, S = mamba_chunk_scan_combined(x, dt, A, B, C, chunk, **options)
+        y, S = mamba_chunk_scan_combined(x, dt, A, B, C, chunk, **options, **fused)
     except OutOfResources as wrong:
         raise Unsupported(f"mamba-ssm's scan does not fit this GPU: {wrong}") from wrong
-    return y.float(), S.float()
+    return y, S.float()

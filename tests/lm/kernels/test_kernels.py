@@ -102,6 +102,20 @@ def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch
     assert find("selective_scan", FP32) is scan_of_cpu
 
 
+@pytest.mark.parametrize(
+    "name, mamba, mamba2",
+    [
+        ("auto", ["mamba_ssm"], ["mamba_ssm"]),
+        ("triton", [], ["mamba_ssm"]),
+        ("mamba_ssm", ["mamba_ssm"], ["mamba_ssm"]),
+        ("plain", [], []),
+    ],
+)
+def test_a_named_backend_that_has_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert [kernels._backends(fused, "cuda", name) for fused in kernels.FUSED] == [mamba, mamba2]
+
+
 @pytest.mark.parametrize("name", kernels.MODULES)
 def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, on_cpu):
     own = module("there is no such thing")

@@ -7,13 +7,17 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from lm import kernels
 from lm.kernels import Unsupported
 from lm.kernels.triton import build as triton_build
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import causal_conv, selective_scan_plain, ssd_decays, ssd_scan
+from lm.model.state import Sequences
 from tests.kernels import assert_close
 from tests.oracles import scan_inputs, sequential_scan
 
@@ -22,31 +26,62 @@ NAMES = ("", ".ops", ".ops.triton", ".ops.selective_scan_interface", ".ops.trito
 CONV = "causal_conv1d"
 
 
-def selective_scan_fn(u, delta, A, B, C, return_last_state=False):
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+    return_last_state=False,
+):  # fmt: skip
     """Channels before time; the gradient of the last state is lost, as in the real one."""
     (b, d, length), n = u.shape, A.shape[1]
     assert return_last_state and delta.shape == u.shape and A.shape == (d, n)
-    assert B.shape == C.shape == (b, n, length)
+    assert B.shape == C.shape == (b, n, length) and B.dtype == C.dtype == delta.dtype == u.dtype
+    assert z is None or (z.shape == u.shape and z.dtype == u.dtype)
+    assert all(t is None or t.dtype == torch.float32 for t in (A, D, delta_bias))
+    out, delta = u.dtype, delta.float()
+    u, B, C = (t.float() for t in (u, B, C))
+    if delta_bias is not None:
+        delta = delta + delta_bias[:, None]
+    if delta_softplus:
+        delta = F.softplus(delta)
     y, h = sequential_scan(*(t.transpose(1, 2) for t in (u, delta)), A, *(t.mT for t in (B, C)))
-    return y.transpose(1, 2), torch.zeros_like(h) * h + h.detach()
+    y = y.transpose(1, 2)
+    if D is not None:
+        y = y + D[:, None] * u
+    if z is not None:
+        y = y * F.silu(z.float())
+    return y.to(out), torch.zeros_like(h) * h + h.detach()
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, initial_states=None, seq_idx=None, return_final_states=False
-):
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
+    cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+    return_varlen_states=False,
+):  # fmt: skip
     """One sequence index after another; the first carries on the initial state if it is 0."""
-    assert return_final_states and chunk_size >= 16
+    assert return_final_states and chunk_size >= 16 and dt_limit == (0.0, float("inf"))
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
+    assert z is None or z.shape == x.shape
+    assert D is None or D.shape == x.shape[2:3]
+    assert dt_bias is None or dt_bias.shape == x.shape[2:3]
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = F.softplus(dt)
     keep = None
     if seq_idx is not None:
         before = torch.cat([torch.zeros_like(seq_idx[:, :1]), seq_idx[:, :-1]], 1)
         keep = (seq_idx == before).to(x.dtype)
-    return ssd_scan(x, dt, A, B, C, initial_states, keep, decays=ssd_decays(dt, A, keep))
+    decays = ssd_decays(dt, A, keep)
+    y, S = ssd_scan(x, dt, A, B, C, initial_states, keep, decays=decays)
+    if D is not None:
+        y = y + D[:, None] * x
+    if z is not None:
+        y = y * F.silu(z)
+    return y.to(x.dtype), S
 
 
 def causal_conv1d_fn(
     x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
-    activation=None,
+    final_states_out=None, activation=None,
 ):  # fmt: skip
     """Channels before time; with documents or a state the real one wants channels last."""
     d, k = x.shape[1], weight.shape[-1]
@@ -58,6 +93,39 @@ def causal_conv1d_fn(
     before = None if initial_states is None else initial_states.transpose(1, 2)
     y = causal_conv(x.transpose(1, 2), weight.unsqueeze(1), bias, segments, before)
     return torch.nn.functional.silu(y).transpose(1, 2)
+
+
+KERNEL_CACHES = ("_load", "_candidates", "_find", "_warn")
+
+
+@pytest.fixture
+def on_cpu(stand_in, monkeypatch):
+    """A function (name) that sets FPRNN_KERNELS, while the dispatcher uses the stand-in on a CPU;
+    and a list of the functions that it has called."""
+    monkeypatch.setattr(triton_build, "INTERPRETED", True)
+    monkeypatch.setattr(kernels, "_device_of", lambda name: "cpu")
+    triton_build._what_is_wrong.cache_clear()
+    compute, used = kernels.compute, []
+
+    def noted(operation, function, *args):
+        found = compute(operation, function, *args)
+        if found is not None:
+            used.append(function)
+        return found
+
+    def choose(name):
+        monkeypatch.setenv("FPRNN_KERNELS", name)
+        for cached in KERNEL_CACHES:
+            getattr(kernels, cached).cache_clear()
+        used.clear()
+
+    monkeypatch.setattr(kernels, "compute", noted)
+    yield choose, used
+    for cached in (
+        *(getattr(kernels, name) for name in KERNEL_CACHES),
+        triton_build._what_is_wrong,
+    ):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -197,8 +265,15 @@ def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
         y, h = function(x, *args, **options)
         return y * 1.001, h
 
-    monkeypatch.setattr(own, function.__name__, off)
-    assert "something else than plain PyTorch" in probe(own._self_check, "mamba-ssm's kernels")
+    def negated(name):
+        return lambda *args, **given: function(
+            *args, **{k: -v if k == name else v for k, v in given.items()}
+        )
+
+    bias = {"scan": "delta_bias", "ssd": "dt_bias"}[name]
+    for wrong in (off, negated("D"), negated("z"), negated(bias)):
+        monkeypatch.setattr(own, function.__name__, wrong)
+        assert "something else than plain PyTorch" in probe(own._self_check, "mamba-ssm's kernels")
 
 
 def test_products_in_tf32_are_allowed_where_those_of_pytorch_are(stand_in, monkeypatch):
@@ -216,10 +291,80 @@ def test_products_in_tf32_are_allowed_where_those_of_pytorch_are(stand_in, monke
     assert probe(own._self_check, "") == ""
 
 
+SIZES = dict(d_model=16, n_layer=1, d_state=4, headdim=8, ngroups=2, vocab_size=7)
+LAYERS = {"mamba": ("mamba_scan", "selective_scan"), "mamba2": ("mamba2_scan", "ssd_scan")}
+
+
+def layer_of(kind):
+    """A layer without a parameter that is zero or one, and its input (2,9,16)."""
+    torch.manual_seed(0)
+    block = FPRNNForCausalLM(FPRNNConfig(layers=kind, **SIZES)).backbone.layers[0].block
+    with torch.no_grad():
+        for p in block.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return block, torch.randn(2, 9, SIZES["d_model"])
+
+
+def value_and_gradients(block, u, seqs):
+    u = u.clone().requires_grad_()
+    block.zero_grad()
+    out, _, *state = block(u, seqs)
+    (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    found = {"out": out.detach(), "grad u": u.grad}
+    found |= {"h": state[0].h, "conv": state[0].conv} if state else {}
+    return found | {f"grad {name}": p.grad.clone() for name, p in block.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("given", ["nothing", "return_state", "documents", "padding", "before"])
+def test_a_layer_through_it_is_the_plain_one(on_cpu, kind, given):
+    choose, used = on_cpu
+    block, u = layer_of(kind)
+    seqs = Sequences(return_state=given == "return_state")
+    if given == "documents":
+        seqs = Sequences(starts=(torch.arange(9) % 4 == 3).expand(2, 9))
+    elif given == "padding":
+        seqs = Sequences(mask=torch.arange(9).expand(2, 9) < torch.tensor([[9], [6]]))
+    elif given == "before":
+        with torch.no_grad():
+            seqs = Sequences(state=block(u.flip(1), Sequences(return_state=True))[2])
+    results = {}
+    for name in ("plain", "mamba_ssm"):
+        choose(name)
+        results[name] = value_and_gradients(block, u, seqs)
+    fused, unfused = LAYERS[kind]
+    takes = {"nothing", "return_state"} | ({"documents", "before"} if kind == "mamba2" else set())
+    assert [name for name in used if name != "short_conv"] == [fused if given in takes else unfused]
+    assert_close(results["mamba_ssm"], results["plain"], 1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_under_autocast_gives_it_the_narrow_dtype(on_cpu, kind):
+    choose, used = on_cpu
+    block, u = layer_of(kind)
+    results = {}
+    for name in ("plain", "mamba_ssm"):
+        choose(name)
+        with torch.autocast("cpu", torch.bfloat16):
+            results[name] = value_and_gradients(block, u, Sequences())
+    assert LAYERS[kind][0] in used
+    assert_close(results["mamba_ssm"], results["plain"], 0.05)
+
+
+def test_a_map_of_delta_that_is_more_than_its_parameters_is_called(on_cpu):
+    choose, used = on_cpu
+    block, u = layer_of("mamba")
+    called = []
+    block.dt_proj.register_forward_hook(lambda *args: called.append(args))
+    choose("mamba_ssm")
+    block(u)
+    assert called and "mamba_scan" not in used
+
+
 def test_why_the_dispatcher_cannot_use_it(monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     load = kernels._load.__wrapped__
-    for operation in ("selective_scan", "ssd_scan"):
+    for operation in ("selective_scan", "ssd_scan", "mamba_scan", "mamba2_scan"):
         name = f"lm.kernels.{kernels.MODULES['mamba_ssm'][operation]}"
         monkeypatch.delitem(sys.modules, name, raising=False)
         module, why = load("mamba_ssm", operation)

@@ -1,0 +1,147 @@
+"""Collect the wheels that `make gpu-check` needs on a machine with one GPU and no network.
+
+python -m benchmarks.card_wheels [--out .card/whl] [--compile --python python3.12 --arch 9.0]
+
+That machine has Python 3.12, torch 2.11 for CUDA 13.0, Triton 3.6 and transformers 5.17. The
+script downloads DeepSpeed's small requirements and builds DeepSpeed itself, which is pure Python.
+With --compile it also compiles mamba-ssm and causal-conv1d, which needs `nvcc` 13.0 but no GPU: on
+one core 4 minutes for causal-conv1d and 12 for mamba-ssm. At the end it prints the size of all
+wheels.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TORCH = "2.11.0"  # PyPI's wheel is the one for CUDA 13.0
+TRANSFORMERS = "5.17.0"
+PURE = "deepspeed"
+# DeepSpeed's requirements, and einops for mamba-ssm. constraints.txt has their versions.
+WHEELS = (
+    "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
+    "hjson", "msgpack", "einops", "psutil", "py-cpuinfo",
+)  # fmt: skip
+COMPILED = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
+MODULES = (
+    "causal_conv1d",
+    "mamba_ssm.ops.selective_scan_interface",
+    "mamba_ssm.ops.triton.ssd_combined",
+)
+
+
+def run(*command: object, **options: object) -> None:
+    """Print and run a command; a failure ends the script."""
+    words = [str(word) for word in command]
+    print("+", *words, flush=True)
+    subprocess.run(words, check=True, **options)  # type: ignore[call-overload]
+
+
+def download(out: Path) -> None:
+    """Download the wheels for Python 3.12, and build DeepSpeed's."""
+    pip = (sys.executable, "-m", "pip")
+    constraints = ("-c", ROOT / "constraints.txt")
+    platforms = ("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64")
+    target = ("--only-binary=:all:", "--python-version=3.12", *platforms)
+    run(*pip, "download", "-q", "--no-deps", *target, *constraints, "-d", out, *WHEELS)
+    run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, PURE)
+
+
+def use_chosen_architectures(setup: Path) -> None:
+    """Let TORCH_CUDA_ARCH_LIST choose the architectures: setup.py lists nine of its own.
+
+    Line numbers for profilers and four parallel compilers go, too.
+    """
+    text = setup.read_text(encoding="utf-8")
+    text, count = re.subn(r'cc_flag\.append\("(-gencode|arch=[^"]*)"\)', "pass", text)
+    if not count:
+        raise SystemExit(f"{setup} names no architectures any more: adapt this script")
+    text = text.replace('"--threads", "4"', '"--threads", "1"').replace('"-lineinfo",', "")
+    setup.write_text(text, encoding="utf-8")
+
+
+def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) -> None:
+    """Compile mamba-ssm and causal-conv1d in an environment that has the GPU machine's torch.
+
+    Args:
+        out: Folder for the wheels.
+        work: Folder for the environment (6 GB) and the sources; an environment there is reused.
+        python: Interpreter of the GPU machine's Python version.
+        arch: Compute capability, "9.0" for an H100 and "8.0" for an A100.
+        cuda: Folder of CUDA 13.0, with bin/nvcc.
+    """
+    env_python = work / "venv/bin/python"
+    if not env_python.exists():
+        run(python, "-m", "venv", work / "venv")
+    pip = (env_python, "-m", "pip")
+    needs = (f"torch=={TORCH}", f"transformers=={TRANSFORMERS}", "einops", "numpy")
+    run(*pip, "install", "-q", *needs, "setuptools<82", "wheel", "ninja", "packaging")
+    # CUDA's headers that a bare nvcc lacks (cuBLAS, cuSPARSE, …) come with torch.
+    headers = next((work / "venv/lib").glob("python3.*/site-packages/nvidia/cu13/include"))
+    environment = os.environ | {
+        "PATH": f"{env_python.parent}:{os.environ['PATH']}",
+        "CUDA_HOME": str(cuda),
+        "CPATH": str(headers),
+        "TORCH_CUDA_ARCH_LIST": arch,
+        "MAX_JOBS": "1",
+        "LDFLAGS": "-s",  # without debug information
+        "NVCC_APPEND_FLAGS": "--compress-mode=size",  # with both, 12 MiB instead of 62
+        "CAUSAL_CONV1D_FORCE_BUILD": "TRUE",  # setup.py looks for a wheel on GitHub otherwise
+        "MAMBA_FORCE_BUILD": "TRUE",
+        "MAMBA_KEEP_CUDA_BUILD": "TRUE",
+    }
+    for name, version in COMPILED.items():
+        source = work / f"{name.replace('-', '_')}-{version}"
+        shutil.rmtree(source, ignore_errors=True)
+        plain = ("-q", "--no-deps", "--no-build-isolation")
+        sources = ("--no-binary=:all:", "-d", work)
+        run(*pip, "download", *plain, *sources, f"{name}=={version}", env=environment)
+        with tarfile.open(f"{source}.tar.gz") as archive:
+            archive.extractall(work, filter="data")
+        use_chosen_architectures(source / "setup.py")
+        run("nice", "-n", "15", *pip, "wheel", *plain, "-w", out, source, env=environment)
+        wheel = next(out.glob(f"{name.replace('-', '_')}-*.whl"))
+        run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel)
+    # An import resolves every symbol of torch that the libraries need. It needs no GPU.
+    for module in MODULES:
+        run(env_python, "-c", f"import {module}", cwd=work)
+
+
+def size(wheels: Sequence[Path]) -> float:
+    """Sum of the files' sizes in MiB."""
+    return sum(wheel.stat().st_size for wheel in wheels) / 2**20
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--out", type=Path, default=ROOT / ".card/whl")
+    p.add_argument("--compile", action="store_true", help="mamba-ssm and causal-conv1d as well")
+    p.add_argument("--python", default="python3.12", help="interpreter for --compile")
+    p.add_argument("--arch", default="9.0", help="compute capability: 9.0 H100, 8.0 A100")
+    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda-13.0"))
+    p.add_argument("--cuda", type=Path, default=cuda, help="CUDA 13.0, default: %(default)s")
+    p.add_argument("--work", type=Path, help="folder for --compile, kept; default: temporary")
+    a = p.parse_args()
+    if a.compile and not (a.cuda / "bin/nvcc").exists():
+        p.error(f"--compile needs {a.cuda}/bin/nvcc: name the folder of CUDA 13.0 by --cuda")
+    a.out.mkdir(parents=True, exist_ok=True)
+    download(a.out.resolve())
+    if a.compile:
+        with tempfile.TemporaryDirectory(prefix="fprnn-card-") as temporary:
+            work = a.work or Path(temporary)
+            work.mkdir(parents=True, exist_ok=True)
+            compile_wheels(a.out.resolve(), work.resolve(), a.python, a.arch, a.cuda)
+    wheels = sorted(a.out.glob("*.whl"))
+    print(*(f"{size([wheel]):7.2f} MiB  {wheel.name}" for wheel in wheels), sep="\n")
+    print(f"{size(wheels):7.2f} MiB  in {a.out}")
+
+
+if __name__ == "__main__":
+    main()
