@@ -3,7 +3,7 @@
 python -m benchmarks.card_wheels [--out .card/whl] [--compile --python python3.12 --arch 9.0]
 
 That machine has Python 3.12, torch 2.11 for CUDA 13.0, Triton 3.6 and transformers 5.17. The
-script downloads DeepSpeed's small requirements and builds DeepSpeed itself, which is pure Python.
+script downloads the requirements of DeepSpeed and lm-eval, and builds those without a wheel.
 With --compile it also compiles mamba-ssm and causal-conv1d, which needs `nvcc` 13.0 but no GPU: on
 one core 4 minutes for causal-conv1d and 12 for mamba-ssm. At the end it prints the size of all
 wheels.
@@ -23,11 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TORCH = "2.11.0"  # PyPI's wheel is the one for CUDA 13.0
 TRANSFORMERS = "5.17.0"
-PURE = "deepspeed"
+# Packages without a wheel on PyPI; all are pure Python.
+PURE = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
 # DeepSpeed's requirements, and einops for mamba-ssm. constraints.txt has their versions.
 WHEELS = (
     "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
     "hjson", "msgpack", "einops", "psutil", "py-cpuinfo",
+)  # fmt: skip
+# lm-eval and what it needs; the machine has pandas, pyarrow, sacrebleu and scikit-learn.
+WHEELS += (
+    "lm_eval", "datasets", "dill", "multiprocess", "evaluate", "more-itertools", "pytablewriter",
+    "DataProperty", "mbstrdecoder", "typepy", "tabledata", "tcolorpy", "pathvalidate", "nltk",
+    "chardet",
 )  # fmt: skip
 COMPILED = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
 MODULES = (
@@ -45,13 +52,13 @@ def run(*command: object, **options: object) -> None:
 
 
 def download(out: Path) -> None:
-    """Download the wheels for Python 3.12, and build DeepSpeed's."""
+    """Download the wheels for Python 3.12, and build those that PyPI lacks."""
     pip = (sys.executable, "-m", "pip")
     constraints = ("-c", ROOT / "constraints.txt")
     platforms = ("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64")
     target = ("--only-binary=:all:", "--python-version=3.12", *platforms)
     run(*pip, "download", "-q", "--no-deps", *target, *constraints, "-d", out, *WHEELS)
-    run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, PURE)
+    run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, *PURE)
 
 
 def use_chosen_architectures(setup: Path) -> None:

@@ -5,6 +5,8 @@ from tests.mutations import Mutation
 CELL = "lm/kernels/cpu/cell.h"
 FORWARD = "lm/kernels/cpu/cell.cpp"
 ROOT = "lm/kernels/cpu/cell_root.h"
+PAIR = "lm/kernels/cpu/cell_pair.h"
+SMALL = "lm/kernels/cpu/cell_equation.h"
 GRADIENT = "lm/kernels/cpu/cell_gradient.h"
 BACKWARD = "lm/kernels/cpu/cell_backward.cpp"
 TESTS = "tests/lm/kernels/test_cpu_cell.py::test_"
@@ -83,12 +85,12 @@ MUTATIONS = [
     # The root.
     Mutation(
         "compiled cell: γ₁ counted once under the root",
-        ROOT, "under += at.s[i] * (e.gamma1[i] + slant);", "under += at.s[i] * slant;",
+        SMALL, "under += at.s[i] * (e.gamma1[i] + slant);", "under += at.s[i] * slant;",
         PICARD,
     ),
     Mutation(
         "compiled cell: φ′ with the wrong sign of the root's slope",
-        ROOT, "e.beta[i][j] * at.inverse - at.numerator[i]",
+        SMALL, "e.beta[i][j] * at.inverse - at.numerator[i]",
         "e.beta[i][j] * at.inverse + at.numerator[i]",
         PICARD,
     ),
@@ -99,7 +101,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: Routh's array one coefficient off",
-        ROOT, "row[j] = coefficient[2 * j + 1];", "row[j] = coefficient[2 * j];",
+        SMALL, "row[j] = coefficient[2 * j + 1];", "row[j] = coefficient[2 * j];",
         PICARD,
     ),
     Mutation(
@@ -109,8 +111,8 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: Newton is tried ten times as far from the root as in Python",
-        ROOT, "NEAR = 0.05;", "NEAR = 0.5;",
-        ("tests/lm/kernels/test_constants.py::test_cpp_has_the_constants_of_python[cell_root.h]",),
+        SMALL, "NEAR = 0.05;", "NEAR = 0.5;",
+        ("tests/lm/kernels/test_constants.py::test_cpp_has_the_constants_of_python[cell_equation.h]",),
     ),
     Mutation(
         "compiled cell: bisection goes the other way",
@@ -120,7 +122,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compiled cell: rows of Newton's system exchanged, its right-hand side not",
-        ROOT, "std::swap(b[i], b[pivot]);", "",
+        SMALL, "std::swap(b[i], b[pivot]);", "",
         PICARD,
     ),
     # Backwards.
