@@ -249,10 +249,9 @@ def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
             figures[f"{batch} × {name}"] = f"{seconds * 1e6:.1f} µs"
     for batch, layers in record["layers"].items():
         for name, seconds in layers.items():
-            predicted = record["assumed"][batch][name]
-            figures[f"{batch} × {name}"] = (
-                f"{seconds * 1e3:,.2f} ms (predicted {predicted * 1e3:,.2f})"
-            )
+            predicted = record["assumed"][batch].get(name)
+            note = "" if predicted is None else f" (predicted {predicted * 1e3:,.2f})"
+            figures[f"{batch} × {name}"] = f"{seconds * 1e3:,.2f} ms{note}"
     return figures
 
 

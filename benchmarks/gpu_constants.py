@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ LAYERS = {
     "exact, token by token: what auto is": {**EXACT_FIELDS, "schedule": "sequential"},
     "Mamba, our scan": {"layers": "mamba"},
 }
+KERNELS = {"Mamba, our scan": "triton"}  # FPRNN_KERNELS of a layer on a GPU; the others: auto
+if find_spec("mamba_ssm"):
+    LAYERS["Mamba, mamba-ssm"] = {"layers": "mamba"}
+    KERNELS["Mamba, mamba-ssm"] = "mamba_ssm"
 
 
 class Clock:
@@ -193,8 +198,11 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     took: dict[str, dict[str, float]] = {}
     kernels = {}
     for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
+        if a.device == "cuda":
+            os.environ["FPRNN_KERNELS"] = KERNELS.get(name, "auto")
         took.setdefault(str(batch), {})[name] = clock.seconds(layer(fields, a, batch))
         print(f"{batch} sequences, {name}: {took[str(batch)][name] * 1e3:.2f} ms", flush=True)
+    os.environ.pop("FPRNN_KERNELS", None)
     for batch in a.batches:
         kernels[str(batch)] = of_kernels(layer(LAYERS[exact], a, batch), a.device)
     # What is not a token's: the prediction with tokens that take no time.
@@ -215,6 +223,11 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds as text in milliseconds; a dash where there is no prediction."""
+    return "–" if seconds is None else f"{seconds * 1e3:,.2f}"
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -231,8 +244,8 @@ def main() -> None:
         {
             "": f"{batch} × {a.length}: {name}",
             "measured, ms": f"{seconds * 1e3:,.2f}",
-            "predicted of an A100": f"{found['assumed'][batch][name] * 1e3:,.2f}",
-            "with the rates below": f"{found['predicted'][batch][name] * 1e3:,.2f}",
+            "predicted of an A100": milliseconds(found["assumed"][batch].get(name)),
+            "with the rates below": milliseconds(found["predicted"][batch].get(name)),
             "as fast as the paper's": ratio(next(iter(of_batch.values())), seconds),
         }
         for batch, of_batch in found["layers"].items()
