@@ -1,10 +1,11 @@
-"""Evaluations of φ for one reflection's root: damped Picard alone, and Newton with its proof.
+"""Evaluations of φ for the root of one or two reflections: Picard's search and the certified one.
 
 python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
 
-The equations: random ones, those of an untrained layer of the 160M model (d_inner 1,536), and
-those of the synthetic runs given. A launch waits for its slowest sequence: of so many, the mean
-over tokens.
+The equations are random ones, those of untrained layers of the 160M model (d_inner 1,536), and
+those of the synthetic runs given. A launch waits for its slowest sequence, so the rows also have
+the mean over tokens of the slowest of 16, 64 and 128 sequences. For two reflections an evaluation
+of F counts as one of φ.
 """
 
 import argparse
@@ -47,8 +48,35 @@ def random_equations(n: int, seed: int) -> list[Tensor]:
     return [t.float().view(shape) for t, shape in zip(numbers, shapes)]
 
 
+def random_pairs(n: int, seed: int) -> list[Tensor]:
+    """Draw equations of two reflections, made from random vectors whose lengths span six decades.
+
+    Returns:
+        As `random_equations`, r = 2.
+    """
+    generator, r, d = torch.Generator().manual_seed(seed), 2, 8
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def decades(low, high, *shape):
+        exponents = torch.rand(*shape, generator=generator, dtype=torch.float64)
+        return 10 ** (low + (high - low) * exponents)
+
+    c = normal(n, d) * decades(-3, 3, n, 1)
+    m = normal(n, r, d) * decades(-2, 2, n, 1, 1)
+    u = normal(n, r, d) * decades(-1, 1, n, 1, 1)
+    delta = normal(n, r) * decades(-3, 1, n, 1)
+    delta *= torch.rand(n, 1, generator=generator) < 0.5
+    alpha = (u @ c.unsqueeze(-1)).squeeze(-1)
+    gamma0 = c.square().mean(1) + FLOOR
+    gamma1 = (m @ c.unsqueeze(-1)).squeeze(-1) / d
+    numbers = alpha, u @ m.transpose(1, 2), delta, gamma0, gamma1, m @ m.transpose(1, 2) / d
+    return [t.float() for t in numbers]
+
+
 def record_equations(run: Callable[[], object]) -> list[Tensor]:
-    """Record the equations that a function solves in plain PyTorch, all of r = 1.
+    """Record the equations that a function solves in plain PyTorch, all of one rank.
 
     Args:
         run: Calls a model or a layer.
@@ -85,26 +113,25 @@ def slowest(counts: Tensor, sequences: int, size: int) -> float:
 def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
     """Print a row for each search, and how many roots differ."""
     from lm.kernels.cpu.roots import count_evaluations
+    from lm.model.cell import Coefficients
 
-    roots = []
-    for label, by_picard in (("picard", True), ("newton", False)):
+    results = []
+    for label, by_picard in (("picard", True), ("certified", False)):
         found, counts = count_evaluations(equations, FLOOR, by_picard)
-        roots.append(found)
-        row = f"{name:12} {label} mean {counts.double().mean():6.2f}"
+        results.append(found)
+        row = f"{name:22} {label:9} mean {counts.double().mean():6.2f}"
         for size in GROUPS if sequences else ():
             row += f"  slowest of {size} {slowest(counts, sequences, size):6.1f}"
         print(f"{row}  bisected {(found.outcome == 2).double().mean():.4%}")
-    old, new = roots
-    alpha, beta, delta, gamma0, gamma1, gamma2 = (t.flatten().double() for t in equations)
-    s = old.s.flatten().double()
-    square = gamma0 + s * (2 * gamma1 + gamma2 * s)
-    size = (alpha.abs() + (beta * s).abs()) / square.clamp_min(FLOOR).sqrt() + delta.abs() + s.abs()
-    off = (old.s - new.s).flatten().double().abs()
-    converged = (old.outcome == 0) & (off > 1e-3 * size)
-    bisected = (old.outcome == 2) & (off > 1e-3 * size)
+    old, new = results
+    coefficients = Coefficients(*(t.double() for t in equations), FLOOR)
+    s = old.s.double()
+    size = coefficients.size(s, coefficients.phi(s)[1])
+    differs = (old.s - new.s).abs().amax(1) > 1e-3 * size
+    by_picard, by_bisection = ((differs & (old.outcome == kind)).sum() for kind in (0, 2))
     print(
-        f"{name:12} roots that differ: {converged.sum()} that Picard had found,"
-        f" {bisected.sum()} that bisection had found"
+        f"{name:22} roots that differ: {by_picard} that Picard had found, {by_bisection} that"
+        " bisection had found"
     )
 
 
@@ -122,11 +149,14 @@ def main() -> None:
     from synthetic.evaluate import as_tensors
 
     report("random", random_equations(args.fuzz, 0), None)
-    torch.manual_seed(0)
-    config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=1000, d_state=16)
-    model = FPRNNForCausalLM(config).eval()
-    ids = torch.randint(0, 1000, (args.sequences, 36))
-    report("untrained", record_equations(functools.partial(model, input_ids=ids)), args.sequences)
+    report("random, two", random_pairs(args.fuzz, 0), None)
+    for rank, name in (1, "untrained"), (2, "untrained, two"):
+        torch.manual_seed(0)
+        config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=1000, d_state=16, mixer_rank=rank)
+        model = FPRNNForCausalLM(config).eval()
+        ids = torch.randint(0, 1000, (args.sequences, 36))
+        equations = record_equations(functools.partial(model, input_ids=ids))
+        report(name, equations, args.sequences)
     for run in args.run:
         _, task, model, _ = load_run(run)
         size = (args.length, args.length)
