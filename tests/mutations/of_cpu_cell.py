@@ -5,7 +5,6 @@ from tests.mutations import Mutation
 CELL = "lm/kernels/cpu/cell.h"
 FORWARD = "lm/kernels/cpu/cell.cpp"
 ROOT = "lm/kernels/cpu/cell_root.h"
-PAIR = "lm/kernels/cpu/cell_pair.h"
 SMALL = "lm/kernels/cpu/cell_equation.h"
 GRADIENT = "lm/kernels/cpu/cell_gradient.h"
 BACKWARD = "lm/kernels/cpu/cell_backward.cpp"

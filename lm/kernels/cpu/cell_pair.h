@@ -7,12 +7,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "cell_equation.h"
 
 namespace {
 
 constexpr int PIECE_COUNT = 8, DEGREE = 6, MAX_PAIR_STEPS = 20, MAX_POLISH_STEPS = 2;
+constexpr int DECIDE_AFTER = 12;
 constexpr double PIECES[PIECE_COUNT] = {0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0};
 constexpr double WIDE_PIECES[PIECE_COUNT - 1] = {0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0};
 constexpr double MIN_SIDE = 1e-4, CERTAIN = 1e-13, STILL = 1e-12;
@@ -166,7 +168,9 @@ inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
         for (int i = 0; i < 2; ++i)
             at.s[i] = (in.numerator[0][i] + g * (in.numerator[1][i] + g * in.numerator[2][i])) / d;
         evaluate<2>(e, 2, at);
-        for (int step = 0; step < MAX_POLISH_STEPS && !at_rounding(e, at, ROUNDING); ++step) {
+        const double rounding = ROUNDING * std::numeric_limits<double>::epsilon();
+        for (int step = 0; step < MAX_POLISH_STEPS; ++step) {
+            if (at.residual <= rounding * at.scale) break;
             double moves[MOST];
             newton_step<2>(e, 2, at, moves);
             for (int i = 0; i < 2; ++i) at.s[i] += moves[i];

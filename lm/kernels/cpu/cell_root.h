@@ -2,9 +2,9 @@
 //
 // Where it has several roots, the search returns the one to which damped Picard from zero converges.
 // For one reflection it runs Newton first, and proves that the root is Picard's (`find_directly`).
-// For two it finds all roots on Picard's side (`find_pair`). Otherwise it runs Picard
-// (`solve_by_picard`), which Newton shortens: Newton's steps are taken where Picard already
-// contracts, and may not lead further than Picard could.
+// Otherwise it runs Picard (`solve_by_picard`), which Newton shortens: Newton's steps are taken where
+// Picard already contracts, and may not lead further than Picard could. For two reflections, after a
+// few steps, it finds all roots on Picard's side and decides among them (`find_pair`).
 
 #pragma once
 
@@ -182,7 +182,9 @@ inline bool find_directly(const Equation &e, double &root) {
 }
 
 // The root by Picard, into s, and FAILED where none was found: s is then the best that was met.
-template <int R> inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
+// DECIDES: for two reflections, `find_pair` decides after DECIDE_AFTER steps if it can.
+template <int R, bool DECIDES = false>
+inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
     double step = STEPSIZE, before = std::numeric_limits<double>::infinity();
     int waited = 0;
@@ -193,6 +195,11 @@ template <int R> inline uint8_t solve_by_picard(const Equation &e, int64_t r_, d
         for (int i = 0; i < r; ++i) s[i] = found.s[i];
     };
     for (int iteration = 0; iteration < MOST_PICARD; ++iteration) {
+        if constexpr (R == 2 && DECIDES) {
+            bool is_attracting;
+            if (iteration == DECIDE_AFTER && find_pair(e, s, is_attracting))
+                return is_attracting ? 0 : BISECTED;
+        }
         evaluate<R>(e, r, at);
         if (at_rounding(e, at, ROUNDING)) return take(at), 0;
         if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
@@ -224,11 +231,7 @@ template <int R> inline uint8_t solve_by_picard(const Equation &e, int64_t r_, d
 template <int R> inline uint8_t solve(const Equation &e, int64_t r, double *s) {
     if constexpr (R == 1)
         if (find_directly(e, s[0])) return 0;
-    if constexpr (R == 2) {
-        bool is_attracting;
-        if (find_pair(e, s, is_attracting)) return is_attracting ? 0 : BISECTED;
-    }
-    return solve_by_picard<R>(e, r, s);
+    return solve_by_picard<R, true>(e, r, s);
 }
 
 // Without a norm φ is linear: s = (I − Β)⁻¹ α.

@@ -34,7 +34,15 @@ SEARCH |= {
 }
 PAIR = {
     name: getattr(certified_pair, name)
-    for name in ("MAX_PAIR_STEPS", "MAX_POLISH_STEPS", "MIN_SIDE", "CERTAIN", "STILL", "DEGREE")
+    for name in (
+        "MAX_PAIR_STEPS",
+        "MAX_POLISH_STEPS",
+        "MIN_SIDE",
+        "CERTAIN",
+        "STILL",
+        "DEGREE",
+        "DECIDE_AFTER",
+    )
 }
 PAIR |= {"PIECE_COUNT": len(certified_pair.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
