@@ -70,8 +70,10 @@ def _torch_and_what_needs_it(timeout: float) -> list[Finding]:
     findings = torch_and_gpus(timeout)
     if findings[0].state == "bad":
         return findings
-    with ThreadPoolExecutor(2) as pool:
-        return [*findings, *pool.map(lambda look: look(timeout), (kernels, ranks))]
+    has_gpu = any(finding.name == "GPU" and finding.state == "ok" for finding in findings)
+    looks = (lambda: kernels(timeout), lambda: ranks(timeout, has_gpu))
+    with ThreadPoolExecutor(len(looks)) as pool:
+        return [*findings, *pool.map(lambda look: look(), looks)]
 
 
 def tried(name: str, timeout: float) -> tuple[dict, str]:
@@ -147,44 +149,55 @@ def _try_kernels() -> dict:
     from lm import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = kernels.available(device)  # first, because it checks all kernels side by side
     like = torch.empty(1, device=device)
     needed = {"cuda": ("selective_scan", "ssd_scan", "step"), "cpu": ("selective_scan", "cell")}
     slow = [name for name in needed[device] if kernels.find(name, like) is None]
-    return {"device": device, "slow": slow, "words": kernels.available(device)}
+    return {"device": device, "slow": slow, "words": words}
 
 
-def ranks(timeout: float) -> Finding:
+def ranks(timeout: float, has_gpu: bool) -> Finding:
     """Check that processes of this machine can sum a tensor, by every backend that training uses.
 
     Args:
-        timeout: Seconds for the trial.
+        timeout: Seconds for the trial of one backend.
+        has_gpu: Whether NCCL is tried as well as gloo.
     """
-    facts, why = tried("ranks", timeout)
-    if not why:
-        text = f"processes reach each other by {' and '.join(facts['backends'])}"
-        return Finding("ranks", "ok", text)
-    cure = (
-        "GLOO_SOCKET_IFNAME=lo (on one machine; else its network, see `ip link`); of NCCL"
-        " NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME or NCCL_P2P_DISABLE=1 may help"
-    )
-    return Finding("ranks", "bad", f"processes do not reach each other: {why}", cure)
+    _, why = tried("gloo", timeout)
+    if why:
+        cure = "GLOO_SOCKET_IFNAME=lo (on one machine; else its network, see `ip link`)"
+        return Finding(
+            "ranks", "bad", f"two processes do not reach each other by gloo: {why}", cure
+        )
+    text = "two processes reach each other by gloo"
+    if has_gpu:
+        facts, why = tried("nccl", timeout)
+        if why:
+            cure = "NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME or NCCL_P2P_DISABLE=1 may help"
+            return Finding("ranks", "bad", f"{text}, but NCCL fails: {why}", cure)
+        text += f"; NCCL works {'on one GPU' if facts['processes'] == 1 else 'between two GPUs'}"
+    return Finding("ranks", "ok", text)
 
 
-def _try_ranks() -> dict:
-    """Sum a tensor by gloo, which every training of several processes uses, and by NCCL on GPUs.
+def _try_gloo() -> dict:
+    return _try_backend("gloo", 2)
 
-    One GPU has an NCCL process of its own, because DeepSpeed starts NCCL there as well.
-    """
+
+def _try_nccl() -> dict:
+    """Try NCCL on two GPUs, or on the only one, because DeepSpeed starts NCCL there as well."""
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    processes = {"gloo": 2, **({"nccl": min(2, gpus)} if gpus else {})}
-    for backend, count in processes.items():
-        with tempfile.TemporaryDirectory() as folder:
-            store = str(Path(folder) / "store")
-            torch.multiprocessing.spawn(_sum_of_ones, (backend, store, count), nprocs=count)
-    names = [f"{backend} ({count})" for backend, count in processes.items()]
-    return {"backends": names}
+    return _try_backend("nccl", min(2, torch.cuda.device_count()))
+
+
+def _try_backend(backend: str, processes: int) -> dict:
+    """Sum a tensor over so many new processes."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        torch.multiprocessing.spawn(_sum_of_ones, (backend, store, processes), nprocs=processes)
+    return {"processes": processes}
 
 
 def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:

@@ -8,9 +8,9 @@ comes first on the device that it is for, and it is an error where it cannot run
 import functools
 import importlib
 import os
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -65,27 +65,28 @@ class Unsupported(ValueError):
     """Arguments that are right, but more than a kernel can compute; raised before it runs."""
 
 
-def apart(compute: Callable[[], Result]) -> Result:
-    """What `compute()` gives in a thread of its own, waited for. No mode of the caller holds there:
-    neither gradients, inference or autocast, nor what takes part in every operation, such as the
-    saved-tensor hooks of a checkpoint, which is what first uses a kernel may be in."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
+def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
+    """Run computations side by side, each in a new thread, and wait for all.
+
+    A new thread has none of the caller's modes: neither gradients, inference or autocast, nor modes
+    and hooks that take part in every operation. A kernel may be used first inside the saved-tensor
+    hooks of a checkpoint. The threads use the caller's CUDA device.
+
+    Returns:
+        The results, in the order of the computations.
+
+    Raises:
+        BaseException: The first error in the order of the computations, after all have ended.
+    """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
-    def run():
-        try:
-            with torch.cuda.device(device):  # −1: leave it
-                results.append(compute())
-        except BaseException as error:
-            errors.append(error)
+    def run(compute):
+        with torch.cuda.device(device):  # −1: leave it
+            return compute()
 
-    thread = threading.Thread(target=run, name="fprnn-kernels")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(len(computations), "fprnn-kernels") as pool:
+        futures = [pool.submit(run, compute) for compute in computations]
+    return [future.result() for future in futures]
 
 
 def asked() -> str:
@@ -108,15 +109,23 @@ def _device_of(name):
     return "cpu" if name == "cpu" or interpreted else "cuda"
 
 
-@functools.cache
-def _load(name, operation):
-    """The module of a backend for an operation and "", or None and why not."""
+def _import(name, operation):
+    """Return the module of a backend for an operation and "", or None and the reason."""
     try:
-        module = importlib.import_module(f"lm.kernels.{MODULES[name][operation]}")
+        return importlib.import_module(f"lm.kernels.{MODULES[name][operation]}"), ""
     except ModuleNotFoundError as missing:
         return None, f"{missing.name or missing} is not installed"
     except Exception as wrong:  # compiled for another torch, say
         return None, f"it cannot be imported: {type(wrong).__name__}: {wrong}"
+
+
+@functools.cache
+def _load(name, operation):
+    """Return the module of a backend for an operation and "" if it works here, or None and the
+    reason."""
+    module, why = _import(name, operation)
+    if module is None:
+        return None, why
     works, why = module.usable()
     if not works and not __name__.startswith("lm."):  # an export's own: nothing else says it
         _warn_of_the_missing(why)
@@ -150,6 +159,25 @@ def _backends(operation, device_type, name):
         and (backend == name or (device_type == "cpu") == (backend == "cpu"))
     ]
     return sorted(may, key=lambda backend: backend != name)
+
+
+def _load_on_gpu(device_type):
+    """Call `_load` for every module of a GPU's backends, side by side; its cache keeps the results.
+
+    A self-check compiles its kernels, and Triton's compiler releases the GIL for about 9 of 11 s.
+    Modules are imported one after the other, because packages may import each other in circles. The
+    first one is also checked before the others, because that initializes CUDA and Triton.
+    """
+    name = asked()
+    modules = [
+        (backend, operation)
+        for operation in OPERATIONS
+        for backend in _backends(operation, device_type, name)
+        if _device_of(backend) == "cuda" and _import(backend, operation)[0] is not None
+    ]
+    if modules:
+        _load(*modules[0])
+        run_in_clean_threads(*(functools.partial(_load, *module) for module in modules))
 
 
 @functools.cache
@@ -229,6 +257,7 @@ def choice(device_type: str = "cpu") -> dict[str, tuple[str, ...]]:
     Raises:
         BackendError: FPRNN_KERNELS names what cannot run here.
     """
+    _load_on_gpu(device_type)
     return {
         operation: tuple(backend for backend, _ in _candidates(operation, device_type, asked()))
         for operation in OPERATIONS
@@ -246,6 +275,7 @@ def available(device_type: str = "cpu") -> str:
     missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
+    _load_on_gpu(device_type)
     for operation in OPERATIONS:
         may = _backends(operation, device_type, name)
         tried = dict.fromkeys([*may, name] if operation in MODULES.get(name, ()) else may)

@@ -147,11 +147,18 @@ def after_end(
     Args:
         eos_token_id: one id, or several. last_token: (b,) the tokens before the first ones.
     """
-    ends = torch.as_tensor(eos_token_id, device=input_ids.device)
-    after = F.pad(torch.isin(input_ids[:, :-1], ends), (1, 0))
+    after = F.pad(_is_end(input_ids[:, :-1], eos_token_id), (1, 0))
     if last_token is not None:
-        after[:, 0] = torch.isin(last_token, ends)
+        after[:, 0] = _is_end(last_token, eos_token_id)
     return after
+
+
+def _is_end(input_ids, eos_token_id):
+    """Return whether each token is an end-of-sequence token, without a copy to the device."""
+    is_end = torch.zeros_like(input_ids, dtype=torch.bool)
+    for eos in [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id:
+        is_end = is_end | (input_ids == eos)
+    return is_end
 
 
 @torch.no_grad()
@@ -257,7 +264,9 @@ def number_of(
     micro-batches of an update, where it is known, else the number in this one; 1 at least."""
     if num_items_in_batch is None:
         return (targets != IGNORED).sum().clamp_min(1)
-    return torch.as_tensor(num_items_in_batch, device=targets.device).clamp_min(1)
+    if not isinstance(num_items_in_batch, torch.Tensor):  # a copy to a GPU would wait for it
+        return targets.new_full((), max(num_items_in_batch, 1))
+    return num_items_in_batch.to(targets.device).clamp_min(1)
 
 
 class FixedPointReport:

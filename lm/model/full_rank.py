@@ -26,6 +26,9 @@ from .cell import LEAST_INVERSE, MOST_GAIN, MOST_PICARD, Token
 from .solver import BISECTED, FAILED, Damping, Rule, token_residual
 
 Map = Callable[[torch.Tensor], torch.Tensor]
+# Of n tokens, their indices (n,) in each dimension. They are no mask: to index by a mask a GPU's
+# host waits for the number of tokens every time.
+Places = tuple[torch.Tensor, ...]
 
 # Relative residual at which Picard has chosen a solution, in every precision. A limit that depended
 # on the precision would make fp64 bisect tokens that fp32 iterates, and find another solution.
@@ -57,8 +60,8 @@ class FullRank(NamedTuple):
         """f(y). y: (…,d) → (…,d)"""
         return self.token.value(self.mix(y))
 
-    def take(self, which: torch.Tensor) -> "FullRank":
-        """The equations of n of the tokens. which: (b,l) bool."""
+    def take(self, which: Places) -> "FullRank":
+        """Return the equations of the n tokens at these places."""
         x, history, gain, gate, norm = self.token
         gate = None if gate is None else gate[which]
         token = Token(x[which], history[which], gain[which], gate, norm)
@@ -125,9 +128,9 @@ def _search(map_of, start, by_matrices):
     """Solve y = f(y), each token by itself.
 
     Args:
-        map_of: Function of a mask (b,l), None for all tokens, that returns f of these tokens.
+        map_of: Function of Places, None for all tokens, that returns f of these tokens.
         start: First iterate, (b,l,d).
-        by_matrices: Function of a mask, their iterates (n,d) and whether Picard has chosen their
+        by_matrices: Function of Places, their iterates (n,d) and whether Picard has chosen their
             solution (n,); it returns y (n,d) and whether it is solved (n,).
     Returns:
         y (b,l,d) and the outcome (b,l).
@@ -140,14 +143,14 @@ def _search(map_of, start, by_matrices):
     has_matrices = y.shape[-1] <= MOST_DENSE
     at_once = max(1, ELEMENTS_AT_ONCE // y.shape[-1] ** 2) if has_matrices else left.numel()
     for tokens in left.nonzero().split(at_once):
-        which = torch.zeros_like(left).index_put_(tokens.unbind(1), left.new_ones(()))
+        which = tokens.unbind(1)
         if has_matrices:
             root, solved = by_matrices(which, y[which], near[which])
             method = torch.where(near[which], 0, BISECTED)
         else:
             root, solved = _accelerated(map_of(which), y[which])
             method = torch.zeros_like(solved)
-        y = y.index_put((which,), torch.where(solved.unsqueeze(-1), root.to(y.dtype), y[which]))
+        y = y.index_put(which, torch.where(solved.unsqueeze(-1), root.to(y.dtype), y[which]))
         outcome[which] = torch.where(solved, method, FAILED).to(torch.uint8)
     return y, outcome
 
@@ -161,17 +164,16 @@ def _picard(map_of, start):
     Returns:
         y (b,l,d), whether it has come within ROOT_TOL (b,l), whether it is solved (b,l).
     """
-    y = start.clone()
-    near, solved = (torch.zeros_like(start[..., 0], dtype=torch.bool) for _ in range(2))
-    searched = ~solved  # the tokens that the rest of the names stands for
-    f, iterate, damping = (
-        map_of(None),
-        start.flatten(0, -2),
-        Damping(Rule(), start[..., 0].flatten()),
-    )
-    is_near, is_solved = near.flatten().clone(), solved.flatten().clone()
+    shape = start.shape[:-1]
+    iterate = start.flatten(0, -2)
+    y = iterate.clone()
+    near, solved = (torch.zeros_like(y[:, 0], dtype=torch.bool) for _ in range(2))
+    # The names below stand for these tokens of the flattened ones.
+    searched = torch.arange(len(y), device=y.device)
+    is_near, is_solved = near.clone(), solved.clone()
+    f, is_whole, damping = map_of(None), True, Damping(Rule(), iterate[:, 0])
     for iteration in range(2 * MOST_PICARD):
-        value = f(iterate.view(start.shape) if searched.all() else iterate).flatten(0, -2)
+        value = f(iterate.view(start.shape) if is_whole else iterate).flatten(0, -2)
         residual = token_residual(iterate, value)
         if iteration < MOST_PICARD:
             is_near = is_near | (residual < ROOT_TOL)
@@ -183,17 +185,18 @@ def _picard(map_of, start):
         damping.update(residual)
         iterate = torch.lerp(iterate, value, (damping.step * moving).unsqueeze(-1))
         count = int(moving.sum())
+        if not count:
+            break
         if 2 * count <= len(moving):  # write the tokens down that stand, and go on with the others
             y[searched], near[searched], solved[searched] = iterate, is_near, is_solved
-            if not count:
-                return y, near, solved
-            searched[searched.clone()] = moving
-            f, iterate, is_near, is_solved = (
-                map_of(searched), iterate[moving], is_near[moving], is_solved[moving]
-            )  # fmt: skip
-            damping.take(moving)
+            left = moving.nonzero().squeeze(1)
+            searched, iterate, is_near, is_solved = (
+                t[left] for t in (searched, iterate, is_near, is_solved)
+            )
+            damping.take(left)
+            f, is_whole = map_of(torch.unravel_index(searched, shape)), False
     y[searched], near[searched], solved[searched] = iterate, is_near, is_solved
-    return y, near, solved
+    return y.view(start.shape), near.view(shape), solved.view(shape)
 
 
 def _accelerated(f, y):

@@ -49,7 +49,7 @@ from .fields import SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .gradient import whole_solve
-from .layers import residual_norm
+from .layers import on_cpu, residual_norm
 from .m2rnn import M2RNN
 from .mixer_base import Mixer
 from .mixers import nrm
@@ -241,16 +241,29 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.embeddings = value
 
     def _sequences(self, input_ids, mask=None, starts=None, state=None, return_state=False):
-        """What is known of a batch's tokens: padding, and documents, by their `starts` and by what
-        comes after an EOS token; None where there is nothing special. input_ids: None if unknown;
-        of embedded tokens −1 but where they are EOS tokens."""
+        """Collect the properties of a batch's tokens: padding, and starts of documents.
+
+        Args:
+            input_ids: Tokens, shape (batch, length); None if unknown. Of embedded tokens only the
+                ids of EOS tokens are known, and the others are −1.
+            mask: False at padding, shape (batch, length), or None.
+            starts: True where a document starts, besides after EOS tokens; same shape, or None.
+            state: FPRNNState before the first tokens, or None.
+            return_state: Whether the layers return their state.
+
+        Returns:
+            Sequences, where None stands for nothing special. `starts` without a start become None,
+            which computes less. A pass on a GPU that returns no state does not look for one,
+            because the host would wait, and nearly every training batch of text has an EOS token.
+        """
         cfg = self.config
         if input_ids is not None and cfg.reset_at_eos and cfg.eos_token_id is not None:
             after = after_end(input_ids, cfg.eos_token_id, state and state.last_token)
             starts = after if starts is None else starts | after
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
-        if starts is not None and not compiling() and not starts.any():
+        is_read = starts is not None and (return_state or on_cpu(starts))
+        if is_read and not compiling() and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state, solving=self.how)
 

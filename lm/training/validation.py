@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
@@ -21,6 +23,11 @@ from lm.training.engine import Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Tokens of its micro-batch that a rank probes at most. Counting ℓ* takes up to 1,000 iterations a
+# layer. On a CPU their time grows with the tokens from about 500 on. On a GPU an iteration launches
+# about 50 kernels, and at d_inner 1,536 those take longer than their work below about 4,000 tokens.
+MAX_PROBE_TOKENS = 4096
 
 
 class Validation:
@@ -114,13 +121,22 @@ class Validation:
         return math.exp(-max(losses, key=_worse))
 
     def probed(self, engine: Engine) -> dict:
-        """{"probe": …} of the solver, ℓ* of each layer among it, on the same micro-batch each time:
-        what changes is the model. Of a mixture it is one of the source with the largest share."""
+        """Probe the solver on the same sequences each time, so that only the model changes.
+
+        Every rank calls it. The sequences are those of `probe_sequences`, from the rank's first
+        micro-batch of the source with the largest share.
+
+        Returns:
+            {"probe": what `fixed_point_metrics` gives, with ℓ* of each layer}; {} for a model
+            without a solver.
+        """
         if self.watch is None:
             return {}
         batch = self.held_out[max(self.shares, key=self.shares.__getitem__)][0]
-        report = probe(engine.deepspeed, batch["input_ids"].to(self.ranks.device))
-        rows = (batch["labels"] != -100).any(-1)
+        sequences = probe_sequences(batch["labels"])
+        input_ids = batch["input_ids"][sequences].to(self.ranks.device)
+        report = probe(engine.deepspeed, input_ids)
+        rows = (batch["labels"][sequences] != IGNORE).any(-1)
         return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
 
     def ngrams(self, run: RunDir, vocab_size: int) -> dict[str, dict]:
@@ -144,6 +160,23 @@ class Validation:
             for kind in next(iter(of_sources.values()))
         }
         return {"baselines": means, "baselines_of_sources": of_sources}
+
+
+def probe_sequences(labels: torch.Tensor) -> torch.Tensor:
+    """Choose the sequences of a micro-batch that a probe reads.
+
+    Their number depends only on the shape, so that it is the same on every rank.
+
+    Args:
+        labels: Targets, IGNORE where there is none, shape (batch, length).
+
+    Returns:
+        Indices, shape (n,): at least one sequence, and at most MAX_PROBE_TOKENS tokens if there are
+        more. Sequences with targets come first.
+    """
+    is_empty = (labels == IGNORE).all(-1)
+    count = max(1, MAX_PROBE_TOKENS // labels.shape[1])
+    return torch.argsort(is_empty.int(), stable=True)[:count]
 
 
 def _worse(loss: float) -> tuple[bool, float]:

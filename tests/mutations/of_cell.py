@@ -271,6 +271,11 @@ MUTATIONS = [
         ("tests/lm/model/test_modeling.py::test_full_rank_mixers_start_near_the_identity",),
     ),
     Mutation(
+        "token: places of a full-rank search lie on the CPU",
+        FULL, "torch.arange(len(y), device=y.device)", "torch.arange(len(y))",
+        (f"{TESTS}test_devices.py::test_no_operation_mixes_devices[mixer-kronecker-True]",),
+    ),
+    Mutation(
         "token: bisection of a full-rank equation goes the other way",
         FULL, "low, high = torch.where(above, low, middle), torch.where(above, middle, high)",
         "low, high = torch.where(above, middle, low), torch.where(above, high, middle)",

@@ -23,7 +23,32 @@ def triton(file, *tests):
 
 WHOLE_SCAN = triton("scan", "test_whatever_is_left_out")
 
+SIDE_BY_SIDE = (
+    f"{TESTS}test_kernels.py::test_gpu_kernels_are_checked_side_by_side_after_the_first[choice]",
+)
+
 MUTATIONS = [
+    Mutation(
+        "kernels: a GPU's are checked one after the other",
+        "lm/kernels/__init__.py",
+        "run_in_clean_threads(*(functools.partial(_load, *module) for module in modules))",
+        "[_load(*module) for module in modules]",
+        SIDE_BY_SIDE,
+    ),
+    Mutation(
+        "kernels: several initialize Triton at once",
+        "lm/kernels/__init__.py",
+        "        _load(*modules[0])\n",
+        "",
+        SIDE_BY_SIDE,
+    ),
+    Mutation(
+        "kernels: the CPU's are loaded side by side",
+        "lm/kernels/__init__.py",
+        'if _device_of(backend) == "cuda" and _import',
+        "if _import",
+        (f"{TESTS}test_kernels.py::test_cpu_kernels_are_loaded_one_after_the_other[auto-cpu]",),
+    ),
     # Compiled for the CPU.
     Mutation(
         "compiled scan: Δ missing from the input",

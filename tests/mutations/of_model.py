@@ -29,6 +29,14 @@ def gradient(*cases):
 
 
 MUTATIONS = [
+    Mutation(
+        "the host asks a GPU whether documents start",
+        "lm/model/modeling_fprnn.py", "(return_state or on_cpu(starts))", "True",
+        (
+            "tests/lm/model/test_non_finite.py"
+            "::test_forward_and_backward_wait_for_the_device_once[2-39-mamba-True]",
+        ),
+    ),
     # Mixers.
     Mutation(
         "nrm adds eps instead of dividing by no less",

@@ -9,6 +9,7 @@ ENGINE = "lm/training/engine.py"
 RESHARD = "lm/training/reshard.py"
 TRAIN = "lm/training/train.py"
 LOOP = "lm/training/loop.py"
+VALIDATION = "lm/training/validation.py"
 SAVING = "tests/lm/runs/test_saving.py::"
 RECOVERY = "tests/lm/training/test_recovery.py::"
 VOUCHING = "tests/lm/runs/test_vouching.py::"
@@ -24,11 +25,29 @@ def saving(*names):
     return tuple(SAVING + name for name in names)
 
 
+def probed(*names):
+    return tuple("tests/lm/training/test_validation.py::" + name for name in names)
+
+
 def holding(*names):
     return tuple(HOLDING + name for name in names)
 
 
 MUTATIONS = [
+    Mutation(
+        "running: a probe reads a micro-batch of any size",
+        VALIDATION,
+        "stable=True)[:count]",
+        "stable=True)",
+        probed("test_a_large_micro_batch_is_cut_before_it_is_probed"),
+    ),
+    Mutation(
+        "running: a probe reads sequences without targets first",
+        VALIDATION,
+        "torch.argsort(is_empty.int()",
+        "torch.argsort(-is_empty.int()",
+        probed("test_a_probe_reads_sequences_with_targets_first"),
+    ),
     Mutation(
         "running: an update's temporaries are given back to the system",
         "lm/common/heap.py",

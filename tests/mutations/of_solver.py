@@ -162,12 +162,13 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of a document belongs to the next one",
-        INPUTS, "F.pad(torch.isin(input_ids[:, :-1], ends), (1, 0))", "torch.isin(input_ids, ends)",
+        INPUTS, "F.pad(_is_end(input_ids[:, :-1], eos_token_id), (1, 0))",
+        "_is_end(input_ids, eos_token_id)",
         language_model("tied"),
     ),
     Mutation(
         "a document that ended with the segment before goes on",
-        INPUTS, "after[:, 0] = torch.isin(last_token, ends)", "after[:, 0] = False",
+        INPUTS, "after[:, 0] = _is_end(last_token, eos_token_id)", "after[:, 0] = False",
         (f"{TESTS}test_state.py::test_documents_inside_a_segment_and_at_its_border_start_afresh[fp_mamba1]",),
     ),
     Mutation(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lm.kernels import Unsupported, apart
+from lm.kernels import Unsupported, run_in_clean_threads
 from lm.kernels.cache import open_cache_folder
 
 HERE = Path(__file__).parent
@@ -51,11 +51,14 @@ DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
-    """Whether kernels run here, and if not, why not, in a sentence.
+    """Check once whether kernels run here.
 
     Args:
-        self_check: makes a small problem, and says how far the kernels are from plain PyTorch on
-        it. Called once, `apart` from whatever mode the first caller is in.
+        self_check: Solves a small problem and returns how far the kernels are from plain PyTorch.
+            It is called in a clean thread.
+
+    Returns:
+        Whether they run, and a sentence that gives the reason if they do not.
     """
     wrong = _what_is_wrong(self_check)
     return not wrong, wrong
@@ -67,7 +70,7 @@ def _what_is_wrong(self_check) -> str:
         functions()
     except RuntimeError as wrong:
         return str(wrong)
-    error = apart(self_check)
+    (error,) = run_in_clean_threads(self_check)
     if not error < 1e-4:
         return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
     return ""

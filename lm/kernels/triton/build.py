@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from lm.kernels import Unsupported, apart
+from lm.kernels import Unsupported, run_in_clean_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
@@ -24,13 +24,16 @@ MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 def usable(
     self_check: Callable[[str], float], kernels: str = "the Triton kernels"
 ) -> tuple[bool, str]:
-    """Whether kernels run here, and if not, why not, in a sentence.
+    """Check once whether kernels run here.
 
     Args:
-        self_check: called once, with the device, `apart` from whatever mode the first caller is
-        in; makes a small problem, which compiles the kernels (seconds; then they come from Triton's
-        cache), and says how far they are from plain PyTorch: the `deviation`.
-        kernels: what to call them.
+        self_check: Solves a small problem on the device that it is given, which compiles the
+            kernels (seconds; afterwards Triton's cache has them), and returns the `deviation` from
+            plain PyTorch. It is called in a clean thread.
+        kernels: Their name in the sentence.
+
+    Returns:
+        Whether they run, and a sentence that gives the reason if they do not.
     """
     wrong = _what_is_wrong(self_check, kernels)
     return not wrong, wrong
@@ -47,7 +50,7 @@ def _what_is_wrong(self_check, kernels) -> str:
             return f"the GPU has compute capability {found}, {kernels} need 8.0"
     device = "cpu" if INTERPRETED else "cuda"
     try:
-        error = apart(functools.partial(_checked, self_check, device))
+        (error,) = run_in_clean_threads(functools.partial(_checked, self_check, device))
     except Exception as wrong:  # whatever Triton, its compiler or the driver raise
         return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
     if not error < 1:

@@ -154,26 +154,64 @@ def test_kernels_that_do_not_compile_are_named(monkeypatch):
 @pytest.mark.slow
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
-    finding = doctor.ranks(60)
+    finding = doctor.ranks(60, False)
     assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.cure
 
 
-@pytest.mark.parametrize(
-    "gpus, trials", [(0, [("gloo", 2)]), (1, [("gloo", 2), ("nccl", 1)]),
-                     (8, [("gloo", 2), ("nccl", 2)])]
-)  # fmt: skip
-def test_nccl_is_tried_on_one_gpu_too(monkeypatch, gpus, trials):
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_nccl_is_tried_on_one_gpu_too(monkeypatch, gpus):
     spawned = []
 
     def spawn(function, args, nprocs):
         assert function is doctor._sum_of_ones and args[2] == nprocs
         spawned.append((args[0], nprocs))
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    assert doctor._try_ranks() == {"backends": [f"{name} ({count})" for name, count in trials]}
-    assert spawned == trials
+    assert doctor._try_gloo() == {"processes": 2}
+    assert doctor._try_nccl() == {"processes": min(2, gpus)}
+    assert spawned == [("gloo", 2), ("nccl", min(2, gpus))]
+
+
+GLOO_WORKS = "two processes reach each other by gloo"
+
+
+@pytest.mark.parametrize(
+    "gpus, failing, state, text, cure",
+    [
+        (0, None, "ok", GLOO_WORKS, ""),
+        (1, None, "ok", f"{GLOO_WORKS}; NCCL works on one GPU", ""),
+        (2, None, "ok", f"{GLOO_WORKS}; NCCL works between two GPUs", ""),
+        (1, "gloo", "bad", "two processes do not reach each other by gloo: it hangs", "GLOO"),
+        (1, "nccl", "bad", f"{GLOO_WORKS}, but NCCL fails: it hangs", "NCCL_DEBUG"),
+    ],
+)
+def test_each_backend_has_a_trial_and_a_limit_of_its_own(
+    monkeypatch, gpus, failing, state, text, cure
+):
+    limits = {}
+
+    def tried(name, timeout):
+        limits[name] = timeout
+        return {"processes": 2 if name == "gloo" else gpus}, "it hangs" if name == failing else ""
+
+    monkeypatch.setattr(doctor, "tried", tried)
+    finding = doctor.ranks(7, gpus > 0)
+    assert finding[1:3] == (state, text) and finding.cure.startswith(cure)
+    names = ["gloo"] if gpus == 0 or failing == "gloo" else ["gloo", "nccl"]
+    assert limits == dict.fromkeys(names, 7)
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_nccl_is_tried_where_torch_sees_a_gpu(monkeypatch, has_gpu):
+    finding = doctor.Finding("GPU", "ok" if has_gpu else "note", "")
+    tried = []
+    monkeypatch.setattr(
+        doctor, "torch_and_gpus", lambda _: [doctor.Finding("torch", "ok", ""), finding]
+    )
+    monkeypatch.setattr(doctor, "kernels", lambda timeout: doctor.Finding("kernels", "ok", ""))
+    monkeypatch.setattr(doctor, "ranks", lambda *args: tried.append(args) or finding)
+    assert len(doctor._torch_and_what_needs_it(3)) == 4 and tried == [(3, has_gpu)]
 
 
 @pytest.mark.parametrize("is_right", [True, False])

@@ -2,8 +2,11 @@
 interpreter equal to plain PyTorch."""
 
 import sys
+import threading
+import time
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -192,6 +195,94 @@ def test_packages_that_are_missing_or_broken(monkeypatch):
     monkeypatch.setattr(kernels.importlib, "import_module", broken)
     why = "it cannot be imported: ImportError: undefined symbol: _ZN3c10"
     assert load("triton", "selective_scan") == (None, why)
+
+
+# Side by side.
+
+
+def test_clean_threads_run_side_by_side_without_the_modes_of_the_caller():
+    meeting = threading.Barrier(3)
+
+    def compute(number):
+        meeting.wait(20)
+        return number, torch.empty(0).device.type, torch.is_inference_mode_enabled()
+
+    with torch.inference_mode(), torch.device("meta"):
+        found = kernels.run_in_clean_threads(*(partial(compute, number) for number in range(3)))
+    assert found == [(number, "cpu", False) for number in range(3)]
+
+
+def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
+    ended = []
+
+    def fail(message):
+        raise ValueError(message)
+
+    def wait():
+        time.sleep(0.1)
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="first"):
+        kernels.run_in_clean_threads(wait, partial(fail, "first"), partial(fail, "second"))
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("call", [kernels.choice, available])
+def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monkeypatch):
+    """One that fails and one that cannot be imported are reported for themselves."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    checked, meeting = [], threading.Barrier(6)
+
+    def checking(name, why=""):
+        def usable():
+            if checked:
+                meeting.wait(20)
+            checked.append((name, threading.current_thread() is threading.main_thread()))
+            return not why, why
+
+        return types.SimpleNamespace(usable=usable)
+
+    on_cpu(
+        triton={
+            operation: checking(operation, "it is off" if operation == "cell" else "")
+            for operation in kernels.MODULES["triton"]
+        },
+        mamba_ssm={"ssd_scan": checking("ssd_scan"), "short_conv": checking("short_conv")},
+    )
+    monkeypatch.setitem(sys.modules, "lm.kernels.own_mamba_ssm_gone", None)
+    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "selective_scan", "own_mamba_ssm_gone")
+    call("cuda")
+    assert checked[0] == ("selective_scan", True)
+    assert len(checked) == len(set(checked)) == 7 and not any(is_main for _, is_main in checked[1:])
+    assert kernels.choice("cuda") == {
+        "selective_scan": ("triton",),
+        "ssd_scan": ("mamba_ssm",),
+        "step": ("triton",),
+        "short_conv": ("mamba_ssm",),
+        "cell": (),
+        "roots": ("triton",),
+        "tokens": ("triton",),
+    }
+    assert available("cuda").endswith(
+        " (mamba_ssm for selective_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
+        " cell: it is off)"
+    )
+
+
+@pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
+def test_cpu_kernels_are_loaded_one_after_the_other(name, device, on_cpu, monkeypatch):
+    """They share one library, which is compiled at first use."""
+    monkeypatch.setenv("FPRNN_KERNELS", name)
+    threads = []
+
+    def usable():
+        threads.append(threading.current_thread())
+        return True, ""
+
+    operations = dict.fromkeys(kernels.MODULES["cpu"], types.SimpleNamespace(usable=usable))
+    on_cpu(cpu=operations, triton={}, mamba_ssm={})
+    kernels.choice(device)
+    assert threads == [threading.main_thread()] * len(operations)
 
 
 # Falling back.

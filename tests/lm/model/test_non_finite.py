@@ -8,9 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm import kernels
+from lm.model import modeling_fprnn
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError
+from tests.lm.model import test_state
 from tests.marks import slow
 
 MIXERS = {
@@ -196,14 +198,30 @@ KERNEL = pytest.mark.skipif(
 
 @pytest.mark.parametrize("loss_only", [True, False])
 @pytest.mark.parametrize("layer", ["mamba", pytest.param("fp_mamba1", marks=KERNEL)])
-@pytest.mark.parametrize("n_layer", [1, 5])
-def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, layer, loss_only):
-    model = model_of(n_layer=n_layer, layers=" ".join([layer] * n_layer))
+@pytest.mark.parametrize("n_layer, eos", [(1, None), (5, None), (2, 39)])
+def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos, layer, loss_only):
+    """With an EOS token that starts documents as well."""
+    monkeypatch.setattr(modeling_fprnn, "on_cpu", lambda t: False)
+    model = model_of(n_layer=n_layer, layers=" ".join([layer] * n_layer), eos_token_id=eos)
     ids = tokens(8)
     model(ids, labels=ids, loss_only=loss_only).loss.backward()  # a kernel checks itself first
     with HostReads(monkeypatch) as reads:
         model(ids, labels=ids, loss_only=loss_only).loss.backward()
     assert reads.count == 1
+
+
+@pytest.mark.parametrize("name", test_state.BLOCKS)
+def test_starts_of_documents_are_not_looked_for_on_a_gpu_and_change_nothing(name, monkeypatch):
+    """No token is an EOS token. In double precision all solve alike to the last digits."""
+    model, ids = test_state.model_of(**test_state.BLOCKS[name]).train(), test_state.ids(length=9)
+    found = []
+    for is_cpu in (True, False):
+        monkeypatch.setattr(modeling_fprnn, "on_cpu", lambda t, is_cpu=is_cpu: is_cpu)
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 def test_a_backbone_that_defers_its_check_returns_the_flags():
