@@ -53,6 +53,10 @@ def test_plain_pytorch_and_the_cpu_decide_alike():
     assert (expected == compiled.outcome)[is_proven].all()
     assert not (compiled.outcome & FAILED).any()
     assert evaluations[is_proven].max() < 100
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
+    converged = picard.outcome == 0
+    assert not compiled.outcome[converged].any()
+    assert (scaled_distance(coefficients, picard.s, compiled.s)[converged] < 1e-3).all()
     whole, outcome = _find_root_plain(coefficients)
     distance = scaled_distance(coefficients, whole, compiled.s)
     assert (outcome == expected)[is_proven].all() and (distance[is_proven] < 1e-4).all()
