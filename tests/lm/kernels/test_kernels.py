@@ -262,6 +262,8 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         "cell": (),
         "roots": ("triton",),
         "tokens": ("triton",),
+        "mamba_scan": (),
+        "mamba2_scan": (),
     }
     assert available("cuda").endswith(
         " (mamba_ssm for selective_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
