@@ -19,17 +19,20 @@ import torch
 
 from .certified_root import SOLVED
 
-# Picard's steps before this search: on a CPU they cost a third of it, and most trained tokens need
-# fewer. On a GPU a launch waits for its slowest sequence, so that more steps would cost time.
+# Picard's steps before this search. On a CPU they cost a third of it, and most equations need
+# fewer. On a GPU a launch waits for its slowest sequence, so more steps would cost time.
 DECIDE_AFTER = 12
-PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)  # of the interval, of a half-plane
-WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)  # in 1/√|det B|, of the whole plane
-MAX_PAIR_STEPS, STILL = 20, 1e-12  # of Newton within a piece; a step of so much of g is the last
+PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)  # of the interval, for a half-plane
+WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)  # in 1/√|det B|, for the whole plane
+# Newton within a piece ends after MAX_PAIR_STEPS, in C++ and Triton also after a step below
+# STILL · g.
+MAX_PAIR_STEPS, STILL = 20, 1e-12
 MAX_POLISH_STEPS = 2  # of Newton in s
-# A normal is used where g α and δ lie on one side of its line by so much of their length: nearer,
-# rounding may carry Picard across.
+# The shares of the lengths of α and δ by which both must lie on the same side of the line. Rounding
+# may carry Picard across a line that is nearer.
 MIN_SIDE = 1e-4
-CERTAIN = 1e-13  # a Bernstein coefficient has a sign above so much of the sizes of its terms
+# A Bernstein coefficient has a sign if it exceeds this share of its terms' sizes.
+CERTAIN = 1e-13
 DEGREE = 6
 
 
