@@ -123,9 +123,9 @@ def _blocks(plan, wide):
     return triton.cdiv(wide, constants["COLUMNS"]), triton.cdiv(plan.b, constants["TALL"])
 
 
-def _channels(plan):
-    """Of a kernel whose programs share out the channels: (grid, channels of each)."""
-    wide = min(128, triton.next_power_of_2(plan.d))
+def _channels(plan, most=128):
+    """Return the grid of a kernel whose programs share the channels, and the channels of each."""
+    wide = min(most, triton.next_power_of_2(plan.d))
     return (plan.b, triton.cdiv(plan.d, wide)), wide
 
 
@@ -188,8 +188,9 @@ def backward_launches(plan: Plan) -> list[Launch]:
         back = dict(step=step, **of_product)
         launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
     if plan.kind != "rnn":
-        grid, _ = _channels(plan)
-        launches.append(Launch(cell_kernels.rates_back_kernel, grid, states))
+        # It holds four tiles of the state, where states_kernel holds two.
+        grid, wide = _channels(plan, max(16, min(128, 2048 // states["NB"])))
+        launches.append(Launch(cell_kernels.rates_back_kernel, grid, {**states, "D": wide}))
     return launches
 
 
