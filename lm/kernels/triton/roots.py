@@ -18,6 +18,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
+from lm.kernels.triton.pair import find_pair
 
 # The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
 # Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
@@ -327,11 +328,19 @@ def search(
     BISECTIONS: tl.constexpr,
     R: tl.constexpr,
 ):
-    """The root that damped Picard from zero runs into, (T,R) in fp64; whether (T,) it was found,
-    and whether it was by bisection. live: (T,) which tokens there are. eps: (T,) of what the
-    coefficients were computed in."""
-    # 1. Of one reflection Newton, where it is proven that Picard would have come to the same root.
-    # The others: damped Picard from zero; Newton goes the rest of a way that is short.
+    """Find the root that damped Picard from zero converges to.
+
+    Args:
+        equation: Of T tokens, in fp64.
+        live: Which tokens there are, (T,).
+        eps: Machine epsilon of the dtype in which the coefficients were computed, (T,).
+
+    Returns:
+        The roots (T,R) in fp64; whether (T,) there is one; and whether (T,) Picard does not
+        converge, so that another root, by bisection or the first of all, stands in its place.
+    """
+    # 1. With one reflection Newton, with two all roots on Picard's side: where the root is proven to
+    # be Picard's, the search ends. Otherwise damped Picard from zero, which Newton shortens.
     s = tl.zeros_like(equation[0])
     root = s
     best_s = s
@@ -357,6 +366,11 @@ def search(
         direct, solved = _find_directly(ones, live, eps)
         root = direct[:, None]
         active = live & (solved == 0)
+    if R == 2:
+        root, attracts, is_proven = find_pair(equation, live, eps * SOLVED)
+        solved = is_proven & attracts
+        bisected = is_proven & (attracts == 0)
+        active = live & (is_proven == 0)
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
@@ -388,7 +402,7 @@ def search(
         last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
         chosen = tl.where(found[:, None], last, best_s)
         root = tl.where(active[:, None], chosen, root)
-        bisected = active & found
+        bisected = bisected | (active & found)
     root = tl.where(lost[:, None], float("nan"), root)
     return root, solved | bisected, bisected
 
