@@ -481,8 +481,10 @@ def find_roots(
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     width = triton.next_power_of_2(r)
-    # One entry of a token's matrix a thread: in fp64 the registers do not hold more.
-    tokens = max(1, 32 // width**2)  # of a program
+    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. Two reflections
+    # take two warps: in programs of one warp ptxas spills 112 bytes per thread.
+    warps = 2 if width in (2, 8) else 1
+    tokens = 32 * warps // width**2  # of a program
     s = alpha.new_empty((n, r), dtype=torch.float32)
     outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
     launch(
@@ -502,6 +504,6 @@ def find_roots(
         BISECTED=BISECTED,
         R=width,
         TOKENS=tokens,
-        num_warps=max(1, width**2 // 32),
+        num_warps=warps,
     )
     return Roots(s, outcome)
