@@ -3,9 +3,9 @@
 lm/model/certified_pair.py defines F, P, N² and det, and is the same in plain PyTorch;
 docs/fixed-point.md ("Two reflections") has the proof. All is computed in fp64.
 
-Shape suffixes: T tokens of a program, R = 2 reflections, p = 8 pieces of the interval of g. A piece
-is a lane of the second dimension, so that all pieces are computed at once. A polynomial is a tuple of
-its coefficients, (T,1) or (T,p), the constant first.
+Shape suffixes: T tokens of a program, p = 8 pieces of the interval of g. A piece is a lane of the
+second dimension, so that all pieces are computed at once. A polynomial is a tuple of its
+coefficients, (T,1) or (T,p), the constant first.
 """
 
 import triton
@@ -283,8 +283,7 @@ def find_pair(equation, live, tolerance):
     floor = equation[6][:, None]
     tolerance = tolerance[:, None]
 
-    # 1. det, the numerators (v, w) and N² = det (γ0 det + 2 γ1·(v, w)) + (v, w)·Γ2 (v, w), in powers
-    # of g.
+    # 1. In powers of g: det, the numerators x = (v, w) and N² = det (γ0 det + 2 γ1·x) + x·Γ2 x.
     trace = b00 + b11
     one = tl.zeros_like(trace) + 1.0
     det = (one, -trace, b00 * b11 - b01 * b10)

@@ -3,7 +3,8 @@
 A token's equation s = φ(s) is r numbers large (lm/model/cell.py). Plain PyTorch searches for all
 roots together, with some fifty small kernels for each of up to three hundred steps; here a program
 takes its tokens to the end by itself. All is computed in fp64, whatever is read: near a fold a
-rounding decides which root is taken. The search is that of cell_root.h, step for step.
+rounding decides which root is taken. The search is the one of cell_root.h, step for step; pair.py
+has its part for two reflections.
 
 Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
 `equation` is (α, Β, δ, γ0, γ1, Γ2, the floor of the square) of T tokens.
@@ -339,8 +340,8 @@ def search(
         The roots (T,R) in fp64; whether (T,) there is one; and whether (T,) Picard does not
         converge, so that another root, by bisection or the first of all, stands in its place.
     """
-    # 1. With one reflection Newton, with two all roots on Picard's side: where the root is proven to
-    # be Picard's, the search ends. Otherwise damped Picard from zero, which Newton shortens.
+    # 1. With one reflection Newton's root, with two all roots on Picard's side: a root that is
+    # proven to be Picard's ends the search. Otherwise damped Picard from zero, shortened by Newton.
     s = tl.zeros_like(equation[0])
     root = s
     best_s = s
@@ -481,8 +482,8 @@ def find_roots(
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     width = triton.next_power_of_2(r)
-    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. Two reflections
-    # take two warps: in programs of one warp ptxas spills 112 bytes per thread.
+    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. With two
+    # reflections two warps: ptxas spills 112 bytes per thread in programs of one warp.
     warps = 2 if width in (2, 8) else 1
     tokens = 32 * warps // width**2  # of a program
     s = alpha.new_empty((n, r), dtype=torch.float32)
