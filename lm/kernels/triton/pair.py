@@ -314,7 +314,7 @@ def find_pair(equation, live, tolerance):
     move1 = move0
     is_root = has_zero
     attracts = has_zero
-    for _ in tl.static_range(MAX_POLISH_STEPS + 1):
+    for _ in range(MAX_POLISH_STEPS + 1):
         s0 += move0
         s1 += move1
         moved0 = b00 * s0 + b01 * s1
