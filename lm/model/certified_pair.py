@@ -20,7 +20,7 @@ import torch
 from .certified_root import SOLVED
 
 # Picard's steps before this search. On a CPU they cost a third of it, and most equations need
-# fewer. On a GPU a launch waits for its slowest sequence, so more steps would cost time.
+# fewer. On a GPU this search comes first, because a launch waits for its slowest sequence.
 DECIDE_AFTER = 12
 PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)  # of the interval, for a half-plane
 WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)  # in 1/√|det B|, for the whole plane

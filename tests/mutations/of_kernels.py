@@ -10,6 +10,7 @@ SCAN = "lm/kernels/triton/scan.py"
 STEP = "lm/kernels/triton/step.py"
 CPU_ROOTS = "lm/kernels/cpu/roots.cpp"
 ROOTS = "lm/kernels/triton/roots.py"
+PAIR = "lm/kernels/triton/pair.py"
 TESTS = "tests/lm/kernels/"
 
 
@@ -259,5 +260,26 @@ MUTATIONS = [
         "roots in Triton: Newton goes ten times as far",
         ROOTS, "most = (2.0 * residual", "most = (20.0 * residual",
         triton("roots", "test_newton_goes_no_further_than_twice_the_way_that_is_left"),
+    ),
+    Mutation(
+        "two reflections in Triton: F rises in every piece",
+        PAIR, "is_below = (value > 0.0) ^ (rises == 0)", "is_below = value > 0.0",
+        triton("pair", "test_it_is_the_plain_version"),
+    ),
+    Mutation(
+        "two reflections in Triton: any root with a positive trace attracts",
+        PAIR, "attracts = has_zero & (m00 + m11 > 0.0) & (determinant > 0.0)",
+        "attracts = has_zero & (m00 + m11 > 0.0)",
+        triton("pair", "test_it_is_the_plain_version"),
+    ),
+    Mutation(
+        "two reflections in Triton: a row of Γ2 is read wrongly",
+        PAIR, "_multiply(w, _combine(v, e10, w, e11))", "_multiply(w, _combine(v, e10, v, e11))",
+        triton("pair", "test_it_is_the_plain_version"),
+    ),
+    Mutation(
+        "two reflections in Triton: a root that repels Picard is not `bisected`",
+        ROOTS, "        bisected = is_proven & (attracts == 0)\n", "",
+        triton("roots", "test_two_reflections_have_the_roots_and_outcomes_of_the_cpu"),
     ),
 ]  # fmt: skip

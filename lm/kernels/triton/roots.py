@@ -3,7 +3,8 @@
 A token's equation s = φ(s) is r numbers large (lm/model/cell.py). Plain PyTorch searches for all
 roots together, with some fifty small kernels for each of up to three hundred steps; here a program
 takes its tokens to the end by itself. All is computed in fp64, whatever is read: near a fold a
-rounding decides which root is taken. The search is that of cell_root.h, step for step.
+rounding decides which root is taken. The search is the one of cell_root.h, step for step; pair.py
+has its part for two reflections.
 
 Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
 `equation` is (α, Β, δ, γ0, γ1, Γ2, the floor of the square) of T tokens.
@@ -18,6 +19,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
+from lm.kernels.triton.pair import find_pair
 
 # The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
 # Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
@@ -327,11 +329,19 @@ def search(
     BISECTIONS: tl.constexpr,
     R: tl.constexpr,
 ):
-    """The root that damped Picard from zero runs into, (T,R) in fp64; whether (T,) it was found,
-    and whether it was by bisection. live: (T,) which tokens there are. eps: (T,) of what the
-    coefficients were computed in."""
-    # 1. Of one reflection Newton, where it is proven that Picard would have come to the same root.
-    # The others: damped Picard from zero; Newton goes the rest of a way that is short.
+    """Find the root that damped Picard from zero converges to.
+
+    Args:
+        equation: Of T tokens, in fp64.
+        live: Which tokens there are, (T,).
+        eps: Machine epsilon of the dtype in which the coefficients were computed, (T,).
+
+    Returns:
+        The roots (T,R) in fp64; whether (T,) there is one; and whether (T,) Picard does not
+        converge, so that another root, by bisection or the first of all, stands in its place.
+    """
+    # 1. With one reflection Newton's root, with two all roots on Picard's side: a root that is
+    # proven to be Picard's ends the search. Otherwise damped Picard from zero, shortened by Newton.
     s = tl.zeros_like(equation[0])
     root = s
     best_s = s
@@ -357,6 +367,11 @@ def search(
         direct, solved = _find_directly(ones, live, eps)
         root = direct[:, None]
         active = live & (solved == 0)
+    if R == 2:
+        root, attracts, is_proven = find_pair(equation, live, eps * SOLVED)
+        solved = is_proven & attracts
+        bisected = is_proven & (attracts == 0)
+        active = live & (is_proven == 0)
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
@@ -388,7 +403,7 @@ def search(
         last, found = _last_resort(equation, eps, BISECTIONS, MOST_NEWTON, R)
         chosen = tl.where(found[:, None], last, best_s)
         root = tl.where(active[:, None], chosen, root)
-        bisected = active & found
+        bisected = bisected | (active & found)
     root = tl.where(lost[:, None], float("nan"), root)
     return root, solved | bisected, bisected
 
@@ -467,8 +482,10 @@ def find_roots(
     )
     given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     width = triton.next_power_of_2(r)
-    # One entry of a token's matrix a thread: in fp64 the registers do not hold more.
-    tokens = max(1, 32 // width**2)  # of a program
+    # One entry of a token's matrix per thread: in fp64 the registers do not hold more. With two
+    # reflections two warps: ptxas spills 112 bytes per thread in programs of one warp.
+    warps = 2 if width in (2, 8) else 1
+    tokens = 32 * warps // width**2  # of a program
     s = alpha.new_empty((n, r), dtype=torch.float32)
     outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
     launch(
@@ -488,6 +505,6 @@ def find_roots(
         BISECTED=BISECTED,
         R=width,
         TOKENS=tokens,
-        num_warps=max(1, width**2 // 32),
+        num_warps=warps,
     )
     return Roots(s, outcome)

@@ -113,8 +113,8 @@ def test_python_modules_of_kernels_have_the_constants_of_the_model():
 
 def test_triton_has_the_constants_of_python():
     pytest.importorskip("triton")
+    from lm.kernels.triton import pair, step, token, tokens
     from lm.kernels.triton import roots as triton_roots
-    from lm.kernels.triton import step, token, tokens
 
     def value_of(module, name):
         constant = getattr(module, name)
@@ -122,6 +122,9 @@ def test_triton_has_the_constants_of_python():
 
     search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
     assert {name: value_of(triton_roots, name) for name in search} == search
+    assert {name: value_of(pair, name) for name in PAIR} == PAIR
+    for name in ("PIECES", "WIDE_PIECES"):
+        assert value_of(pair, name) == getattr(certified_pair, name)
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
