@@ -27,6 +27,7 @@ from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
+from lm.training.preflight import kernel_operations
 from synthetic import centroids, init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
@@ -213,7 +214,7 @@ class Training(Loop):
         say(f"task     {_task_line(cfg, self.task)}")
         size = f"{self.parameters / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
-        say(f"kernels  {available(self.device.type)}")
+        say(f"kernels  {available(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {_solver_line(self.model, cfg)}")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")

@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, TypeVar
@@ -161,23 +161,25 @@ def _backends(operation, device_type, name):
     return sorted(may, key=lambda backend: backend != name)
 
 
-def _load_on_gpu(device_type):
-    """Call `_load` for every module of a GPU's backends, side by side; its cache keeps the results.
+def _load_on_gpu(device_type, operations):
+    """Call `_load` for the modules of a GPU's backends, side by side; its cache keeps the results.
 
     A self-check compiles its kernels, and Triton's compiler releases the GIL for about 9 of 11 s.
     Modules are imported one after the other, because packages may import each other in circles. The
-    first one is also checked before the others, because that initializes CUDA and Triton.
+    first one is also checked before the others, because that initializes CUDA and Triton. A module
+    with several operations is checked in one thread, because Triton's autotuner is not thread-safe.
     """
     name = asked()
-    modules = [
-        (backend, operation)
-        for operation in OPERATIONS
-        for backend in _backends(operation, device_type, name)
-        if _device_of(backend) == "cuda" and _import(backend, operation)[0] is not None
-    ]
-    if modules:
-        _load(*modules[0])
-        run_in_clean_threads(*(functools.partial(_load, *module) for module in modules))
+    loads: dict[str, tuple[str, str]] = {}  # module → one (backend, operation) that it has
+    for operation in operations:
+        for backend in _backends(operation, device_type, name):
+            if _device_of(backend) == "cuda" and _import(backend, operation)[0] is not None:
+                loads.setdefault(MODULES[backend][operation], (backend, operation))
+    first, others = list(loads.values())[:1], list(loads.values())[1:]
+    for load in first:
+        _load(*load)
+    if others:
+        run_in_clean_threads(*(functools.partial(_load, *load) for load in others))
 
 
 @functools.cache
@@ -251,21 +253,30 @@ def _warn(function, reasons):
     )
 
 
-def choice(device_type: str = "cpu") -> dict[str, tuple[str, ...]]:
-    """The backends that compute each operation on such a device, the one to be used first.
+def choice(
+    device_type: str = "cpu", operations: Sequence[str] = OPERATIONS
+) -> dict[str, tuple[str, ...]]:
+    """Return the backends that compute each operation on a device, the preferred one first.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        operations: The operations to look at. Others are neither compiled nor checked.
 
     Raises:
         BackendError: FPRNN_KERNELS names what cannot run here.
     """
-    _load_on_gpu(device_type)
+    _load_on_gpu(device_type, operations)
     return {
         operation: tuple(backend for backend, _ in _candidates(operation, device_type, asked()))
-        for operation in OPERATIONS
+        for operation in operations
     }
 
 
-def available(device_type: str = "cpu") -> str:
-    """What computes what on such a device, and what cannot be used and why, in words.
+def available(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) -> str:
+    """Describe which backends compute the operations on a device, and why others cannot.
+
+    Args:
+        device_type, operations: As in `choice`.
 
     Raises:
         BackendError: FPRNN_KERNELS names what can compute nothing here.
@@ -275,8 +286,8 @@ def available(device_type: str = "cpu") -> str:
     missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
-    _load_on_gpu(device_type)
-    for operation in OPERATIONS:
+    _load_on_gpu(device_type, operations)
+    for operation in operations:
         may = _backends(operation, device_type, name)
         tried = dict.fromkeys([*may, name] if operation in MODULES.get(name, ()) else may)
         whys = {backend: _load(backend, operation)[1] for backend in tried}
@@ -287,12 +298,13 @@ def available(device_type: str = "cpu") -> str:
                 missing.setdefault(backend, {}).setdefault(why, []).append(operation)
     sentences = []
     for backend, whys in missing.items():
-        only = len(whys) == 1 and len(*whys.values()) == len(MODULES[backend])
+        count = len(set(MODULES[backend]) & set(operations))
+        only = len(whys) == 1 and len(*whys.values()) == count
         sentences += [
-            f"{backend}: {why}" if only else f"{backend} for {' and '.join(operations)}: {why}"
-            for why, operations in whys.items()
+            f"{backend}: {why}" if only else f"{backend} for {' and '.join(lacking)}: {why}"
+            for why, lacking in whys.items()
         ]
-        if backend == name and sum(map(len, whys.values())) == len(MODULES[name]):
+        if backend == name and sum(map(len, whys.values())) == count:
             raise BackendError(f"FPRNN_KERNELS names what cannot be used: {'; '.join(sentences)}")
     words = ", ".join(parts) or "plain PyTorch"
     return f"{words} ({'; '.join(sentences)})" if sentences else words

@@ -123,8 +123,9 @@ def linear_by_eights(
 
 def is_hooked(layer: nn.Module) -> bool:
     """Return whether a call of the layer runs something besides its own forward."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return "forward" in vars(layer) or bool(hooks)
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    backward = layer._backward_hooks or layer._backward_pre_hooks
+    return "forward" in vars(layer) or bool(forward or backward)
 
 
 def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -15,7 +15,7 @@ from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
 from lm.data.sources.mixture import parts
-from lm.kernels import asked, available, choice
+from lm.kernels import OPERATIONS, asked, available, choice
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
@@ -28,10 +28,23 @@ from lm.training.inputs import check_inputs
 from lm.training.optim import groups
 
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
+SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
+SSD_OPERATIONS = {"ssd_scan", "mamba2_scan"}
 WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
-def environment(ranks: Ranks) -> dict:
+def kernel_operations(model: torch.nn.Module) -> tuple[str, ...]:
+    """List the operations of `lm.kernels` that a model's layers may use.
+
+    mamba-ssm's scan of Mamba-2 tries about 200 variants of its kernels at every start, so that only
+    models with such layers load it.
+    """
+    kinds = {layer.kind for layer in model.config.layer_list()}
+    unused = set() if kinds & SSD_LAYERS else SSD_OPERATIONS
+    return tuple(operation for operation in OPERATIONS if operation not in unused)
+
+
+def environment(ranks: Ranks, model: torch.nn.Module) -> dict:
     """What the run ran on: versions and devices, and which accelerators were missing."""
     from importlib.metadata import version
 
@@ -45,7 +58,7 @@ def environment(ranks: Ranks) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": available(_device()),
+        "kernels": available(_device(), kernel_operations(model)),
     }
 
 
@@ -53,17 +66,23 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_same_kernels(ranks: Ranks) -> None:
-    """Raises ConfigError where a rank would compute with other kernels than the first: all would
-    wait for the slower ones, and what a rank computes would depend on its host."""
-    ranks.each(choice, _device())  # on all at once: it may take a while, and may fail on one
-    first = ranks.first(choice, _device())
+def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
+    """Refuse ranks with other kernels than the first rank.
+
+    All ranks would wait for the slower kernels, and a rank's results would depend on its host.
+
+    Raises:
+        ConfigError: On every rank, if one differs.
+    """
+    asked_for = _device(), kernel_operations(model)
+    ranks.each(choice, *asked_for)  # on all at once: it may take a while, and may fail on one
+    first = ranks.first(choice, *asked_for)
 
     def check():
-        if choice(_device()) != first:
+        if choice(*asked_for) != first:
             raise ConfigError(
                 f"rank {ranks.rank} on {platform.node()} would compute with other kernels than rank"
-                f" 0: it has {available(_device())}. Make their hosts alike (`fprnn doctor` says"
+                f" 0: it has {available(*asked_for)}. Make their hosts alike (`fprnn doctor` says"
                 " what is missing), or give all the same FPRNN_KERNELS, such as plain"
             )
 

@@ -83,8 +83,8 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     with contextlib.ExitStack() as on_exit:  # also on an error: what was logged is written out
         on_exit.callback(ds.stop)
         on_exit.callback(run.release)
-        settings = check(cfg, ranks.world_size).deepspeed
-        check_same_kernels(ranks)
+        model, settings = check(cfg, ranks.world_size)
+        check_same_kernels(ranks, model)
         ranks.first(run.claim, cfg, overwrite, say)
         try:
             training = Training(cfg, ranks, run, on_exit, settings)
@@ -370,7 +370,7 @@ class Training(Loop):
 
     def introduce(self) -> None:
         """Say, and write down, what trains on what."""
-        cfg, env = self.cfg, environment(self.ranks)
+        cfg, env = self.cfg, environment(self.ranks, self.model)
         if self.ranks.is_main:
             write_json(self.run.deepspeed, self.engine.config)
             write_json(self.run.environment, env)

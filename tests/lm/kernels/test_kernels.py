@@ -1,6 +1,7 @@
 """The choice of a backend, what is said of it, falling back; and whole models through Triton's
 interpreter equal to plain PyTorch."""
 
+import functools
 import sys
 import threading
 import time
@@ -229,11 +230,15 @@ def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
 
 @pytest.mark.parametrize("call", [kernels.choice, available])
 def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monkeypatch):
-    """One that fails and one that cannot be imported are reported for themselves."""
+    """One that fails and one that cannot be imported are reported for themselves.
+
+    Two operations of one module share its check.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     checked, meeting = [], threading.Barrier(6)
 
     def checking(name, why=""):
+        @functools.cache  # as the self-checks are
         def usable():
             if checked:
                 meeting.wait(20)
@@ -251,6 +256,8 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     )
     monkeypatch.setitem(sys.modules, "lm.kernels.own_mamba_ssm_gone", None)
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "selective_scan", "own_mamba_ssm_gone")
+    shared = kernels.MODULES["mamba_ssm"]["ssd_scan"]
+    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba2_scan", shared)
     call("cuda")
     assert checked[0] == ("selective_scan", True)
     assert len(checked) == len(set(checked)) == 7 and not any(is_main for _, is_main in checked[1:])
@@ -263,8 +270,10 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         "roots": ("triton",),
         "tokens": ("triton",),
         "mamba_scan": (),
-        "mamba2_scan": (),
+        "mamba2_scan": ("mamba_ssm",),
     }
+    assert set(kernels.choice("cuda", ("step", "cell"))) == {"step", "cell"}
+    assert available("cuda", ("step", "short_conv")) == "step triton, short_conv mamba_ssm"
     assert available("cuda").endswith(
         " (mamba_ssm for selective_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
