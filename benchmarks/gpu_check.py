@@ -41,11 +41,11 @@ from typing import Any, NamedTuple, TextIO
 from lm.common.cards import usable_cores
 
 ROOT = Path(__file__).parents[1]
-# Seconds of each part, 570 in all. A part may also use what the parts before it left.
+# Seconds of each part, 560 in all. A part may also use what the parts before it left.
 LIMITS = {
     "plan": 15,
     "plan_mamba": 15,
-    "train": 175,
+    "train": 165,
     "resume": 50,
     "mamba": 40,
     "mamba_ssm": 35,
@@ -144,13 +144,15 @@ def judge_tests(xml: Path, rc: int | None, lines: list[str]) -> Outcome:
 def judge_figures(
     get_figures: Callable[[list[str]], dict], rc: int | None, lines: list[str]
 ) -> Outcome:
-    """Judge by the exit status; a part whose figures cannot be read has failed as well."""
-    if rc:
-        return Outcome("failed", {}, f"exit status {rc}: {_last(lines)}")
+    """Judge by the exit status, None if the time was over; a failed part keeps its figures.
+
+    A part whose figures cannot be read has failed as well.
+    """
+    reason = "" if rc == 0 else f"exit status {rc}: {_last(lines)}"
     try:
-        return Outcome("ok", get_figures(lines))
+        return Outcome("failed" if reason else "ok", get_figures(lines), reason)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        return Outcome("failed", {}, f"its results cannot be read: {error!r}")
+        return Outcome("failed", {}, reason or f"its results cannot be read: {error!r}")
 
 
 def _last(lines: list[str]) -> str:
@@ -212,6 +214,7 @@ def training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any
         "num_iters": next((r["probe"]["num_iters"]["mean"] for r in log if "probe" in r), None),
         "checkpoint_s": checkpoints[-1]["seconds"] if checkpoints else None,
         "kernels": next((x.partition("kernels: ")[2] for x in lines if "kernels: " in x), None),
+        "fallback": next((x.strip() for x in lines if "is computed in plain PyTorch" in x), None),
     }
 
 
@@ -243,13 +246,14 @@ def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     kernels of a token, and each layer's milliseconds next to those predicted of an A100."""
     record = json.loads(path.read_text(encoding="utf-8"))
     figures = {**record["rates"], "graphs": record["graphs"]}
-    figures |= {f"evaluations, {name}": count for name, count in record["evaluations"].items()}
+    evaluations = record.get("evaluations", {})
+    figures |= {f"evaluations, {name}": count for name, count in evaluations.items()}
     for batch, kernels in record["kernels"].items():
         for name, seconds in kernels.items():
             figures[f"{batch} × {name}"] = f"{seconds * 1e6:.1f} µs"
     for batch, layers in record["layers"].items():
         for name, seconds in layers.items():
-            predicted = record["assumed"][batch].get(name)
+            predicted = record.get("assumed", {}).get(batch, {}).get(name)
             note = "" if predicted is None else f" (predicted {predicted * 1e3:,.2f})"
             figures[f"{batch} × {name}"] = f"{seconds * 1e3:,.2f} ms{note}"
     return figures
@@ -354,7 +358,7 @@ def pytest_part(out: Path, quick: bool) -> Part:
     if quick:
         command += ["tests/lm/model/test_gpu.py", "-k", "later and fp_mamba1"]
     else:
-        files = sorted((ROOT / "tests/lm/kernels").glob("test_triton_*.py"))
+        files = sorted((ROOT / "tests/lm/kernels").glob("test_*.py"))
         marked = [f for f in files if "mark.gpu" in f.read_text(encoding="utf-8")]
         command += ["-m", "gpu", *(str(f.relative_to(ROOT)) for f in marked)]
     return Part("tests", python(*command), functools.partial(judge_tests, xml))
@@ -419,10 +423,11 @@ def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join(5)
+    outcome = part.judge(rc, lines)
     if rc is None:
         reason = f"not done in {seconds:.0f} s; its last line: {_last(lines)}"
-        return Outcome("failed", {}, reason)
-    return part.judge(rc, lines)
+        return Outcome("failed", outcome.figures, reason)
+    return outcome
 
 
 def environment(device: str) -> tuple[dict[str, Any] | None, str]:
@@ -465,13 +470,29 @@ def table(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, Any]) -> int:
-    """Run the parts one after the other and write the summary after each.
+def check(
+    parts: list[Part],
+    out: Path,
+    env: dict[str, str],
+    about: dict[str, Any],
+    runs: Path,
+    began: float | None = None,
+) -> int:
+    """Run the parts one after the other; after each, write the summary and copy the runs' logs.
+
+    Args:
+        parts: The parts, in their order.
+        out: Folder for results.
+        env: Environment of the parts.
+        about: The machine, for the summary.
+        runs: Folder of the training runs.
+        began: `time.perf_counter()` at the start of the check; now if None.
 
     Returns:
         The exit status, 1 if any part failed.
     """
-    began, allowed, records = time.perf_counter(), 0.0, []
+    began = time.perf_counter() if began is None else began
+    allowed, records = 0.0, []
     with (out / "check.log").open("w", encoding="utf-8") as log:
         for part in parts:
             start = time.perf_counter()
@@ -492,6 +513,8 @@ def check(parts: list[Part], out: Path, env: dict[str, str], about: dict[str, An
             }
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
             (out / "summary.json").write_text(text, encoding="utf-8")
+            for metrics in runs.glob("*/metrics.jsonl"):
+                (out / f"{metrics.parent.name}.jsonl").write_bytes(metrics.read_bytes())
     print(table(records))
     print(
         f"{'ok' if summary['ok'] else 'FAILED'} in {summary['seconds']:.0f} s; {out}/summary.json"
@@ -520,7 +543,7 @@ def main() -> int:
     p.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
     p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}, and what they need")
     p.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
-    a = p.parse_args()
+    a, began = p.parse_args(), time.perf_counter()
     if a.card and not a.card.is_dir():
         p.error(f"--card {a.card}: no such folder")
     if a.device == "cpu" and not a.quick:
@@ -555,10 +578,8 @@ def main() -> int:
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         card = a.card.resolve() if a.card else None
         parts = all_parts(out, runs, a.device, a.quick, card)
-        status = check([part for part in parts if part.name in chosen], out, env, about)
-        for log in runs.glob("*/metrics.jsonl"):
-            (out / f"{log.parent.name}.jsonl").write_bytes(log.read_bytes())
-        return status
+        parts = [part for part in parts if part.name in chosen]
+        return check(parts, out, env, about, runs, began)
 
 
 if __name__ == "__main__":

@@ -36,5 +36,6 @@ def test_a_setup_of_another_form_is_refused(tmp_path):
 def test_every_wheel_has_a_version_in_the_constraints():
     text = (Path(card_wheels.ROOT) / "constraints.txt").read_text(encoding="utf-8").lower()
     pinned = {line.split("==")[0].replace("_", "-") for line in text.splitlines()}
-    wheels = {name.replace("_", "-") for name in (*card_wheels.WHEELS, card_wheels.PURE)}
+    names = (*card_wheels.WHEELS, *card_wheels.PURE)
+    wheels = {name.lower().replace("_", "-") for name in names}
     assert wheels <= pinned

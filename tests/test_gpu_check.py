@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
 
     def part(name, code, limit=10.0, **kwargs):
         def judge(rc, lines):
-            return g.Outcome("failed" if rc else "ok", {"said": lines[-1].strip()})
+            return g.Outcome("failed" if rc else "ok", {"said": lines[-1].strip() if lines else ""})
 
         return g.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 
@@ -81,12 +80,13 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
         part("hangs", HANGS, limit=-25.0),  # uses what the others left
         part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
-    status = g.check(parts, tmp_path, dict(os.environ), {})
+    status = g.check(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 1 and not summary["ok"] and summary["complete"]
     records = {p["part"]: p for p in summary["parts"]}
     assert [p["status"] for p in records.values()] == ["ok", "failed", "skipped", "failed", "ok"]
     assert records["good"]["figures"] == {"said": "fine"} and records["hangs"]["seconds"] < 60
+    assert records["hangs"]["figures"] == {"said": "so far"}
     reason = records["hangs"]["reason"]
     assert "not done in" in reason and "so far" in reason
     printed = capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_the_figures_of_a_run(tmp_path, module):
         return g.judge_figures(judge, rc, ["the last line\n", "\n"])
 
     assert outcome().status == "ok"
-    assert outcome(2) == ("failed", {}, "exit status 2: the last line")
+    assert outcome(2) == ("failed", outcome().figures, "exit status 2: the last line")
     write(range(1, 8))
     assert "update 8 has no record" in outcome().reason
     write(range(1, 9), loss=float("nan"))
@@ -175,7 +175,7 @@ def test_a_run_that_did_not_resume_has_failed(tmp_path, module):
 
 def test_the_parts_fit_into_ten_minutes(tmp_path, module):
     g = module("gpu_check")
-    assert sum(g.LIMITS.values()) <= 570
+    assert sum(g.LIMITS.values()) <= 560
     parts = {part.name: part for part in g.all_parts(tmp_path, tmp_path / "runs", "cuda", False)}
     assert list(parts) == list(g.LIMITS)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
@@ -185,7 +185,6 @@ def test_the_parts_fit_into_ten_minutes(tmp_path, module):
     assert g.FPRNN in parts["train"].command and g.MAMBA in parts["mamba"].command
     assert parts["mamba"].env == {"FPRNN_KERNELS": "triton"}
     assert parts["mamba_ssm"].env == {"FPRNN_KERNELS": "mamba_ssm"}
-    assert parts["mamba_ssm"].reason or (find_spec("mamba_ssm") and find_spec("causal_conv1d"))
 
 
 @pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
@@ -222,3 +221,6 @@ def test_the_figures_of_the_timings(tmp_path, module):
         "16 × token_kernel": "23.5 µs",
         "16 × exact": "40.00 ms (predicted 50.00)",
     }
+    del record["assumed"], record["evaluations"]  # the time was over before the predictions
+    path.write_text(json.dumps(record))
+    assert module("gpu_check").timing_figures(path, [])["16 × exact"] == "40.00 ms"
