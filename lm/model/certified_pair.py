@@ -55,7 +55,7 @@ class PairEquation(NamedTuple):
 
     def numerator(self) -> torch.Tensor:
         """Return the coefficients of adj(I − g B) (g α + δ), (n,3,2)."""
-        moved_alpha, moved_delta = (_moved(self.beta, v) for v in (self.alpha, self.delta))
+        moved_alpha, moved_delta = (_apply_adjugate(self.beta, v) for v in (self.alpha, self.delta))
         return torch.stack([self.delta, self.alpha + moved_delta, moved_alpha], 1)
 
     def square(self) -> torch.Tensor:
@@ -77,8 +77,8 @@ def _det(m):
     return m[..., 0, 0] * m[..., 1, 1] - m[..., 0, 1] * m[..., 1, 0]
 
 
-def _moved(b, x):
-    """Return (B − tr B · I) x, (n,2)."""
+def _apply_adjugate(b, x):
+    """Return −adj(B) x = (B − tr B · I) x, (n,2)."""
     first = b[:, 0, 1] * x[:, 1] - b[:, 1, 1] * x[:, 0]
     return torch.stack([first, b[:, 1, 0] * x[:, 0] - b[:, 0, 0] * x[:, 1]], -1)
 
@@ -101,10 +101,10 @@ def bounds(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     """
     b = e.beta
     half_trace, det = (b[:, 0, 0] + b[:, 1, 1]) / 2, _det(b)
-    square = half_trace.square() - det
+    square = ((b[:, 0, 0] - b[:, 1, 1]) / 2).square() + b[:, 0, 1] * b[:, 1, 0]
     spread = square.clamp_min(0).sqrt()
     largest = half_trace + spread  # eigenvalue
-    # 1. A normal w with wᵀ B = largest · wᵀ, of the two rows the longer.
+    # 1. A normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; the longer one is used.
     rows = torch.stack(
         [
             torch.stack([b[:, 1, 0], largest - b[:, 0, 0]], -1),
@@ -120,15 +120,14 @@ def bounds(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     is_clear = [side.abs() > MIN_SIDE * length for side, length in zip(sides, lengths)]
     agree = (sides[0] * sides[1] > 0) & is_clear[0] & is_clear[1]
     agree = agree | (is_zero[0] & is_clear[1]) | (is_zero[1] & is_clear[0])
-    most = e.floor**-0.5
-    is_half = (square > 0) & (largest * most > 1) & agree
+    max_g = e.floor**-0.5
+    is_half = (square > 0) & (largest * max_g > 1) & agree
     # 2. Otherwise all roots: det must have no zero.
     is_whole = ~is_half & ((square < 0) | (largest <= 0))
-    unit = det.abs().rsqrt().clamp_max(most / 8)
+    unit = det.abs().rsqrt().clamp_max(max_g / 8)
     half = largest.reciprocal().unsqueeze(-1) * _like(PIECES, largest)
-    whole = torch.cat(
-        [unit.unsqueeze(-1) * _like(WIDE_PIECES, unit), _like([most], unit).expand(len(unit), 1)], 1
-    )
+    whole = unit.unsqueeze(-1) * _like(WIDE_PIECES, unit)
+    whole = torch.nn.functional.pad(whole, (0, 1), value=max_g)
     ends = torch.where(is_half.unsqueeze(-1), half, whole)
     return torch.nn.functional.pad(ends, (1, 0)), is_half | is_whole
 
@@ -186,8 +185,9 @@ def find_certified_pairs(
         coefficients: The `cell.Coefficients` of n tokens with r = 2.
 
     Returns:
-        The roots (n,2) in the dtype of the coefficients; whether (n,) the root attracts Picard,
-        which otherwise converges to none; and whether (n,) this is proven. Other roots are zero.
+        The roots (n,2) in the dtype of the coefficients, zero if not proven; whether (n,) the root
+        attracts Picard; and whether (n,) this is proven. If a proven root does not attract, Picard
+        converges to no root.
     """
     dtype = coefficients.alpha.dtype
     fields = [t.double() for t in coefficients[:-1]]
@@ -204,17 +204,17 @@ def find_certified_pairs(
     is_known = is_known & (changes <= 1).all(1) & (at_end[:, -1] > 0)
     # 2. The zero of F in each piece that has one, by Newton within bounds.
     low, high = ends[:, :-1], ends[:, 1:]
-    rises = at_end > 0  # P: F falls
+    p_rises = at_end > 0  # F falls there
     g = _middle(low, high)
     for _ in range(MAX_PAIR_STEPS):
         d, d_slope = _horner(det, g)
         n_square, n_slope = _horner(square, g)
         n = n_square.sqrt()
         value, slope = d - g * n, d_slope - n - g * n_slope / (2 * n)
-        is_below = (value > 0) == rises
+        is_below = (value > 0) == p_rises
         low, high = torch.where(is_below, g, low), torch.where(is_below, high, g)
-        ahead = g - value / slope
-        g = torch.where((ahead > low) & (ahead < high), ahead, _middle(low, high))
+        newton_g = g - value / slope
+        g = torch.where((newton_g > low) & (newton_g < high), newton_g, _middle(low, high))
     d, _ = _horner(det, g)
     s = torch.stack([_horner(numerator[..., i], g)[0] / d for i in range(2)], -1)  # (n,p,2)
     # 3. Polish them, and see which are roots and which attract.

@@ -64,8 +64,10 @@ def _import_deepspeed():
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
-    # It would be compiled for 90 s at start, and nothing is lost without it on one host.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        # It would be compiled for 90 s at start, and nothing is lost without it on one host. On a
+        # GPU this dictionary is not touched: its first use looks for every compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -32,14 +32,14 @@ MUTATIONS = [
     Mutation(
         "kernels: a GPU's are checked one after the other",
         "lm/kernels/__init__.py",
-        "run_in_clean_threads(*(functools.partial(_load, *module) for module in modules))",
-        "[_load(*module) for module in modules]",
+        "run_in_clean_threads(*(functools.partial(_load, *load) for load in others))",
+        "[_load(*load) for load in others]",
         SIDE_BY_SIDE,
     ),
     Mutation(
         "kernels: several initialize Triton at once",
         "lm/kernels/__init__.py",
-        "        _load(*modules[0])\n",
+        "    for load in first:\n        _load(*load)\n",
         "",
         SIDE_BY_SIDE,
     ),

@@ -1,6 +1,6 @@
-// Two reflections: all roots on Picard's side, and the one that Picard converges to.
+// Two reflections: all roots on Picard's side, and the one to which Picard converges.
 //
-// lm/model/certified_pair.py is the same in plain PyTorch and defines F, P, N² and det;
+// lm/model/certified_pair.py is the same search in plain PyTorch and defines F, P, N² and det.
 // docs/fixed-point.md ("Two reflections") has the proof.
 
 #pragma once
@@ -23,29 +23,30 @@ constexpr double MIN_SIDE = 1e-4, CERTAIN = 1e-13, STILL = 1e-12;
 inline bool find_bounds(const Equation &e, double *ends) {
     const auto &b = e.beta;
     const double half_trace = (b[0][0] + b[1][1]) / 2, det = b[0][0] * b[1][1] - b[0][1] * b[1][0];
-    const double square = half_trace * half_trace - det;
+    const double half_difference = (b[0][0] - b[1][1]) / 2;
+    const double square = half_difference * half_difference + b[0][1] * b[1][0];
     const double largest = half_trace + std::sqrt(square > 0 ? square : 0);
-    // A normal w with wᵀ B = largest · wᵀ, of the two rows the longer.
+    // A normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; the longer one is used.
     const double first[2] = {b[1][0], largest - b[0][0]}, second[2] = {largest - b[1][1], b[0][1]};
     const auto dot = [](const double *x, const double *y) { return x[0] * y[0] + x[1] * y[1]; };
     const double *w = dot(second, second) > dot(first, first) ? second : first;
     const double length = std::sqrt(dot(w, w));
-    const double of_alpha = length * std::sqrt(dot(e.alpha, e.alpha)), side_alpha = dot(w, e.alpha);
-    const double of_delta = length * std::sqrt(dot(e.delta, e.delta)), side_delta = dot(w, e.delta);
-    const bool clear_alpha = std::abs(side_alpha) > MIN_SIDE * of_alpha;
-    const bool clear_delta = std::abs(side_delta) > MIN_SIDE * of_delta;
+    const double scale_alpha = length * std::sqrt(dot(e.alpha, e.alpha)), side_alpha = dot(w, e.alpha);
+    const double scale_delta = length * std::sqrt(dot(e.delta, e.delta)), side_delta = dot(w, e.delta);
+    const bool clear_alpha = std::abs(side_alpha) > MIN_SIDE * scale_alpha;
+    const bool clear_delta = std::abs(side_delta) > MIN_SIDE * scale_delta;
     const bool agree = (side_alpha * side_delta > 0 && clear_alpha && clear_delta) ||
-                       (of_alpha == 0 && clear_delta) || (of_delta == 0 && clear_alpha);
-    const double most = 1 / std::sqrt(e.floor);
+                       (scale_alpha == 0 && clear_delta) || (scale_delta == 0 && clear_alpha);
+    const double max_g = 1 / std::sqrt(e.floor);
     ends[0] = 0;
-    if (square > 0 && largest * most > 1 && agree) {
+    if (square > 0 && largest * max_g > 1 && agree) {
         for (int p = 0; p < PIECE_COUNT; ++p) ends[p + 1] = PIECES[p] / largest;
         return true;
     }
     if (!(square < 0 || largest <= 0)) return false;
-    const double unit = std::min(1 / std::sqrt(std::abs(det)), most / 8);
+    const double unit = std::min(1 / std::sqrt(std::abs(det)), max_g / 8);
     for (int p = 0; p < PIECE_COUNT - 1; ++p) ends[p + 1] = unit * WIDE_PIECES[p];
-    ends[PIECE_COUNT] = most;
+    ends[PIECE_COUNT] = max_g;
     return true;
 }
 
@@ -120,23 +121,23 @@ inline int count_sign_changes(const double *p, double low, double high, double &
 }
 
 // The zero of F between low and high, by Newton within bounds.
-inline double find_zero(const Equation &e, const Polynomials &in, double low, double high, bool rises) {
+inline double find_zero(const Equation &e, const Polynomials &polynomials, double low, double high, bool rises) {
     const auto middle = [&] { return low > 0 ? std::sqrt(low * high) : high / 2; };
     double g = middle();
     for (int step = 0; step < MAX_PAIR_STEPS; ++step) {
         ++e.evaluations;
-        const double d = in.det[0] + g * (in.det[1] + g * in.det[2]);
-        const double d_slope = in.det[1] + 2 * g * in.det[2];
+        const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
+        const double d_slope = polynomials.det[1] + 2 * g * polynomials.det[2];
         double n_square = 0, n_slope = 0;
         for (int i = 4; i >= 0; --i) {
             n_slope = n_slope * g + n_square;
-            n_square = n_square * g + in.square[i];
+            n_square = n_square * g + polynomials.square[i];
         }
         const double n = std::sqrt(n_square), value = d - g * n;
         const double slope = d_slope - n - g * n_slope / (2 * n);
         ((value > 0) == rises ? low : high) = g;
-        const double ahead = g - value / slope;
-        const double next = ahead > low && ahead < high ? ahead : middle();
+        const double newton_g = g - value / slope;
+        const double next = newton_g > low && newton_g < high ? newton_g : middle();
         if (std::abs(next - g) <= STILL * g) return next;
         g = next;
     }
@@ -149,11 +150,11 @@ inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
     double ends[PIECE_COUNT + 1];
     is_attracting = false;
     if (!find_bounds(e, ends)) return false;
-    const Polynomials in(e);
+    const Polynomials polynomials(e);
     bool has_zero[PIECE_COUNT], rises[PIECE_COUNT];
     for (int p = 0; p < PIECE_COUNT; ++p) {
         double at_end;
-        const int changes = count_sign_changes(in.p, ends[p], ends[p + 1], at_end);
+        const int changes = count_sign_changes(polynomials.p, ends[p], ends[p + 1], at_end);
         if (changes > 1) return false;
         has_zero[p] = changes == 1;
         rises[p] = at_end > 0;
@@ -162,11 +163,11 @@ inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
     bool has_root = false;
     for (int p = 0; p < PIECE_COUNT; ++p) {
         if (!has_zero[p]) continue;
-        const double g = find_zero(e, in, ends[p], ends[p + 1], rises[p]);
-        const double d = in.det[0] + g * (in.det[1] + g * in.det[2]);
+        const double g = find_zero(e, polynomials, ends[p], ends[p + 1], rises[p]);
+        const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
         Point at;
         for (int i = 0; i < 2; ++i)
-            at.s[i] = (in.numerator[0][i] + g * (in.numerator[1][i] + g * in.numerator[2][i])) / d;
+            at.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] + g * polynomials.numerator[2][i])) / d;
         evaluate<2>(e, 2, at);
         const double rounding = ROUNDING * std::numeric_limits<double>::epsilon();
         for (int step = 0; step < MAX_POLISH_STEPS; ++step) {

@@ -188,8 +188,8 @@ def backward_launches(plan: Plan) -> list[Launch]:
         back = dict(step=step, **of_product)
         launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
     if plan.kind != "rnn":
-        # It holds four tiles of the state, where states_kernel holds two.
-        grid, wide = _channels(plan, max(16, min(128, 2048 // states["NB"])))
+        # It holds four tiles of the state, where states_kernel holds two, and waits for its loads.
+        grid, wide = _channels(plan, max(16, min(32, 2048 // states["NB"])))
         launches.append(Launch(cell_kernels.rates_back_kernel, grid, {**states, "D": wide}))
     return launches
 

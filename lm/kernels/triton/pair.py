@@ -186,9 +186,10 @@ def _find_pieces(numbers, lane):
     a0, a1, b00, b01, b10, b11, d0, d1, most = numbers
     half_trace = (b00 + b11) * 0.5
     det = b00 * b11 - b01 * b10
-    square = half_trace * half_trace - det
+    half_difference = (b00 - b11) * 0.5
+    square = half_difference * half_difference + b01 * b10
     largest = half_trace + tl.sqrt(tl.where(square > 0.0, square, 0.0))
-    # 1. A normal w with wᵀ B = largest · wᵀ, of the two rows the longer.
+    # 1. A normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; the longer one is used.
     x0 = b10
     x1 = largest - b00
     y0 = largest - b11
@@ -268,8 +269,8 @@ def find_pair(equation, live, tolerance):
         tolerance: |φ(s) − s| at a root, relative to the terms of φ, (T,).
 
     Returns:
-        The roots (T,2), zero where not proven; whether (T,) the root attracts Picard, which
-        otherwise converges to none; and whether (T,) this is proven.
+        The roots (T,2), zero if not proven; whether (T,) the root attracts Picard; and whether
+        (T,) this is proven. If a proven root does not attract, Picard converges to no root.
     """
     lane = tl.arange(0, PIECE_COUNT)[None, :]
     a0, a1 = _entry(equation[0], 0), _entry(equation[0], 1)

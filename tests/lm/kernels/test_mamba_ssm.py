@@ -369,3 +369,31 @@ def test_why_the_dispatcher_cannot_use_it(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
         module, why = load("mamba_ssm", operation)
         assert module is None and re.fullmatch(r"mamba_ssm[.\w]* is not installed", why)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_on_a_card_a_layer_in_bf16_is_the_plain_one(kind, monkeypatch):
+    """At d_inner 1,536, with the real packages: outputs, and gradients by name."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    operation = {"mamba": "mamba_scan", "mamba2": "mamba2_scan"}[kind]
+    if not kernels.choice("cuda", (operation,))[operation]:
+        pytest.skip(kernels.available("cuda", (operation,)))
+    torch.manual_seed(0)
+    config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=64, layers=kind, reset_at_eos=False)
+    block = FPRNNForCausalLM(config).cuda().train().backbone.layers[0].block
+    u = torch.randn(4, 256, 768, device="cuda")
+    results = {}
+    for name in ("mamba_ssm", "plain"):
+        monkeypatch.setenv("FPRNN_KERNELS", name)
+        block.zero_grad()
+        inputs = u.clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = block(inputs)[0]
+        y.float().square().mean().backward()
+        grads = {name: p.grad.clone() for name, p in block.named_parameters()}
+        results[name] = {"y": y.detach().float(), "u": inputs.grad, **grads}
+    for name, expected in results["plain"].items():
+        difference = (results["mamba_ssm"][name].float() - expected.float()).norm()
+        assert difference <= 0.05 * expected.float().norm(), name

@@ -518,7 +518,14 @@ def launched(d, n, r, kind):
     )  # fmt: skip
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
-    cases = [launch_case(launch.kernel, table, **launch.args) for launch in made]
+    # The plan's chunk of one token gives every launch once; loops over a chunk are compiled as
+    # training has them.
+    looping = (triton_cell.cell_kernels.states_kernel, triton_cell.cell_kernels.rates_back_kernel)
+    chunks = [{"chunk": triton_cell.CHUNK} if launch.kernel in looping else {} for launch in made]
+    cases = [
+        launch_case(launch.kernel, table, **launch.args | chunk)
+        for launch, chunk in zip(made, chunks)
+    ]
     assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
     return cases
 
