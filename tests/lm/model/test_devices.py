@@ -1,5 +1,7 @@
-"""Every kind of model on the meta device: operations that mix devices, and values that the host
-reads, are found without a GPU."""
+"""Every kind of model on the meta device.
+
+Operations that mix devices, and values that the host reads, are found without a GPU.
+"""
 
 import itertools
 
@@ -14,6 +16,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.patterns import KINDS
 from tests.lm.model import test_causal, test_mixers, test_patterns, test_state
+from tests.marks import slow
 
 aten = torch.ops.aten
 ACROSS_DEVICES = (aten._to_copy.default, aten.copy_.default)
@@ -93,8 +96,19 @@ def model_of(fields):
 EXCEPTIONS = {
     ("paper-implicit", False): "the adjoint did not converge: its warning prints a number",
 }
+
+
+def trial(name, answer):
+    """Return parameters of the test; slow where kinds, mixers and schedules cover the same code."""
+    is_quick = name.startswith("kind-") or (answer and not name.startswith(("hybrid-", "block-")))
+    return (name, answer) if is_quick and not name.startswith("model-") else slow(name, answer)
+
+
 TRIALS = [
-    (name, answer) for name in CASES for answer in (True, False) if (name, answer) not in EXCEPTIONS
+    trial(name, answer)
+    for name in CASES
+    for answer in (True, False)
+    if (name, answer) not in EXCEPTIONS
 ]
 
 
@@ -104,6 +118,7 @@ def test_no_operation_mixes_devices(name, answer, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     for module, limit in LIMITS:  # no search ends early here
         monkeypatch.setattr(module, limit, 1)
+    monkeypatch.setattr(cell, "DECIDE_AFTER", 0)
     model = model_of(CASES[name])
     ids = torch.ones(2, 3, dtype=torch.long, device="meta")
     nonzero = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
