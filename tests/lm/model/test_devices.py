@@ -98,10 +98,15 @@ EXCEPTIONS = {
 }
 
 
+QUICK_MIXERS = ("kronecker_spectral", "selective_dense", "householder2_lowrank", "dplr2_lowrank")
+
+
 def trial(name, answer):
     """Return parameters of the test; slow where kinds, mixers and schedules cover the same code."""
-    is_quick = name.startswith("kind-") or (answer and not name.startswith(("hybrid-", "block-")))
-    return (name, answer) if is_quick and not name.startswith("model-") else slow(name, answer)
+    is_quick = name.startswith(("schedule-", "paper-")) or name[len("mixer-") :] in QUICK_MIXERS
+    return (
+        (name, answer) if name.startswith("kind-") or (is_quick and answer) else slow(name, answer)
+    )
 
 
 TRIALS = [
