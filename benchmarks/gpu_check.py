@@ -183,7 +183,7 @@ def plan_figures(lines: list[str]) -> dict[str, float]:
 
 
 def training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any]:
-    """Return what the log of a run says of these updates.
+    """Return the figures of these updates from the log of a run.
 
     Raises:
         ValueError: If an update has no record, or a loss is not finite.

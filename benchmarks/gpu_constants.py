@@ -241,7 +241,7 @@ def save(found: dict[str, Any], path: Path | None) -> None:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Return seconds as text in milliseconds; a dash where there is no prediction."""
+    """Return seconds as text in milliseconds; a dash if there is no prediction."""
     return "–" if seconds is None else f"{seconds * 1e3:,.2f}"
 
 
@@ -256,7 +256,7 @@ def main() -> None:
     a = p.parse_args()
     print(f"kernels: {available(a.device)}", flush=True)
     found = measure(a)
-    save(found, a.json)  # a check whose time is over keeps what the GPU took
+    save(found, a.json)  # a check whose time is over keeps the GPU's times
     found = predict(a, found)
     save(found, a.json)
     rates = found["rates"]

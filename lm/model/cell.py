@@ -285,9 +285,14 @@ def _find_root_plain(coefficients):
 
 
 def _find_root_by_picard(coefficients, decides=False):
-    """`find_root` by damped Picard from zero, and by bisection where that does not converge.
+    """Find the roots by damped Picard from zero, and by bisection if it does not converge.
 
-    decides: For two reflections, `find_certified_pairs` decides after a few steps if it can.
+    Args:
+        coefficients: Of n tokens.
+        decides: Whether, for two reflections, `find_certified_pairs` decides after a few steps.
+
+    Returns:
+        As `find_root`.
     """
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)

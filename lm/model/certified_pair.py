@@ -47,20 +47,20 @@ class PairEquation(NamedTuple):
     gamma2: torch.Tensor  # (n,2,2)
     floor: float  # of the square under the root
 
-    def determinant(self) -> torch.Tensor:
+    def expand_determinant(self) -> torch.Tensor:
         """Return the coefficients of det(I − g B), (n,3)."""
         b = self.beta
         trace = b[:, 0, 0] + b[:, 1, 1]
         return torch.stack([torch.ones_like(trace), -trace, _det(b)], -1)
 
-    def numerator(self) -> torch.Tensor:
+    def expand_numerator(self) -> torch.Tensor:
         """Return the coefficients of adj(I − g B) (g α + δ), (n,3,2)."""
         moved_alpha, moved_delta = (_apply_adjugate(self.beta, v) for v in (self.alpha, self.delta))
         return torch.stack([self.delta, self.alpha + moved_delta, moved_alpha], 1)
 
-    def square(self) -> torch.Tensor:
+    def expand_square(self) -> torch.Tensor:
         """Return the coefficients of N², (n,5)."""
-        det, v = self.determinant(), self.numerator()
+        det, v = self.expand_determinant(), self.expand_numerator()
         along = 2 * (v @ self.gamma1.unsqueeze(-1)).squeeze(-1)
         pairs = v @ self.gamma2 @ v.transpose(1, 2)
         pairs = pairs + self.gamma0[:, None, None] * det.unsqueeze(2) * det.unsqueeze(1)
@@ -93,7 +93,7 @@ def _horner(coefficients, g):
     return value, slope
 
 
-def bounds(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
+def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ends of the pieces of the interval of g in which Picard's root lies.
 
     Returns:
@@ -136,7 +136,7 @@ def _like(values, t):
     return torch.tensor(values, dtype=t.dtype, device=t.device)
 
 
-def bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def to_bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the Bernstein coefficients of P on every piece, (n,p,7).
 
     Args:
@@ -166,11 +166,11 @@ def count_sign_changes(p: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tenso
         ends: Of the pieces, (n,p+1).
 
     Returns:
-        The sign changes, (n,p); 9 where a coefficient is too small to have a sign, and the last
-        coefficient, P at the upper end.
+        The sign changes, (n,p); 9 if a coefficient is too small to have a sign. And the last
+        coefficient, P at the upper end, (n,p).
     """
-    b = bernstein(p, ends)
-    is_certain = (b.abs() > CERTAIN * bernstein(p.abs(), ends)).all(-1)
+    b = to_bernstein(p, ends)
+    is_certain = (b.abs() > CERTAIN * to_bernstein(p.abs(), ends)).all(-1)
     changes = ((b[..., 1:] > 0) != (b[..., :-1] > 0)).sum(-1)
     return torch.where(is_certain, changes, 9), b[..., -1]
 
@@ -194,8 +194,8 @@ def find_certified_pairs(
     e = PairEquation(*fields, coefficients.floor)  # type: ignore[call-arg]
     eps = torch.finfo(dtype).eps
     # 1. The pieces, each with at most one zero of P.
-    ends, is_known = bounds(e)
-    det, square, numerator = e.determinant(), e.square(), e.numerator()
+    ends, is_known = find_ends(e)
+    det, square, numerator = e.expand_determinant(), e.expand_square(), e.expand_numerator()
     p = torch.nn.functional.pad(square, (2, 0))
     squared = det.unsqueeze(2) * det.unsqueeze(1)
     for i in range(3):
@@ -227,7 +227,7 @@ def find_certified_pairs(
     attracts = has_zero & (rest[..., 0, 0] + rest[..., 1, 1] > 0) & (_det(rest) > 0)
     is_known = is_known & (is_root | ~has_zero).all(1) & has_zero.any(1)
     is_known = is_known & (attracts.sum(1) <= 1)
-    # 4. The one that attracts, otherwise the first.
+    # 4. Choose the root that attracts, otherwise the first.
     chosen = torch.where(attracts.any(1), attracts.int().argmax(1), has_zero.int().argmax(1))
     root = s.gather(1, chosen[:, None, None].expand(-1, 1, 2)).squeeze(1)
     return torch.where(is_known.unsqueeze(-1), root, 0).to(dtype), attracts.any(1), is_known

@@ -168,7 +168,7 @@ def probe_sequences(labels: torch.Tensor) -> torch.Tensor:
     Their number depends only on the shape, so that it is the same on every rank.
 
     Args:
-        labels: Targets, IGNORE where there is none, shape (batch, length).
+        labels: Targets, shape (batch, length); IGNORE marks tokens without one.
 
     Returns:
         Indices, shape (n,): at least one sequence, and at most MAX_PROBE_TOKENS tokens if there are

@@ -127,13 +127,13 @@ def mamba_scan(
 
 
 def _step_sizes(low_rank, weight):
-    """low_rank weightᵀ as (b,d,l), consecutive in l, which the kernel would otherwise copy."""
+    """Return low_rank weightᵀ as (b,d,l), consecutive in l: the kernel copies other layouts."""
     dt = weight.to(low_rank.dtype) @ low_rank.flatten(0, 1).t()  # (d,b·l)
     return dt.unflatten(1, low_rank.shape[:2]).transpose(0, 1)
 
 
 def _check(A, x, *others):
-    """Raise Unsupported for what the kernel cannot read. others: tensors of x's dtype."""
+    """Raise Unsupported if the kernel cannot read A, x and others, which have x's dtype."""
     n, dtypes = A.shape[1], {t.dtype for t in (x, *others)}
     fits = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
     if not fits or x.numel() == 0 or n > MAX_STATES:

@@ -55,7 +55,7 @@ def _unfused(x, dt, bias, A, B, C, D, z):
 
 
 def _scan_deviation(allowed):
-    """The `deviation` of `ssd_scan` from a loop over time."""
+    """Return the `deviation` of `ssd_scan` from a loop over time."""
     x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
     B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
     dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
@@ -134,7 +134,7 @@ def mamba2_scan(
 
 
 def _chunk_scan(x, dt, A, B, C, h0, keep, **fused):
-    """mamba-ssm's function, where it can compute this."""
+    """Call mamba-ssm's function, or raise Unsupported."""
     dtypes = {t.dtype for t in (x, B, C)}
     if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
         raise Unsupported(f"x is {tuple(x.shape)}, the dtypes {dtypes}: mamba-ssm's scan takes one")

@@ -131,13 +131,13 @@ def test_the_polynomials_are_those_of_the_equation():
     for g in (1e-3, 0.3):
         powers = g ** torch.arange(5, dtype=torch.float64)
         rest = torch.eye(2, dtype=torch.float64) - g * e.beta
-        det = e.determinant() @ powers[:3]
+        det = e.expand_determinant() @ powers[:3]
         torch.testing.assert_close(det, torch.linalg.det(rest), rtol=1e-8, atol=1e-9)
-        s = torch.einsum("k,nki->ni", powers[:3], e.numerator()) / det.unsqueeze(-1)
+        s = torch.einsum("k,nki->ni", powers[:3], e.expand_numerator()) / det.unsqueeze(-1)
         expected = torch.linalg.solve(rest, g * e.alpha + e.delta)
         torch.testing.assert_close(s, expected, rtol=1e-6, atol=1e-9)
         under = e.gamma0 + 2 * (e.gamma1 * s).sum(1) + torch.einsum("ni,nij,nj->n", s, e.gamma2, s)
-        torch.testing.assert_close(e.square() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(e.expand_square() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
 
 
 def test_bernstein_coefficients_count_zeros():
@@ -147,7 +147,7 @@ def test_bernstein_coefficients_count_zeros():
         zeros = rng.uniform(0, 2, 3)
         coefficients = np.poly([*zeros, 1j, -1j, -2.0])[::-1].real.copy()
         p = torch.from_numpy(coefficients).unsqueeze(0)
-        b = certified_pair.bernstein(p, ends)[0]
+        b = certified_pair.to_bernstein(p, ends)[0]
         at_ends = np.polyval(coefficients[::-1], ends[0].numpy())
         np.testing.assert_allclose(b[:, 0], at_ends[:-1], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(b[:, -1], at_ends[1:], rtol=1e-9, atol=1e-12)
