@@ -249,20 +249,10 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
     checkpoints. Where files lie it may say, and a tokenizer's files are compared themselves.
 
     Args:
-        path: of the checkpoint, whose manifest says with which config it was trained; one of an
-            earlier version does not.
+        path: of the checkpoint, whose manifest says with which config it was trained.
     Raises:
         RunDirError: naming each key.
     """
-    if "config" not in manifest:
-        return
-    model = manifest["config"].get("model", {})
-    if "backend" in model and model.get("name", "fprnn") != "fprnn":
-        raise RunDirError(
-            f"{path} was trained when model.name {model['name']} was a class of its own; now it is"
-            " short for layers of a pattern, whose weights have other names: train it anew, or use"
-            " the version that it was trained with"
-        )
     schema = type(cfg)
     was = build(manifest["config"], f"{path}/manifest.json: config", schema)
     other = [

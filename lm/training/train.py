@@ -23,7 +23,6 @@ from lm.runs.checkpoint import (
     drop_after,
     not_finite,
     read_state,
-    step_of,
     to_go_back_to,
     to_resume,
 )
@@ -159,7 +158,7 @@ class Training(Loop):
         )
         self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
-        self._build_with_finite_weights(named=cfg.resume != "auto")
+        self._build_model()
 
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
@@ -210,42 +209,13 @@ class Training(Loop):
         else:
             check_tokenizer(path, manifest, self.run)
 
-    def _build_with_finite_weights(self, named: bool) -> None:
-        """The model as `checkpoint` has it, or where that holds NaN as the newest before it that
-        does not: versions before this one saved what they had.
-
-        Args:
-            named: `checkpoint` is what was asked for, and no other will do.
-        Raises:
-            CheckpointError: there is no such checkpoint.
-        """
-        self._build_model()
-        while self.checkpoint is not None:
-            path = self.checkpoint[0]
-            try:
-                self.check_finite(f"checkpoint {path}: ")
-                return
-            except Diverged as e:
-                if named:
-                    raise CheckpointError(f"{e}: resume an older one") from None
-                say(f"passed over: {e}")
-            folder = self.run.checkpoints
-            self.checkpoint = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
-            if self.checkpoint is None:
-                raise CheckpointError(
-                    f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
-                    " --overwrite"
-                )
-            self.engine.release()
-            self._build_model()
-
-    def check_finite(self, where: str = "") -> None:
+    def check_finite(self) -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
         held = self.engine.held()
         if self.average:
             held["the average of the weights"] = list(self.average.weights.values())
         what = not_finite(held)
-        self.ranks.raise_any(Diverged(where + what) if what else None)
+        self.ranks.raise_any(Diverged(what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -339,10 +309,9 @@ class Training(Loop):
             torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
-        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
-        self.rollbacks = state.get("rollbacks", 0)
-        if "outliers" in state:
-            self.outliers.load_state_dict(state["outliers"])
+        self.speed.spent = state["spent"]
+        self.rollbacks = state["rollbacks"]
+        self.outliers.load_state_dict(state["outliers"])
         if self.average:
             self.average.load(path, say)
         self.checkpoints.published = self.step
@@ -510,10 +479,7 @@ class Training(Loop):
         after, seconds = self.batches.state_dict(), self.seconds
         self.engine.release()  # with the gradients that are spoilt
         self.checkpoint = checkpoint
-        try:
-            self._build_with_finite_weights(named=False)
-        except CheckpointError as e:
-            raise Diverged(str(e)) from None
+        self._build_model()
         self._restore(*self.checkpoint)
         restored = self.batches.state_dict()
         if "ends" in restored:  # of the stages that these weights have learned

@@ -274,8 +274,8 @@ MUTATIONS = [
     Mutation(
         "running: a rollback keeps the spoilt gradients",
         TRAIN,
-        "            self._build_with_finite_weights(named=False)\n",
-        "            self.engine.load(found[0])\n",
+        "        self.checkpoint = checkpoint\n        self._build_model()\n",
+        "        self.checkpoint = checkpoint\n        self.engine.load(checkpoint[0])\n",
         BACK,
     ),
     Mutation(

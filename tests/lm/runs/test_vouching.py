@@ -26,7 +26,7 @@ from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import EXPORT_RECORD
 from lm.training.init_from import read as read_source
 from tests.refusals import refused
-from tests.running import ENV, ROOT, as_before, fprnn, losses, run
+from tests.running import ENV, ROOT, fprnn, losses, run
 
 
 @pytest.fixture
@@ -287,14 +287,6 @@ def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
     (tmp_path / "tiny.jsonl").write_text(text)
     shutil.rmtree(stopped / "data")
     run(stopped.parent, "resume=auto", moved)
-
-
-def test_a_run_of_before_there_were_checksums_goes_on(stopped, tiny_losses):
-    as_before(stopped)
-    found, _ = run(stopped.parent, "resume=auto")
-    assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
-    manifest = json.loads((stopped / "checkpoints/step-000008" / MANIFEST).read_text())
-    assert {"tokenizer", "corpora", "config"} <= manifest.keys()
 
 
 def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
