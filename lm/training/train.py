@@ -367,7 +367,6 @@ class Training(Loop):
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self.profile.begin_at(self.step)
         self._skip_time()
         self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, self.bar:
