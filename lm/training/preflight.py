@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -30,7 +29,6 @@ from lm.training.optim import groups
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
 SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
 SSD_OPERATIONS = {"ssd_scan", "mamba2_scan"}
-WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def kernel_operations(model: torch.nn.Module) -> tuple[str, ...]:
@@ -163,7 +161,7 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError, CheckpointError, BackendError, DataError: as `check_config`; no GPU for a
-            large model; a WANDB_MODE that wandb does not know.
+            large model.
         MissingPackageError: something that the config asks for is not installed.
     """
     checked = check_config(cfg, world_size)
@@ -178,7 +176,4 @@ def check(cfg: Config, world_size: int) -> Checked:
     ]:
         if wanted:
             require(package, key)
-    mode = os.environ.get("WANDB_MODE")
-    if cfg.log.wandb and mode and mode not in WANDB_MODES:
-        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
     return checked

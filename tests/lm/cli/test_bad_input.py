@@ -337,16 +337,6 @@ def test_fp16_on_a_cpu(tiny):
         check(tiny("engine.deepspeed={fp16: true}"), 1)
 
 
-def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
-    from lm.training.preflight import check
-
-    monkeypatch.setattr("lm.training.preflight.require", lambda *_: None)
-    monkeypatch.setenv("WANDB_MODE", "nonsense")
-    with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
-        check(tiny("log.wandb=true"), 1)
-    check(tiny(), 1)
-
-
 def test_a_sweep_needs_an_index(capsys, tmp_path):
     path = str(ROOT / "configs/lm/sweep_mixers.yaml")
     for more in ([], ["--dry-run"]):
