@@ -179,14 +179,7 @@ MUTATIONS = [
         LEASE,
         "            if now != before:\n                return True\n",
         "",
-        holding("test_one_on_another_host_that_lives_is_refused"),
-    ),
-    Mutation(
-        "running: a lease that is being written is of nobody",
-        LEASE,
-        "            holder = self._holder()\n",
-        "            holder = read_mapping(self.path)\n",
-        holding("test_one_that_is_being_written_is_of_whom_it_will_name"),
+        holding("test_one_that_cannot_be_seen_from_here_lives_as_long_as_it_gives_signs"),
     ),
     Mutation(
         "running: a holder does not look whether the lease is still its own",
