@@ -89,14 +89,6 @@ class Optim(Section):
         return DECAY if self.decay is None else self.decay
 
 
-class Skip(Section):
-    """An update whose loss or gradient norm is more than `sigma` standard deviations above the mean
-    of the last `window` updates is left out."""
-
-    sigma: float = Field(6.0, gt=0)
-    window: int = Field(128, ge=2, le=100_000)
-
-
 class Train(Section):
     """How much is trained at once, and for how long."""
 
@@ -118,7 +110,6 @@ class Train(Section):
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
     # its end on.
     adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
-    skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
     ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")

@@ -31,7 +31,6 @@ from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
     ELSEWHERE_NOTE,
     FailureWatch,
-    Outliers,
     Throughput,
     affine,
     fixed_point_metrics,
@@ -140,7 +139,6 @@ class Training(Loop):
         self.began = time.perf_counter()
         self.writer = None  # opened on rank 0
         self.signals = on_exit.enter_context(StopSignals())
-        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
@@ -341,8 +339,6 @@ class Training(Loop):
         self.seconds = state["seconds"]
         self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
         self.rollbacks = state.get("rollbacks", 0)
-        if "outliers" in state:
-            self.outliers.load_state_dict(state["outliers"])
         if self.average:
             self.average.load(path, say)
         self.checkpoints.published = self.step
@@ -358,7 +354,6 @@ class Training(Loop):
             "seconds": self.seconds + time.perf_counter() - self.began,
             "spent": dict(self.speed.spent),
             "rollbacks": self.rollbacks,
-            "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -469,16 +464,8 @@ class Training(Loop):
         # An adversary of what is not yet learned would keep it from being learned.
         against = cfg.train.adversary > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
-        made = self.engine.step(
-            micro,
-            self.signals.asked,
-            self.alive,
-            self.outliers.look,
-            against=against,
-        )
+        made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
         self.step += 1
-        if made.skipped:
-            self._note_skip(made.skipped)
         if self.average:
             self.average.update()
         self.stats += made.stats
@@ -496,11 +483,6 @@ class Training(Loop):
         """What happens within is part of no update."""
         yield
         self._skip_time()
-
-    def _note_skip(self, why: str) -> None:
-        self.outliers.number += 1
-        say(f"note: update {self.step} is skipped: {why}")
-        self.write({"skip": {"number": self.outliers.number, "why": why}})
 
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
@@ -538,7 +520,6 @@ class Training(Loop):
             "lr": self.lr,
             "grad_norm": made.norm,
             **({"z_loss": made.z_loss} if cfg.train.z_loss else {}),
-            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,

@@ -1,7 +1,6 @@
-"""z-loss, skipped updates, the average of the weights: against formulas, resumed, refused."""
+"""z-loss, the average of the weights: against formulas, resumed, refused."""
 
 import json
-import statistics
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from lm.model import modeling_fprnn
 from lm.model.batch import IGNORED
 from lm.report.plan import plan
 from lm.runs.checkpoint import read_state
-from lm.runs.metrics import Outliers, read_metrics
+from lm.runs.metrics import read_metrics
 from lm.training.build import build_model
 from lm.training.ema import Average
 from lm.training.preflight import check_config
@@ -56,42 +55,10 @@ def test_log_z_needs_targets(model):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_updates_with_z_loss_and_skipped_ones(processes):
-    """In all ZeRO stages, with micro-batches of unequal numbers of targets. Of several ranks the
-    last alone finds the second update an outlier."""
+def test_updates_with_z_loss(processes):
+    """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
     for name, case in printed_by_ranks("tests.oracle_updates", processes).items():
         assert case["found"] == pytest.approx(case["expected"], rel=1e-5), name
-        assert case["skipped"] == [False, True, False] and case["asked"] == [1, True], name
-        for fact in ("unchanged", "moves again", "lr goes on", "same gradient"):
-            assert case[fact], (name, fact)
-
-
-def test_an_outlier_is_above_the_mean_by_so_many_deviations():
-    values = [1.0, 2.0, 3.0, 2.0]
-    limit = statistics.fmean(values) + 1.5 * statistics.pstdev(values)
-    for last, is_one in ((limit + 1e-9, True), (limit - 1e-9, False), (-100.0, False)):
-        outliers = Outliers(1.5, 4)
-        for value in (50.0, *values):  # the first is forgotten
-            outliers.look(loss=value, gradient_norm=0.0)
-        why = outliers.look(loss=last, gradient_norm=0.0)
-        assert bool(why) == is_one
-    assert "gradient norm is 9.0000, more than 1.5 standard deviations of 0.0000" in (
-        outliers.look(loss=2.0, gradient_norm=9.0)
-    )
-
-
-def test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken():
-    outliers = Outliers(2.0, 8)
-    found = [outliers.look(loss=loss) for loss in [1.0, 500.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0]]
-    assert found == [None] * 8
-    outliers.look(loss=1.0), outliers.look(loss=1.05)  # 500 has gone
-    of_new_level = [outliers.look(loss=5.0) is None for _ in range(8)]
-    assert of_new_level[0] is False and of_new_level[-1] is True
-    again = Outliers(2.0, 8)
-    again.load_state_dict(outliers.state_dict())
-    values = (9.0, 5.1, 30.0)
-    assert [again.look(loss=v) for v in values] == [outliers.look(loss=v) for v in values]
-    assert Outliers().look(loss=float("inf")) is None  # train.skip: null
 
 
 def test_the_average_of_the_weights_is_the_recursion():
@@ -113,13 +80,13 @@ def test_the_average_of_the_weights_is_the_recursion():
         torch.testing.assert_close(average.weights[name], expected[name])
 
 
-EVERYTHING = ("train.z_loss=1e-2", "train.skip={sigma: 0.5, window: 2}", "train.ema=0.9",
+EVERYTHING = ("train.z_loss=1e-2", "train.ema=0.9",
               "checkpoint.keep=9", "checkpoint.every=1", "eval.every=4")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def with_everything(tmp_path_factory):
-    """(run directory, records of training) of a run in which update 4 is an outlier."""
+    """(run directory, records of training)."""
     out = tmp_path_factory.mktemp("stability")
     records, _ = run(out, *EVERYTHING)
     return out / "tiny", records
@@ -129,18 +96,11 @@ def test_a_run_logs_and_keeps_what_each_did(with_everything):
     folder, records = with_everything
     assert all(0.2 < r["z_loss"] < 0.4 for r in records)  # 0.01 log² of about 300
     logged = read_metrics(folder)
-    (skip,) = [r for r in logged if "skip" in r]
-    assert skip["step"] == 4 and skip["skip"]["number"] == 1
-    assert "the gradient norm is" in skip["skip"]["why"]
-    assert [r["skipped"] for r in records] == [0, 0, 0, 1, 1, 1, 1, 1]
     weights, average = {}, {}
     for step in range(1, 9):
         path = folder / f"checkpoints/step-{step:06d}"
         weights[step] = consolidated(path)
         average[step] = read_state(path / "ema.pt")["weights"]
-    for name, value in weights[3].items():
-        assert torch.equal(value, weights[4][name])  # the one that was skipped
-    assert any(not torch.equal(v, weights[5][n]) for n, v in weights[4].items())
     for step in range(2, 9):
         for name, before in average[step - 1].items():
             expected = 0.9 * before + 0.1 * weights[step][name]
@@ -152,14 +112,13 @@ def test_a_run_logs_and_keeps_what_each_did(with_everything):
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_with_all_of_it_resumes_exactly(with_everything, tmp_path, stage):
-    """From the update before the outlier, which only the records of those before it find; under
-    another stage laid out anew."""
+    """Under another stage laid out anew."""
     folder, records = with_everything
     checkpoint = folder / "checkpoints/step-000003"
     again, _ = run(tmp_path, *EVERYTHING, f"resume={checkpoint}", f"engine.zero_stage={stage}")
     close = {"rel": 1e-5} if stage == 2 else {"rel": 0.0, "abs": 0.0}
     for one, other in zip(again, records[3:], strict=True):
-        for key in ("loss", "grad_norm", "z_loss", "skipped"):
+        for key in ("loss", "grad_norm", "z_loss"):
             assert one[key] == pytest.approx(other[key], **close), (key, one["step"])
     ours, theirs = (
         json.loads((path / "result.json").read_text()) for path in (tmp_path / "tiny", folder)
@@ -191,9 +150,7 @@ def test_the_average_is_exported_where_there_is_one(with_everything, tiny_run, t
         (("train.ema=0.9", "engine.deepspeed={bf16: {enabled: true}}"), "sets bf16.enabled"),
         (("train.ema=1",), "`train.ema` is 1"),
         (("train.z_loss=-1",), "`train.z_loss` is -1"),
-        (("train.skip={sigma: 0}",), "`train.skip.sigma` is 0"),
-        (("train.skip={window: 1}",), "`train.skip.window` is 1"),
-        (("train.skip=true",), "train.skip"),
+        (("train.skip={sigma: 6}",), "unknown key `train.skip`"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, overrides, words):
