@@ -48,7 +48,6 @@ from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
 from lm.training.deepspeed_json import low_precision_modules
-from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
@@ -239,15 +238,11 @@ class Training(Loop):
 
     def check_finite(self, where: str = "") -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
-        held = self.engine.held()
-        if self.average:
-            held["the average of the weights"] = list(self.average.weights.values())
-        what = not_finite(held)
+        what = not_finite(self.engine.held())
         self.ranks.raise_any(Diverged(where + what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
-        self.average = None  # a rollback's, with the model that it is of
         self.vocab_size = vocabulary(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -257,8 +252,6 @@ class Training(Loop):
         self.solves = cfg.model.has_fixed_point
         flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
-        decay = cfg.train.ema
-        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
@@ -339,8 +332,6 @@ class Training(Loop):
         self.seconds = state["seconds"]
         self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
         self.rollbacks = state.get("rollbacks", 0)
-        if self.average:
-            self.average.load(path, say)
         self.checkpoints.published = self.step
 
     @property
@@ -359,8 +350,6 @@ class Training(Loop):
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         files = self.engine.state_files(self.run.checkpoints, self.step)
-        if self.average and self.ranks.is_main:
-            files |= self.average.files()
         return {**files, self._own_file: state}
 
     def introduce(self) -> None:
@@ -466,8 +455,6 @@ class Training(Loop):
         micro = self._micro_batches()
         made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
         self.step += 1
-        if self.average:
-            self.average.update()
         self.stats += made.stats
         self.speed.count(self.tokens_per_step, passes=1 + against)
         self.engine.times.end_update()
@@ -580,7 +567,7 @@ class Training(Loop):
             self._validate()
 
     def _validate(self) -> None:
-        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        measured = self.validation.measure(self.engine, self.step, self.alive)
         self._note_probe(measured)
         self.write(measured)
         self._skip_time()
@@ -589,7 +576,7 @@ class Training(Loop):
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
+            final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._note_probe(final)

@@ -1,4 +1,4 @@
-"""Mutations of schedules, optimizers, z-loss, averaged weights."""
+"""Mutations of schedules, optimizers, z-loss."""
 
 from tests.mutations import Mutation
 
@@ -6,7 +6,6 @@ MUON = "lm/training/muon.py"
 OPTIM = "lm/training/optim.py"
 LOSS = "lm/model/batch.py"
 METRICS = "lm/runs/metrics.py"
-EMA = "lm/training/ema.py"
 ENGINE = "lm/training/engine.py"
 RECIPES = "tests/lm/training/test_recipes.py::"
 STABILITY = "tests/lm/training/test_stability.py::"
@@ -27,7 +26,6 @@ ENDED = (
     "tests/lm/data/test_mixture.py"
     "::test_a_stage_that_is_learned_ends_at_once_and_stays_so_on_other_ranks",
 )
-AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
 
 
 MUTATIONS = [
@@ -200,19 +198,5 @@ MUTATIONS = [
         "loss = loss + z_loss",
         "loss = loss - z_loss",
         UPDATES,
-    ),
-    Mutation(
-        "recipes: the average forgets as it should remember",
-        EMA,
-        "lerp_(p, 1 - self.decay)",
-        "lerp_(p, self.decay)",
-        AVERAGE,
-    ),
-    Mutation(
-        "recipes: the average stays in the place of the weights",
-        EMA,
-        "        finally:\n            self._swap()\n",
-        "        finally:\n            pass\n",
-        AVERAGE,
     ),
 ]

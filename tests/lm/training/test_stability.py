@@ -1,4 +1,4 @@
-"""z-loss, the average of the weights: against formulas, resumed, refused."""
+"""z-loss and the adversary: against formulas, resumed, refused."""
 
 import json
 
@@ -7,16 +7,10 @@ import torch
 
 from lm.common.errors import ConfigError
 from lm.config.schema import check_updates
-from lm.export.export import ExportError, export
 from lm.model import modeling_fprnn
 from lm.model.batch import IGNORED
-from lm.report.plan import plan
-from lm.runs.checkpoint import read_state
-from lm.runs.metrics import read_metrics
 from lm.training.build import build_model
-from lm.training.ema import Average
 from lm.training.preflight import check_config
-from lm.training.reshard import consolidated
 from tests.running import printed_by_ranks, run
 
 
@@ -61,94 +55,27 @@ def test_updates_with_z_loss(processes):
         assert case["found"] == pytest.approx(case["expected"], rel=1e-5), name
 
 
-def test_the_average_of_the_weights_is_the_recursion():
-    model = torch.nn.Linear(3, 2)
-    average = Average(model, 0.9)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step in range(4):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p) * (step + 1))
-        average.update()
-        expected = {n: 0.9 * expected[n] + 0.1 * p for n, p in model.named_parameters()}
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with average.in_place():
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p, expected[name])
-    for name, p in model.named_parameters():
-        assert torch.equal(p, own[name])
-        torch.testing.assert_close(average.weights[name], expected[name])
-
-
-EVERYTHING = ("train.z_loss=1e-2", "train.ema=0.9",
-              "checkpoint.keep=9", "checkpoint.every=1", "eval.every=4")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def with_everything(tmp_path_factory):
-    """(run directory, records of training)."""
-    out = tmp_path_factory.mktemp("stability")
-    records, _ = run(out, *EVERYTHING)
-    return out / "tiny", records
-
-
-def test_a_run_logs_and_keeps_what_each_did(with_everything):
-    folder, records = with_everything
-    assert all(0.2 < r["z_loss"] < 0.4 for r in records)  # 0.01 log² of about 300
-    logged = read_metrics(folder)
-    weights, average = {}, {}
-    for step in range(1, 9):
-        path = folder / f"checkpoints/step-{step:06d}"
-        weights[step] = consolidated(path)
-        average[step] = read_state(path / "ema.pt")["weights"]
-    for step in range(2, 9):
-        for name, before in average[step - 1].items():
-            expected = 0.9 * before + 0.1 * weights[step][name]
-            torch.testing.assert_close(average[step][name], expected, rtol=1e-5, atol=1e-7)
-    result = json.loads((folder / "result.json").read_text())
-    assert result["ema"]["loss"] != result["validation"]["loss"]
-    assert [r["step"] for r in logged if "ema" in r] == [4, 8]
+WITH_Z_LOSS = ("train.z_loss=1e-2", "checkpoint.every=4", "eval.every=4")
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_with_all_of_it_resumes_exactly(with_everything, tmp_path, stage):
+def test_a_run_with_z_loss_logs_it_and_resumes_exactly(tmp_path, stage):
     """Under another stage laid out anew."""
-    folder, records = with_everything
-    checkpoint = folder / "checkpoints/step-000003"
-    again, _ = run(tmp_path, *EVERYTHING, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    records, _ = run(tmp_path / "whole", *WITH_Z_LOSS)
+    assert all(0.2 < r["z_loss"] < 0.4 for r in records)  # 0.01 log² of about 300
+    checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
+    settings = (*WITH_Z_LOSS, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    again, _ = run(tmp_path / "again", *settings)
     close = {"rel": 1e-5} if stage == 2 else {"rel": 0.0, "abs": 0.0}
-    for one, other in zip(again, records[3:], strict=True):
+    for one, other in zip(again, records[4:], strict=True):
         for key in ("loss", "grad_norm", "z_loss"):
             assert one[key] == pytest.approx(other[key], **close), (key, one["step"])
-    ours, theirs = (
-        json.loads((path / "result.json").read_text()) for path in (tmp_path / "tiny", folder)
-    )
-    assert ours["ema"] == pytest.approx(theirs["ema"], **close)
-
-
-def test_the_average_is_exported_where_there_is_one(with_everything, tiny_run, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    folder, _ = with_everything
-    export(folder, tmp_path / "hf", ema=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    average = read_state(folder / "checkpoints/step-000008/ema.pt")["weights"]
-    found = dict(model.named_parameters())
-    assert found.keys() == average.keys()
-    for name, p in found.items():
-        assert torch.equal(p, average[name]), name
-    assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight)
-    assert "average, of decay 0.9" in (tmp_path / "hf" / "README.md").read_text()
-    with pytest.raises(ExportError, match="has no average of the weights"):
-        export(tiny_run, tmp_path / "other", ema=True)
 
 
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (("train.ema=0.9", "engine.zero_stage=3"), "which no rank has under ZeRO-3"),
-        (("train.ema=0.9", "engine.deepspeed={bf16: {enabled: true}}"), "sets bf16.enabled"),
-        (("train.ema=1",), "`train.ema` is 1"),
+        (("train.ema=0.9",), "unknown key `train.ema`"),
         (("train.z_loss=-1",), "`train.z_loss` is -1"),
         (("train.skip={sigma: 6}",), "unknown key `train.skip`"),
     ],
@@ -156,15 +83,6 @@ def test_the_average_is_exported_where_there_is_one(with_everything, tiny_run, t
 def test_what_cannot_be_is_refused(tiny, overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_config(tiny(*overrides), 1)
-
-
-def test_the_plan_counts_the_average(tiny):
-    plain = plan(tiny(), 1)
-    averaged = plan(tiny("train.ema=0.9"), 1)
-    assert averaged["memory"].average == 4 * plain["parameters"]
-    assert averaged["memory"].total - plain["memory"].total == 4 * plain["parameters"]
-    assert averaged["checkpoint_bytes"] - plain["checkpoint_bytes"] == 4 * plain["parameters"]
-    assert set(averaged["stages"]) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
