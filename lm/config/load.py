@@ -40,6 +40,7 @@ REMOVED = {
     "train.batch_warmup": None,
     "train.length_warmup": None,
     "train.spike": None,
+    "train.device": "auto",
     "train.skip": None,
     "train.ema": None,
     "engine.hang_s": 3600,

@@ -134,25 +134,26 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     return Checked(model, config)
 
 
-def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
-    """Raises ConfigError where there is no GPU and the model is not one for a CPU, or the reverse.
+def check_gpu(model: torch.nn.Module) -> None:
+    """Refuse to train a large model where PyTorch finds no GPU.
+
+    An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose: then the CPU trains any model.
 
     Args:
         model: as of `check_config`; its embedding, which costs no time, is hardly there.
+
+    Raises:
+        ConfigError: No GPU is found, and the model is larger than MOST_ON_CPU.
     """
-    if torch.cuda.is_available():
-        if cfg.train.device == "cpu":
-            raise ConfigError(
-                "train.device is cpu, and there is a GPU: leave it out to train on the GPU, or hide"
-                " that (CUDA_VISIBLE_DEVICES='')"
-            )
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     size = sum(p.numel() for p in model.parameters())
-    if cfg.train.device == "auto" and size > MOST_ON_CPU:
+    if size > MOST_ON_CPU:
         raise ConfigError(
             f"PyTorch finds no GPU here, and the model has {size / 1e6:.0f} M parameters beside its"
             f" embedding (more than {MOST_ON_CPU / 1e6:.0f} M): start it where there is one"
-            " (`fprnn doctor` says what was found), or say train.device=cpu if that is meant"
+            " (`fprnn doctor` says what was found), or set CUDA_VISIBLE_DEVICES='' to train on the"
+            " CPU"
         )
 
 
@@ -165,7 +166,7 @@ def check(cfg: Config, world_size: int) -> Checked:
         MissingPackageError: something that the config asks for is not installed.
     """
     checked = check_config(cfg, world_size)
-    check_gpu(cfg, checked.model)
+    check_gpu(checked.model)
     check_device(checked.deepspeed)
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [
