@@ -88,21 +88,21 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def commit() -> str | None:
-    """The git commit of this package's checkout, with a + where files of it were changed since;
-    None where it is none, or git is not there."""
+    """Return the git commit of this package's checkout, with a + if tracked files were changed.
+
+    It is None where the package is no checkout, or git is not there.
+    """
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
         return None
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        return done.stdout.strip()
-
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+        done = subprocess.run(
+            [*command, "--dirty=+"], capture_output=True, text=True, check=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip()
 
 
 class Checked(NamedTuple):

@@ -149,13 +149,10 @@ def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest,
             "overlap_comm of zero_optimization to 3: it",
         ),
         ({"torch_autocast": 3}, "sets torch_autocast to 3: it must be a mapping"),
-        (
-            {"torch_autocast": {"lower_precision_safe_modules": 3}},
-            r"to 3: it must be a list of classes, such as \[torch\.nn\.Linear\]",
-        ),
+        ({"torch_autocast": {"lower_precision_safe_modules": 3}}, "a list of classes of torch.nn"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["os.system"]}},
-            "has 'os.system': it must be a class of torch.nn",
+            "a list of classes of torch.nn",
         ),
         (
             {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
