@@ -28,14 +28,12 @@ from lm.runs.checkpoint import (
 )
 from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
-    ELSEWHERE_NOTE,
     FailureWatch,
     Throughput,
     affine,
     fixed_point_metrics,
     imbalance,
     is_due,
-    is_elsewhere,
     iter_metrics,
     mean,
     peak_memory,
@@ -504,15 +502,8 @@ class Training(Loop):
         record = {"step": self.step, **self.validation.probed(self.engine)}
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
-        self._note_probe(record)
-        self._skip_time()
-
-    def _note_probe(self, record: dict) -> None:
-        """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
-        probes = self.num_iters, probed(record)
-        if [p is not None and any(is_elsewhere(p)) for p in probes] == [False, True]:
-            say(f"note: {ELSEWHERE_NOTE}")
         self.num_iters = probed(record)
+        self._skip_time()
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -534,7 +525,7 @@ class Training(Loop):
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive)
-        self._note_probe(measured)
+        self.num_iters = probed(measured)
         self.write(measured)
         self._skip_time()
 
@@ -545,7 +536,6 @@ class Training(Loop):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
-            self._note_probe(final)
             self.write(final)
             tokens = steps * self.tokens_per_step
             result = {

@@ -224,20 +224,3 @@ def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
     again, _ = run(out, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
     assert trace(again) == trace(first)
     assert [p.name for p in (out / "tiny/checkpoints").glob("step-*")] == ["step-000008"]
-
-
-def test_the_mark_of_iterations_is_explained_when_it_is_first_printed(monkeypatch):
-    from types import SimpleNamespace
-
-    from lm.runs.metrics import ELSEWHERE_NOTE
-    from lm.training import train as module
-
-    said = []
-    monkeypatch.setattr(module, "say", said.append)
-    training = SimpleNamespace(num_iters=None)
-    for share in (0.0, 0.5, 0.5):
-        record = {"probe": {"num_iters": {"mean": [4.0], "elsewhere": [share]}}}
-        module.Training._note_probe(training, record)
-        assert said == [f"note: {ELSEWHERE_NOTE}"] * (share > 0)
-    module.Training._note_probe(training, {})  # of a model without a solver
-    assert training.num_iters is None and len(said) == 1
