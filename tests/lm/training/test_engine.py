@@ -115,7 +115,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
 def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
     ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
