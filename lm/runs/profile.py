@@ -40,11 +40,6 @@ class Profile:
         self._profiler: profiler.profile | None = None
         self._begun_at = 0
 
-    @property
-    def is_on(self) -> bool:
-        """Whether an update is being profiled."""
-        return self._profiler is not None
-
     @contextlib.contextmanager
     def update(self, number: int) -> Iterator[None]:
         """Run update `number`, counted from 1, and profile it if it is one of `updates`."""
@@ -55,8 +50,7 @@ class Profile:
         if self._profiler is None and first <= number <= last:
             with self.paused(), self._warning():
                 self._start(number)
-        named = profiler.record_function(f"update {number}") if self.is_on else _nothing
-        with named:
+        with profiler.record_function(f"update {number}"):
             yield
         if self._profiler is not None and number >= last:
             with self.paused(), self._warning():
@@ -116,6 +110,3 @@ def _table(profile: profiler.profile) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return profile.key_averages().table(sort_by=key, row_limit=TOP, max_name_column_width=80)
-
-
-_nothing = contextlib.nullcontext()

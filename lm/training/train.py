@@ -415,7 +415,6 @@ class Training(Loop):
     def update(self) -> None:
         """One update of all ranks, from as many micro-batches as it takes."""
         self.lr = self.engine.lr
-        self.engine.times.annotate = self.profile.is_on
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
         against = cfg.train.adversary > 0 and self.curriculum.stage is None
