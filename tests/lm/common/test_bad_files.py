@@ -368,9 +368,6 @@ def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_pat
     assert "(model.d_model was 16, is 32): bring it back" in refused(
         capsys, "export", run, tmp_path / "out"
     )
-    config.write_text((tiny_run / "config.yaml").read_text())
-    (run / "tokenizer" / "tokenizer.json").write_text("{")
-    assert "the tokenizer in" in refused(capsys, "export", run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

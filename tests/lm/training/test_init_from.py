@@ -363,10 +363,10 @@ def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, 
 
 
 def test_a_resumed_run_keeps_where_it_started(tiny, tiny_run):
-    from lm.runs.run_dir import RunDirError, _continued
+    from lm.runs.run_dir import RunDirError, _check_continued
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):
-        _continued(tiny("init_from=there"), tiny_run / "config.yaml", print)
+        _check_continued(tiny("init_from=there"), tiny_run / "config.yaml", print)
 
 
 @pytest.mark.slow
