@@ -114,10 +114,11 @@ def test_the_corpus_of_the_cache_is_that_of_a_run_directory(cached, bpe):
     own = other_run(cached, "own", cache=None)
     inside, _ = prepared(own, bpe)
     assert inside.meta.sha256 == corpus.meta.sha256
-    assert not (own.run_dir / "data" / "corpus.json").exists()
+    before = record(own)
+    assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
     own.data.cache = cached.data.cache  # a run that has its own goes on with it
     _, calls = prepared(own, bpe)
-    assert not calls and not (own.run_dir / "data" / "corpus.json").exists()
+    assert not calls and record(own) == before
 
 
 def test_the_address_is_that_of_the_content(cached, bpe, folder, tmp_path):
@@ -156,17 +157,12 @@ def test_other_content_is_another_entry(cached, bpe, folder, change, byte_tokeni
     assert open_corpus(cached.run_dir).meta == before.meta
 
 
-@pytest.mark.parametrize("place", ["cache", "run directory"])
 @pytest.mark.parametrize("when", ["at once", "at the end"])
-def test_a_file_that_grows_while_it_is_read_is_noticed(
-    cached, bpe, folder, monkeypatch, place, when
-):
+def test_a_file_that_grows_while_it_is_read_is_noticed(cached, bpe, folder, monkeypatch, when):
     """The entry would hold other tokens than its address stands for."""
     small_shards(monkeypatch)
     if when == "at once":
         monkeypatch.setattr(tokenising, "CHECK_SOURCE_S", 0)
-    if place == "run directory":
-        cached.data.cache = None
     calls = []
 
     def grow(*done):
@@ -178,7 +174,7 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(
     with pytest.raises(DataError, match=r"changed while it was read \(.*mine\.jsonl last\)"):
         prepare(cached, bpe, cached.run_dir, grow)
     assert len(calls) == (3 if when == "at once" else 21)
-    assert not list(folder.rglob("*.bin")) and not list(cached.run_dir.rglob("*.bin"))
+    assert not list(folder.rglob("*.bin"))
     corpus, calls = prepared(cached, bpe)
     assert calls and corpus.meta.documents == 201
 
@@ -455,7 +451,7 @@ def test_a_full_disk_is_a_sentence_and_with_space_it_goes_on(cached, bpe, mounte
     tokenising_shards = tokenising.SHARD_DOCUMENTS
     tokenising.SHARD_DOCUMENTS = 200
     try:
-        match = r"cannot be written: No space left on device \(the corpus cache; data.cache, or"
+        match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
         with pytest.raises(OutputError, match=match) as caught:
             prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
         done = calls[-1][0]
@@ -484,7 +480,7 @@ def test_a_cache_that_is_only_read(cached, bpe, mounted, monkeypatch, capsys):
     monkeypatch.setenv(cache.VARIABLE, str(place))
     other.data.cache = "auto"
     corpus, calls = prepared(other, bpe)
-    assert calls and (other.run_dir / "data" / "train.bin").exists()
+    assert calls and list((other.run_dir / "data").glob("corpus-*/train.bin"))
     assert "the corpus goes into" in " ".join(capsys.readouterr().out.split())
     assert prepared(other, bpe)[0].meta == corpus.meta
     remount("rw")
