@@ -21,7 +21,7 @@ from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.ahead import prepare_config, summary
 from lm.data.corpus.corpora import open_sources, prepare_sources
-from lm.data.corpus.tokenizer import _training_texts
+from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
@@ -360,7 +360,7 @@ def test_each_source_is_prepared_as_it_is_alone_and_validated_alone(two, bpe):
 def test_a_tokenizer_of_a_mixture_reads_each_source_by_its_weight(two):
     two.tokenizer.train_bytes = 1000
     assert tokenizer_bytes(two) == {"back": 250, "own": 750}
-    found = list(_training_texts(two))
+    found = list(training_texts(two))
     back = [t for t in found if t.endswith("backwards")]
     assert (
         250 <= sum(map(len, back)) < 400
@@ -368,7 +368,7 @@ def test_a_tokenizer_of_a_mixture_reads_each_source_by_its_weight(two):
     )
     assert not any(is_validation(text, two.data.val_fraction) for text in found)
     two.data.mixture["back"].weight = 0
-    assert not any(t.endswith("backwards") for t in _training_texts(two))
+    assert not any(t.endswith("backwards") for t in training_texts(two))
 
 
 def test_a_sentence_about_a_source_names_its_key(two, bpe, capsys):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.tokenizer import EOS, PAD, _training_texts, load_tokenizer
+from lm.data.corpus.tokenizer import EOS, PAD, load_tokenizer, training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
 
@@ -84,10 +84,10 @@ def test_bpe_is_trained_once_saved_and_loaded(cfg, bpe):
 
 
 def test_bpe_reads_training_documents_only_and_so_many_bytes(cfg):
-    seen = list(_training_texts(cfg))
+    seen = list(training_texts(cfg))
     assert seen and not any(is_validation(t, cfg.data.val_fraction) for t in seen)
     cfg.tokenizer.train_bytes = 500
-    assert sum(map(len, list(_training_texts(cfg))[:-1])) < 500
+    assert sum(map(len, list(training_texts(cfg))[:-1])) < 500
 
 
 def test_small_corpus_says_that_the_vocabulary_is_smaller(cfg):
