@@ -255,7 +255,7 @@ def test_a_kill_in_the_middle_loses_no_finished_shard(cached, folder, workers, c
     with pytest.raises(DataError, match="no prepared corpus"):
         open_corpus(cached.run_dir)
     if cut:  # while the next shard was being written
-        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f"), ("shards.jsonl", b'{"doc')):
+        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f")):
             with open(entry / name, "ab") as file:
                 file.write(half)
     go(one := process(cached))
@@ -292,8 +292,8 @@ def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
     elif change == "cut":
         os.truncate(entry / "val.tmp", 2)
     else:
-        text = (entry / "shards.jsonl").read_text()
-        (entry / "shards.jsonl").write_text(text.replace("uint16", "uint32", 1))
+        text = (entry / "shards.json").read_text()
+        (entry / "shards.json").write_text(text.replace("uint16", "uint32", 1))
     corpus, calls = prepared(cached, bpe)
     said = " ".join(capsys.readouterr().out.split())
     assert calls == 20 and ("train.tmp is not what was written" in said) == (change == "damaged")
@@ -318,7 +318,7 @@ def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
     runs = [other_run(cached, name) for name in ("a", "b")]
     maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
     go(maker)
-    while not list(folder.glob("corpus-*/shards.jsonl")):
+    while not list(folder.glob("corpus-*/shards.json")):
         assert maker[0].poll() is None
     go(other)
     said, last = finished(other)

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "error":
         raise ValueError("as a bug would")
     if sys.argv[1] == "busy":  # the workers are in the middle of a long answer
-        readers._connections[0].send(("sleep",)), readers._connections[1].send(("sleep",))
+        readers.send(0, "sleep"), readers.send(1, "sleep")
     if sys.argv[1] not in ("end", "error"):
         time.sleep(60)
 """
@@ -76,10 +76,9 @@ def test_a_killed_worker_is_an_error_at_once_also_of_the_others_keys(readers):
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback(readers):
-    readers._owner["raise"] = 0
-    readers._answers["raise"], readers._asked["raise"] = [], 0
+    readers.send(0, "raise")
     with pytest.raises(RuntimeError, match=r"(?s)a loader worker failed.*ZeroDivisionError: in"):
-        readers.take("raise")
+        readers.receive(0)
 
 
 def test_workers_outlive_the_signals_of_a_launcher_and_of_a_terminal(readers):
