@@ -44,11 +44,9 @@ def build(
             name: ShuffledBlocks(corpus.train, cfg.data.seq_len, cfg.seed, number)
             for number, (name, corpus) in enumerate(sorted(corpora.items()))
         }
-        tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
         of_update = cfg.train.sequences(world_size)
         stages = [(stage.until * of_update, stage.weights) for stage in cfg.data.curriculum]
-        weights = shares(cfg.data, tokens)
-        train = MixtureLoader(sources, weights, size, cfg.seed, *place, stages)
+        train = MixtureLoader(sources, shares(cfg.data), size, cfg.seed, *place, stages)
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:

@@ -208,7 +208,6 @@ class MixtureLoader:
             )
         for name in now:
             for key in ("weight", "blocks"):
-                # Of a temperature the last digit of a weight may be another on another machine.
                 if not math.isclose(then[name][key], now[name][key], rel_tol=1e-9):
                     raise DataError(
                         f"the checkpoint's data position in data.mixture.{name} is of {key}"

@@ -42,9 +42,8 @@ def summary(cfg: Config, prepared: dict[str, Prepared]) -> str:
     mixture the shares of its sources."""
     if cfg.data.mixture is None:
         return _summary(cfg, prepared[""])
-    tokens = {name: corpus.meta.train_tokens for name, corpus in prepared.items()}
     lines = []
-    for name, share in shares(cfg.data, tokens).items():
+    for name, share in shares(cfg.data).items():
         lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
         lines.append(_summary(cfg, prepared[name]))
     return "\n".join(lines)

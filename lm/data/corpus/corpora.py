@@ -31,7 +31,7 @@ def prepare_sources(
             corpora[name] = prepare(part, tokenizer, run_dir, progress, name)
     if cfg.data.mixture is not None:
         tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
-        for name, share in shares(cfg.data, tokens).items():
+        for name, share in shares(cfg.data).items():
             say(f"data     {name}: {share:.2%} of the sequences, from {tokens[name]:,} tokens")
     return corpora
 

@@ -230,21 +230,10 @@ def test_a_state_of_another_mixture_is_refused():
 # Weights.
 
 
-def mixed(weights: dict, **data) -> Data:
-    """`weights`: None where a source has none."""
-    mixture = {name: {"source": "builtin", "weight": weight} for name, weight in weights.items()}
-    return config.build({"data": {"mixture": mixture, **data}}).data
-
-
-def test_shares_by_weight_and_by_temperature():
-    assert shares(mixed({"b": 3, "a": 1}), {}) == {"a": 0.25, "b": 0.75}
-    counts = {"a": 1000, "b": 16_000}
-    none = dict.fromkeys(counts)
-    assert shares(mixed(none, temperature=1), counts) == pytest.approx({"a": 1 / 17, "b": 16 / 17})
-    assert shares(mixed(none, temperature=2), counts) == pytest.approx({"a": 0.2, "b": 0.8})
-    assert shares(mixed(none, temperature=1e-4), counts) == {"a": 0, "b": 1}  # no overflow
-    found = shares(mixed(none, temperature=1e9), counts)
-    assert found == pytest.approx({"a": 0.5, "b": 0.5})
+def test_shares_are_the_weights_of_a_mixture():
+    mixture = {"b": {"source": "builtin", "weight": 3}, "a": {"source": "builtin", "weight": 1}}
+    assert shares(config.build({"data": {"mixture": mixture}}).data) == {"a": 0.25, "b": 0.75}
+    assert shares(Data()) == {"": 1.0}
 
 
 def test_the_mean_of_validation_is_weighed_by_shares():
@@ -266,7 +255,7 @@ ONLY = {"until": 9, "weights": {"web": 1}}
 REFUSED = [
     ({"mixture": {"web": WEB | {"weight": 0}}}, "`data.mixture` (web) sum to 0"),
     ({"mixture": {"web": WEB | {"weight": -1}}}, "`data.mixture.web.weight` is -1"),
-    ({"mixture": {"web": WEB | {"weight": None}}}, "`data.mixture.web.weight` is missing"),
+    ({"mixture": {"web": {"source": "builtin"}}}, "`data.mixture.web.weight` is missing"),
     ({"mixture": {"web": {"weight": 1}}}, "`data.mixture.web.source` is missing"),
     ({"mixture": {"web": WEB | {"source": "webb"}}}, "`data.mixture.web.source` is 'webb'"),
     ({"mixture": {"web": WEB | {"source": "fineweb"}}}, "`data.mixture.web.source`: a stream"),
@@ -277,10 +266,9 @@ REFUSED = [
     ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
     ({"mixture": [WEB]}, "it must be a valid dictionary"),
     ({"mixture": {}}, "`data.mixture`: it has no source"),
-    ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
-    ({"temperature": 2}, "`data.temperature` weighs the sources of `data.mixture`"),
+    ({"temperature": 2}, "`data.temperature` is no longer there"),
     (
         {"mixture": {"web": WEB}, "curriculum": [ONLY | {"at": 0.9}]},
         "`data.curriculum.0.at` waits for the answers of its traces, and none of its sources",
@@ -411,8 +399,6 @@ def test_the_shipped_mixture_is_planned():
     cfg.optim.lr_factors = {"*.A_log": 0.5}
     rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
-    cfg.data = Data(mixture={n: {"source": "builtin"} for n in found}, temperature=2.0)
-    assert {source["share"] for source in plan(cfg, 1)["sources"].values()} == {None}
 
 
 def test_a_single_source_draws_what_it_drew_before():
