@@ -14,7 +14,7 @@ import torch
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data
-from lm.data.batches.loader import MapLoader, build
+from lm.data.batches.loader import build, single_source_loader
 from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, Stage
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.shuffled import ShuffledBlocks
@@ -216,10 +216,10 @@ def test_a_state_of_another_mixture_is_refused():
         loader(tokens={"a": 41, "b": 90}).load_state_dict(state)
     with pytest.raises(DataError, match="seed 7, this run has 8"):
         loader(seed=8).load_state_dict(state)
-    single = MapLoader(np.arange(50), 4, 3)
+    single = single_source_loader(np.arange(50), 4, 3)
     with pytest.raises(DataError, match="of another kind of data"):
         single.load_state_dict(state)
-    with pytest.raises(DataError, match="a run on a single source"):
+    with pytest.raises(DataError, match="of another kind of data"):
         loader().load_state_dict(single.state_dict())
     stream = StreamLoader(Data(streams=1), None, 3)
     for other in (state, single.state_dict()):
@@ -403,8 +403,8 @@ def test_the_shipped_mixture_is_planned():
 
 def test_a_single_source_draws_what_it_drew_before():
     """The permutations of a run on one source are still those of (seed, epoch)."""
-    found = [row[0] - 1 for row in take(MapLoader(np.arange(101), 1, 10, 5), 20)]
+    found = [row[0] - 1 for row in take(single_source_loader(np.arange(101), 1, 10, 5), 20)]
     expected = [np.random.default_rng([5, epoch]).permutation(100) for epoch in (0, 1)]
     assert found == np.concatenate(expected).tolist()
-    assert torch.equal(next(MapLoader(np.arange(9), 4, 2))["input_ids"][:, 1:] + 1,
-                       next(MapLoader(np.arange(9), 4, 2))["labels"][:, 1:])  # fmt: skip
+    assert torch.equal(next(single_source_loader(np.arange(9), 4, 2))["input_ids"][:, 1:] + 1,
+                       next(single_source_loader(np.arange(9), 4, 2))["labels"][:, 1:])  # fmt: skip

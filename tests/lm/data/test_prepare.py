@@ -169,9 +169,9 @@ import os, sys
 from pathlib import Path
 from lm.data.sources.errors import DataError
 from lm.data.corpus.corpus import open_folder
-from lm.data.batches.loader import MapLoader
+from lm.data.batches.loader import single_source_loader
 folder = Path(sys.argv[1])
-loader = MapLoader(open_folder(folder).train, 16, 3)
+loader = single_source_loader(open_folder(folder).train, 16, 3)
 next(loader)
 os.truncate(folder / "train.bin", 64)
 try:
