@@ -15,12 +15,13 @@ from tests.lm.data.loopback import Hub, corpus_bytes_served, digest, run, servin
 
 SHARDS = """
 import itertools, json, sys, time
-from lm.data.sources.hub import _open_hub
 from lm.data.sources.hub_parquet import _row_groups
 data = Data(source="fineweb")
-def forget():  # what a process keeps: each reader is one of its own
-    _open_hub.cache_clear(), _row_groups.cache_clear()
+forget = _row_groups.cache_clear  # what a process has read: each reader is one of its own
 """
+
+
+SLOW = pytest.mark.slow
 
 
 def made_corpus(files: int = 4, groups: int = 16, rows: int = 1000, **options) -> dict[str, bytes]:
@@ -45,12 +46,7 @@ def corpus_bytes() -> int:
     return sum(len(data) for name, data in Hub.files.items() if name.startswith("sample/"))
 
 
-SLOWER = (2, 3, 5, 6, 7)
-
-
-@pytest.mark.parametrize(
-    "readers", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, *SLOWER))]
-)
+@pytest.mark.parametrize("readers", [8, *(pytest.param(n, marks=SLOW) for n in range(1, 8))])
 def test_readers_together_fetch_the_corpus_about_once(hub, tmp_path, readers):
     code = f"""
 count = 0
@@ -61,14 +57,10 @@ print(count)
 """
     said, _ = run(SHARDS + code, tmp_path, **hub)
     assert said == "2400"
-    ratio = corpus_bytes_served() / corpus_bytes()
-    print(f"{readers} readers of 4 files: {ratio:.3f} times the corpus")
-    assert 0.9 < ratio < 1.1
+    assert 0.9 < corpus_bytes_served() / corpus_bytes() < 1.1
 
 
-@pytest.mark.parametrize(
-    "ranks", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
-)
+@pytest.mark.parametrize("ranks", [8, *(pytest.param(n, marks=SLOW) for n in (1, 2, 3))])
 def test_a_pass_of_the_loader_fetches_the_corpus_about_once(tmp_path, bpe, ranks):
     """Until the first stream of each rank has gone through its documents."""
     bpe.save_pretrained(tmp_path / "bpe")
@@ -105,38 +97,30 @@ def test_resuming_after_50000_documents_fetches_one_row_group_at_once(large, tmp
         Hub.served.clear()
         code = f"""
 state = json.loads({position!r})
-began, worked = time.perf_counter(), time.process_time()
+began = time.process_time()
 print(next(documents(data, state=state))[:8])
-print(time.perf_counter() - began, time.process_time() - worked)
+print(time.process_time() - began)
 """
         said, _ = run(SHARDS + code, tmp_path, **hub)
         fetched = corpus_bytes_served()
-    text, times = said.splitlines()
+    text, cpu_seconds = said.splitlines()
     assert text == "3 2000 " + text[-1]  # files of 16,000: document 50,000 is this one
-    seconds, cpu_seconds = map(float, times.split())
-    row_group = corpus_bytes() / 64
-    print(f"first document after {seconds:.2f} s, {cpu_seconds:.2f} s of them on the processor; "
-          f"{fetched / row_group:.2f} row groups fetched")  # fmt: skip
-    assert cpu_seconds < 3 and fetched < 2 * row_group  # a busy machine takes longer by the clock
+    assert float(cpu_seconds) < 3 and fetched < 2 * corpus_bytes() / 64  # of 64 row groups
 
 
 def test_a_position_is_of_its_commit(large, tmp_path):
     """The dataset gets another commit, with other files, while a run is stopped."""
     with serving(large) as hub:
         position, _ = run(SHARDS + RESUME, tmp_path, **hub)
-        old = Hub.sha
-        Hub.sha = "b" * 40
-        try:
-            code = f"""
+        old, Hub.sha = Hub.sha, "b" * 40
+        code = f"""
 state = json.loads({position!r})
 source = documents(data, state=state)
 next(source)
 print(state["revision"], source.state_dict()["revision"], documents(data).state_dict()["revision"])
 """
-            said, _ = run(SHARDS + code, tmp_path, **hub)
-        finally:
-            Hub.sha = old
-    assert said.split()[1:] == [said.split()[0], "b" * 40] and said.split()[0] == old
+        said, _ = run(SHARDS + code, tmp_path, **hub)
+    assert said.split() == [old, old, "b" * 40]
 
 
 @pytest.mark.slow
@@ -170,15 +154,10 @@ print(loader.state_dict()["revision"])
 """
     with serving(made_corpus(2, 3, 30)) as hub:
         state, _ = run(opening + begin, tmp_path, **hub)
-        old = Hub.sha
-        Hub.sha = "c" * 40
-        try:
-            for change in ("", 'del state["revision"]  # written by an earlier version'):
-                code = opening + go_on.format(state=state, change=change)
-                said, _ = run(code, tmp_path, **hub)
-                assert said.split() == ["6", old, old]
-        finally:
-            Hub.sha = old
+        old, Hub.sha = Hub.sha, "c" * 40
+        for change in ("", 'del state["revision"]  # written by an earlier version'):
+            said, _ = run(opening + go_on.format(state=state, change=change), tmp_path, **hub)
+            assert said.split() == ["6", old, old]
 
 
 def test_a_position_of_version_0_1_is_refused(hub, tmp_path):
@@ -202,8 +181,8 @@ except DataError as e:
 """
 
 
-def flipped(data: bytes, position: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
+def flipped(data: bytes, position: int, bit: int = 4) -> bytes:
+    return data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
 
 
 def in_text_column(data: bytes, group: int) -> int:
@@ -213,32 +192,37 @@ def in_text_column(data: bytes, group: int) -> int:
     return column.data_page_offset + column.total_compressed_size // 2
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_is_found_where_pages_have_checksums(tmp_path):
-    files = made_corpus(1, 3, write_page_checksum=True, compression="none")
-    (name, *_) = files
-    files[name] = flipped(files[name], in_text_column(files[name], 1))
-    with serving(files) as hub:
-        said, _ = run(SHARDS + READ, tmp_path, **hub)
-    assert "000.parquet is damaged in row group 1, column `text`: " in said
-    assert "CRC" in said and "report it to the dataset's owner" in said and "\n" not in said
-
-
-def test_text_that_is_no_text_is_found_without_checksums(tmp_path):
-    files = made_corpus(1, 3, compression="none")
-    (name, *_) = files
-    at = in_text_column(files[name], 1)
-    data = files[name]
-    files[name] = data[:at] + bytes([data[at] ^ 128]) + data[at + 1 :]
+@pytest.mark.parametrize(
+    "options, bit",
+    [
+        pytest.param({"write_page_checksum": True}, 4, marks=SLOW),
+        ({}, 128),  # no page checksums: text that is no UTF-8
+    ],
+)
+def test_damage_on_the_hub_is_a_sentence(tmp_path, options, bit):
+    files = made_corpus(1, 3, compression="none", **options)
+    name = next(iter(files))
+    files[name] = flipped(files[name], in_text_column(files[name], 1), bit)
     with serving(files) as hub:
         said, _ = run(SHARDS + READ, tmp_path, **hub)
     assert "000.parquet is damaged in row group 1, column `text`: " in said and "\n" not in said
+    assert ("CRC" in said) == bool(options) and "report it to the dataset's owner" in said
+
+
+@pytest.mark.slow
+def test_a_truncated_file_is_a_sentence(tmp_path):
+    files = made_corpus(1, 3)
+    name = next(iter(files))
+    files[name] = files[name][:-100]
+    with serving(files) as hub:
+        said, _ = run(SHARDS + READ, tmp_path, **hub)
+    assert "000.parquet is not a whole parquet file" in said and "\n" not in said
 
 
 def test_damage_on_the_way_is_fetched_again(tmp_path):
     """A proxy that breaks one answer: the second one is whole."""
     files = made_corpus(1, 3, write_page_checksum=True)
-    (name, *_) = files
+    name = next(iter(files))
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     with serving(files) as hub:
         Hub.breaks = [in_text_column(files[name], 1)]
@@ -249,7 +233,7 @@ def test_damage_on_the_way_is_fetched_again(tmp_path):
 def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
     """Where neither pages nor text show the damage: on the hub it stays, on the way it passes."""
     files = made_corpus(1, 3, compression="zstd")
-    (name, *_) = files
+    name = next(iter(files))
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     at = in_text_column(files[name], 1)
     sha256 = hashlib.sha256(files[name]).hexdigest()
@@ -287,23 +271,6 @@ def test_readers_of_a_machine_share_one_download(tmp_path):
     with serving(made_corpus(2, 3, 300)) as hub:
         said, _ = run(SHARDS + f"FOLDER = {str(tmp_path / 'copies')!r}" + SHARED, tmp_path, **hub)
         assert said == "1800" and corpus_bytes_served() == corpus_bytes()
-
-
-@pytest.mark.slow
-def test_a_truncated_file_is_a_sentence(tmp_path):
-    files = made_corpus(1, 3)
-    (name, *_) = files
-    files[name] = files[name][:-100]
-    with serving(files) as hub:
-        said, _ = run(SHARDS + READ, tmp_path, **hub)
-    assert "000.parquet is not a whole parquet file" in said and "\n" not in said
-
-
-@pytest.mark.slow
-def test_positions_are_plain_data(hub, tmp_path):
-    code = "print(json.dumps(documents(data).state_dict()))"
-    said, _ = run(SHARDS + code, tmp_path, **hub)
-    assert json.loads(said)["revision"] == Hub.sha
 
 
 STREAM = """
@@ -356,8 +323,6 @@ for before, after, at in ((2, 3, 30), (3, 1, 606)):
     for loader in loaders:
         loader.load_state_dict(state)
     assert take(loaders, 60) == reference[at : at + 60], (before, after, at)
-data.workers = 2
-assert take(ranks(1), 60) == reference[:60]
 """
     with serving(made_corpus(3, 4, 30)) as hub:
         said, _ = run(SHARDS + STREAM.format(bpe=str(tmp_path / "bpe")) + code, tmp_path, **hub)
