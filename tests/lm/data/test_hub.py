@@ -59,9 +59,7 @@ for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and m
         **hub,
     )
     waiting, *digests = said.splitlines()
-    assert re.match(
-        r"waiting  [\d.]+ s for the Hugging Face hub, then attempt 2 at opening", waiting
-    )
+    assert re.match(r"waiting  [\d.]+ s for the Hugging Face hub, .* attempt 2 at opening", waiting)
     assert digests == [digest(all_texts), *4 * [digest(sorted(all_texts))]]
     assert not Hub.faults
 
@@ -83,11 +81,17 @@ print(digest(head + list(again)), same)
     assert said == f"{digest(all_texts)} True"
 
 
-def test_a_missing_column_or_configuration_is_a_sentence(hub, tmp_path):
-    said, _ = run(SENTENCE.format('{"text_field": "body"}'), tmp_path, **hub)
-    assert "has no column `body` (its columns: text, id, " in said and "\n" not in said
-    said, _ = run(SENTENCE.format('{"name": "sample-7BT"}'), tmp_path, **hub)
-    assert "sample-7BT" in said and "set data.name" in said and "\n" not in said
+@pytest.mark.parametrize(
+    "data, sentence",
+    [
+        ({"text_field": "body"}, r"has no column `body` \(its columns: text, id, "),
+        ({"name": "sample-7BT"}, r"sample-7BT.*set data\.name"),
+        ({"dataset": "no/such"}, r"^opening dataset no/such .* failed: .*; set data\.dataset$"),
+    ],
+)
+def test_a_wrong_key_is_a_sentence_at_once(hub, tmp_path, data, sentence):
+    said, seconds = run(SENTENCE.format(data), tmp_path, **hub)
+    assert re.search(sentence, said) and "\n" not in said and seconds < 20
 
 
 PATIENCE = """
@@ -141,12 +145,6 @@ def test_a_hopeless_answer_is_a_sentence_at_once(hub, tmp_path, status):
     sentence, waited = said.splitlines()
     assert re.match(rf"opening dataset {REPO} \(sample-10BT\) failed: .*{status}", sentence)
     assert ("HF_TOKEN" in sentence) == (status != 404) and float(waited) == 0
-
-
-def test_a_dataset_that_is_not_there_is_a_sentence_at_once(hub, tmp_path):
-    said, seconds = run(SENTENCE.format('{"dataset": "no/such"}'), tmp_path, **hub)
-    assert re.match(r"opening dataset no/such .* failed: .*; set data\.dataset$", said)
-    assert "\n" not in said and seconds < 20
 
 
 @pytest.mark.slow
